@@ -1,0 +1,200 @@
+"""Counter-based random numbers: Philox-4x32-10, the same bits on every device, mesh and vector width.
+
+The value of an element depends only on (key, global linear index): a shard draws exactly the numbers that the same
+slice of the whole tensor would. Element `i` is lane `i % 4` of the block with counter `i // 4`.
+
+The bits follow Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Floats are made
+with additions, multiplications, divisions and square roots in float32 only, each of which IEEE 754 rounds correctly:
+library logarithms and cosines differ between vector and scalar code, and so between a tensor and its shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+Key = tuple[int, int]
+"""Two 32-bit words."""
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+# Elements computed at a time: intermediates stay in the cache of a CPU, launches of a GPU stay large.
+_CHUNK = {"cpu": 1 << 17}
+_CHUNK_ACCELERATOR = 1 << 24
+
+
+def key_from(seed: int, *parts: str | int) -> Key:
+    """The key of a stream: a stable hash (BLAKE2b) of the seed and of what the stream is for.
+
+    Strings and integers are told apart, so `key_from(0, "1")` differs from `key_from(0, 1)`.
+    """
+    text = "\0".join(f"{type(part).__name__}:{part}" for part in (seed, *parts))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Key) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten rounds of Philox on four i64 tensors of 32-bit words (0 <= word < 2**32), which it uses up as work space.
+
+    Returns four i64 tensors of 32-bit words.
+    """
+    c0, c1, c2, c3 = counter
+    for round_index in range(_ROUNDS):
+        key0, key1 = ((word + weyl * round_index) & _MASK for word, weyl in zip(key, _WEYL, strict=True))
+        # i64 products wrap, but bits 32..63 are right whatever the sign: shift, combine, then mask once. The low
+        # halves c1, c3 keep garbage above bit 31, which that mask removes in the next round.
+        low0, low1 = c0.mul_(_MULTIPLIERS[0]), c2.mul_(_MULTIPLIERS[1])
+        high0, high1 = low0 >> 32, low1 >> 32
+        c0 = high1.bitwise_xor_(c1).bitwise_xor_(key0).bitwise_and_(_MASK)
+        c2 = high0.bitwise_xor_(c3).bitwise_xor_(key1).bitwise_and_(_MASK)
+        c1, c3 = low1, low0
+    return c0, c1.bitwise_and_(_MASK), c2, c3.bitwise_and_(_MASK)
+
+
+def uniform(
+    shape: Sequence[int],
+    key: Key,
+    offset: Sequence[int] | None = None,
+    global_shape: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Uniform numbers in [0, 1), multiples of 2**-24, rounded to `dtype` (bf16 and f16 may round up to 1).
+
+    The result is the block of `shape` that starts at `offset` (default: the origin) in a tensor of `global_shape`
+    (default: `shape`).
+    """
+    return _fill(_to_uniform, shape, key, offset, global_shape, dtype, device)
+
+
+def normal(
+    shape: Sequence[int],
+    key: Key,
+    offset: Sequence[int] | None = None,
+    global_shape: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Standard normal numbers by the Box-Muller transform of neighbouring words, rounded to `dtype`.
+
+    Arguments as for `uniform`. The largest magnitude is sqrt(48 ln 2) = 5.77.
+    """
+    return _fill(_to_normal, shape, key, offset, global_shape, dtype, device)
+
+
+def _fill(
+    transform: Callable[[Tensor], Tensor],
+    shape: Sequence[int],
+    key: Key,
+    offset: Sequence[int] | None,
+    global_shape: Sequence[int] | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tensor:
+    """Fill a tensor run by run; a run is a stretch of elements that are neighbours in the whole tensor."""
+    shape, whole = tuple(shape), tuple(global_shape if global_shape is not None else shape)
+    start = tuple(offset) if offset is not None else (0,) * len(shape)
+    assert len(start) == len(whole) == len(shape), f"ranks differ: {shape} at {start} of {whole}"
+    assert all(0 <= s and s + n <= g for s, n, g in zip(start, shape, whole, strict=True)), (
+        f"{shape} at {start} lies outside {whole}"
+    )
+    out = torch.empty(shape, dtype=dtype, device=device)
+    if out.numel() == 0:
+        return out
+    starts, run = _runs(shape, start, whole)
+    rows = out.view(-1, run)
+    starts = starts.to(out.device)
+    chunk = _CHUNK.get(out.device.type, _CHUNK_ACCELERATOR)
+    for row, column, num_rows, num_columns in _pieces(rows.shape[0], run, chunk):
+        words = _words(starts[row : row + num_rows] + column, num_columns, key, transform)
+        rows[row : row + num_rows, column : column + num_columns] = words
+    return out
+
+
+def _runs(shape: tuple[int, ...], start: tuple[int, ...], whole: tuple[int, ...]) -> tuple[Tensor, int]:
+    """Global index of the first element of every run, i64[runs], and the length of a run."""
+    first = len(shape)
+    run, stride = 1, 1
+    while first > 0:  # take in trailing dims until one is cut
+        first -= 1
+        run *= shape[first]
+        stride *= whole[first]
+        if shape[first] != whole[first]:
+            break
+    inner = math.prod(whole[first + 1 :])
+    starts = torch.zeros(1, dtype=torch.int64)
+    if first < len(shape):
+        starts += start[first] * inner
+    for dim in reversed(range(first)):
+        starts = (torch.arange(start[dim], start[dim] + shape[dim])[:, None] * stride + starts).flatten()
+        stride *= whole[dim]
+    return starts, run
+
+
+def _pieces(num_rows: int, run: int, chunk: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cut rows of `run` elements into pieces of about `chunk`: (first row, first column, rows, columns)."""
+    rows_at_once = max(1, chunk // run)
+    for row in range(0, num_rows, rows_at_once):
+        for column in range(0, run, chunk):
+            yield row, column, min(rows_at_once, num_rows - row), min(chunk, run - column)
+
+
+def _words(starts: Tensor, count: int, key: Key, transform: Callable[[Tensor], Tensor]) -> Tensor:
+    """Elements `starts[r] .. starts[r] + count` of the stream, transformed: f32[rows, count]."""
+    lane = starts % 4
+    aligned = not bool(lane.any())
+    num_blocks = -(-count // 4) + (0 if aligned else 1)
+    block = (starts // 4)[:, None] + torch.arange(num_blocks, device=starts.device)
+    zeros = torch.zeros_like(block)
+    words = philox4x32((block & _MASK, block >> 32, zeros, zeros.clone()), key)
+    values = transform(torch.stack(words)).permute(1, 2, 0).reshape(len(starts), num_blocks * 4)
+    if aligned:
+        return values[:, :count]
+    return values.gather(1, lane[:, None] + torch.arange(count, device=starts.device))
+
+
+def _to_uniform(words: Tensor) -> Tensor:
+    """The upper 24 bits of each word as a float32 in [0, 1)."""
+    return (words >> 8).to(torch.float32).mul_(2.0**-24)
+
+
+def _to_normal(words: Tensor) -> Tensor:
+    """i64[4, ...] words to f32[4, ...]: words 0 and 2 give radii, words 1 and 3 angles of two points each."""
+    # (w + 1) / 2**24 lies in (0, 1], so the logarithm is finite.
+    radius = _log((words[0::2] >> 8).add_(1).to(torch.float32).mul_(2.0**-24)).mul_(-2.0).sqrt_()
+    angle = words[1::2]
+    # 24 bits choose the angle within a quarter turn around 0, one bit mirrors it about the diagonal, one about 0.
+    quarter = ((angle & 0xFFFFFF).to(torch.float32)).sub_(float(1 << 23) - 0.5).mul_(math.pi / 2 * 2.0**-24)
+    square = quarter * quarter
+    cosine = _polynomial(square, [1.0, -1 / 2, 1 / 24, -1 / 720, 1 / 40320])
+    sine = _polynomial(square, [1.0, -1 / 6, 1 / 120, -1 / 5040, 1 / 362880]).mul_(quarter)
+    mirrored = (angle & 0x40000000) != 0
+    radius = torch.where((angle & 0x80000000) != 0, -radius, radius)
+    first = torch.where(mirrored, sine, cosine).mul_(radius)
+    second = torch.where(mirrored, cosine, sine).mul_(radius)
+    return torch.stack((first, second), dim=1).flatten(0, 1)
+
+
+def _log(x: Tensor) -> Tensor:
+    """Natural logarithm of f32 numbers in (0, 1]: log(m 2**e) = e log 2 + 2 artanh((m - 1) / (m + 1))."""
+    mantissa, exponent = torch.frexp(x)  # mantissa in [1/2, 1)
+    small = mantissa < math.sqrt(0.5)
+    mantissa = torch.where(small, mantissa * 2.0, mantissa)
+    exponent = (exponent - small.to(exponent.dtype)).to(torch.float32)
+    ratio = (mantissa - 1.0) / (mantissa + 1.0)
+    series = _polynomial(ratio * ratio, [2.0, 2 / 3, 2 / 5, 2 / 7, 2 / 9]).mul_(ratio)
+    return exponent.mul_(math.log(2.0)).add_(series)
+
+
+def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
+    """Horner's rule, constant term first, in separate multiplications and additions (never fused)."""
+    result = torch.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        result.mul_(x).add_(coefficient)
+    return result
