@@ -1,0 +1,232 @@
+"""Read a step package from disk and make it callable.
+
+A package is a directory whose manifest.json was written last, so a manifest vouches for a whole package. Loading reads
+the manifest, checks that what it lists is there, chooses the device for the kernels, and executes step.py under a name
+of its own, so that two packages can live in one process.
+
+step.py is meant to be read, and may be edited: an edited file that still works is loaded (`Package.edited` names it);
+one that no longer parses, or that lost an entry point, is a `PackageError` with file and line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mgraph.errors import OptionError, PackageError
+from mgraph.runtime import kernels
+
+SCHEMA = 1
+"""The manifest schema this runtime writes of; the one before it is read too."""
+
+RUNTIME_VERSION = 1
+"""Raised when the meaning of a shim in `v1` changes; part of the fingerprint that all ranks compare."""
+
+DTYPES: dict[str, torch.dtype] = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i16": torch.int16,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+}
+
+REQUIRED = ("schema", "kind", "name", "mesh", "dims", "vocab_size", "inputs", "state", "entries", "files")
+
+State = dict[str, Tensor]
+EntryFunction = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One tensor that outlives a call, as the manifest declares it.
+
+    `kind` is param, buffer, master, moment, grad or scalar; `init` is the list of in-place calls that fills the tensor;
+    `seed_name` keys its random calls; only a tensor with `persist` goes into checkpoints.
+    """
+
+    name: str
+    kind: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    trainable: bool
+    persist: bool
+    init: tuple[tuple[Any, ...], ...]
+    seed_name: str
+
+
+@dataclass(frozen=True)
+class Package:
+    """A loaded step package: its manifest, its entry functions and the state they act on."""
+
+    path: Path
+    manifest: dict[str, Any]
+    device: torch.device
+    entries: dict[str, EntryFunction]
+    state_specs: tuple[StateSpec, ...]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that the model knows."""
+        return int(self.manifest["vocab_size"])
+
+    @property
+    def edited(self) -> list[str]:
+        """Files whose content is not what the compiler wrote."""
+        listed: dict[str, str] = self.manifest["files"]
+        return [name for name, digest in listed.items() if _digest(self.path / name) != digest]
+
+    def call(self, entry: str, state: State, *inputs: Tensor) -> dict[str, Tensor]:
+        """Call an entry function; its results under the output names of the manifest."""
+        outputs = self.entries[entry](state, *inputs)
+        names = self.manifest["entries"][entry]["outputs"]
+        assert len(names) == len(outputs), f"{entry} returned {len(outputs)} values, the manifest lists {names}"
+        return dict(zip(names, outputs, strict=True))
+
+    def fingerprint_all(self) -> str:
+        """SHA-256 over the names and contents of all files of the package and the versions of runtime and torch.
+
+        Ranks that run the same code have the same fingerprint.
+        """
+        digest = hashlib.sha256(f"runtime {RUNTIME_VERSION} torch {torch.__version__}\n".encode())
+        for file in sorted(self.path.rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                digest.update(f"{file.relative_to(self.path).as_posix()} {_digest(file)}\n".encode())
+        return digest.hexdigest()
+
+    def check_size(self, dim: str, value: int, flag: str) -> None:
+        """Raise `OptionError` unless the named dim of the model may have this extent; `flag` is what the person set."""
+        low, high = self.bounds(dim)
+        if value < low or (high is not None and value > high):
+            allowed = f"exactly {low}" if low == high else f"from {low} to {high if high is not None else 'any size'}"
+            raise OptionError(
+                f"{flag} {value} is outside what this package was compiled for: {dim} is {allowed}",
+                hint=f"give a {flag} in this range, or compile the model again with another range of {dim}",
+            )
+
+    def bounds(self, dim: str) -> tuple[int, int | None]:
+        """Smallest and largest extent of a named dim; None means no limit."""
+        bound = self.manifest["dims"].get(dim, [1, None])
+        return (bound, bound) if isinstance(bound, int) else (bound[0], bound[1])
+
+
+def load_package(path: Path | str, device: torch.device | str, strict: bool = False, jit: bool = False) -> Package:
+    """Load the package at `path` for `device`.
+
+    With `strict` a kernel without a binary for the device is an error instead of a warning; `jit` allows compiling it.
+    """
+    path = Path(path).resolve()
+    device = torch.device(device)
+    manifest = _read_manifest(path)
+    kernels.set_device(device, strict=strict, jit=jit)
+    module = _execute(path / "step.py")
+    entries = {}
+    for name in manifest["entries"]:
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise PackageError(
+                f"step.py has no function '{name}', which the manifest lists as an entry point",
+                where=f"{path / 'step.py'}:1",
+                hint="put the function back, or compile the package again",
+            )
+        entries[name] = function
+    return Package(path, manifest, device, entries, tuple(_state_spec(item, path) for item in manifest["state"]))
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / "manifest.json"
+    if not path.is_dir():
+        raise PackageError(f"no step package at {path}: not a directory", hint="mgraph compile MODEL -o DIR writes one")
+    if not file.is_file():
+        raise PackageError(
+            f"{path} is not a whole step package: manifest.json, which is written last, is missing",
+            hint="compile it again",
+        )
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        line = getattr(error, "lineno", 1)
+        raise PackageError(f"the manifest cannot be read: {error}", f"{file}:{line}", "compile it again") from error
+    schema = manifest.get("schema") if isinstance(manifest, dict) else None
+    if schema not in (SCHEMA - 1, SCHEMA):
+        raise PackageError(
+            f"the package has schema {schema!r}; this runtime reads schemas {SCHEMA - 1} and {SCHEMA}",
+            where=str(file),
+            hint="compile it again with this version of mgraph, or run it with the version that wrote it",
+        )
+    absent = [key for key in REQUIRED if key not in manifest]
+    if absent:
+        raise PackageError(f"the manifest lacks {', '.join(absent)}", str(file), "compile the package again")
+    lost = [name for name in manifest["files"] if not (path / name).is_file()]
+    if lost:
+        raise PackageError(f"files of the package are missing: {', '.join(lost)}", str(path), "compile it again")
+    return manifest
+
+
+def _execute(file: Path) -> ModuleType:
+    """Run step.py as a module whose name no other package shares."""
+    name = f"mgraph_step_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, f"no loader for {file}"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        del sys.modules[name]
+        raise PackageError(
+            f"{file.name} is not valid Python: {error.msg}",
+            where=f"{error.filename or file}:{error.lineno or 1}",
+            hint="mend the line, or compile the package again",
+        ) from error
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        if isinstance(error, PackageError):
+            raise
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        raise PackageError(
+            f"{file.name} cannot be loaded: {type(error).__name__}: {error}",
+            where=f"{file}:{lines[-1] if lines else 1}",
+            hint="mend the line, or compile the package again",
+        ) from error
+    return module
+
+
+def _state_spec(item: dict[str, Any], path: Path) -> StateSpec:
+    try:
+        return StateSpec(
+            name=item["name"],
+            kind=item["kind"],
+            dtype=DTYPES[item["dtype"]],
+            shape=tuple(item["shape"]),
+            trainable=bool(item.get("trainable", False)),
+            persist=bool(item.get("persist", True)),
+            init=tuple(tuple(call) for call in item.get("init") or ()),
+            seed_name=item.get("seed_name", item["name"]),
+        )
+    except KeyError as error:
+        raise PackageError(
+            f"the manifest's state {item.get('name')!r} has no or an unknown {error}",
+            where=str(path / "manifest.json"),
+            hint="compile the package again",
+        ) from error
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,91 @@
+"""Make the state of a package: parameters, optimizer moments, accumulators.
+
+Nothing is loaded or unpickled. The manifest holds, for each tensor, the initialiser calls that the model made when it
+was built, and they are replayed here. Random calls count by global element index under the key
+(seed, seed name, call index), so the values depend on neither the mesh, nor the order of creation, nor the device.
+
+A tensor may start as the copy of another (`copy_from`): the fp32 master of a bf16 parameter, for example. Copies are
+made after what they copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mgraph import philox
+from mgraph.errors import PackageError
+from mgraph.runtime.package import State, StateSpec
+
+# Calls whose arguments are plain numbers and that draw nothing: torch's own methods, replayed as they are.
+_PLAIN_CALLS = frozenset({"zeros_", "ones_", "fill_", "mul_", "add_", "sub_", "div_", "clamp_", "erfinv_"})
+
+
+def create_state(specs: Iterable[StateSpec], seed: int, device: torch.device | str) -> State:
+    """All tensors of `specs` by name, initialised with `seed`, on `device`.
+
+    Raises `PackageError` where a tensor has no initialiser, names an unknown call, or copies in a circle.
+    """
+    by_name = {spec.name: spec for spec in specs}
+    state: State = {}
+
+    def create(spec: StateSpec, waiting: tuple[str, ...]) -> None:
+        for source in (call[1] for call in spec.init if call[0] == "copy_from"):
+            if source not in by_name or source in waiting:
+                problem = "copies itself" if source in waiting else f"copies '{source}', which does not exist"
+                raise _error(spec, problem)
+            if source not in state:
+                create(by_name[source], (*waiting, source))
+        state[spec.name] = _initialise(spec, state, seed, torch.device(device))
+
+    for spec in by_name.values():
+        if spec.name not in state:
+            create(spec, (spec.name,))
+    return {name: state[name] for name in by_name}
+
+
+def _initialise(spec: StateSpec, state: State, seed: int, device: torch.device) -> Tensor:
+    if not spec.init:
+        raise _error(spec, "has no initialiser")
+    # A program for a low-precision tensor runs in f32 and is rounded once, as casting an initialised model would.
+    low_precision = spec.dtype.is_floating_point and spec.dtype.itemsize < 4
+    tensor = torch.empty(spec.shape, dtype=torch.float32 if low_precision else spec.dtype, device=device)
+    for index, (call, *arguments) in enumerate(spec.init):
+        _replay(tensor, call, arguments, state, philox.key_from(seed, spec.seed_name, index), spec)
+    return tensor.to(spec.dtype)
+
+
+def _replay(
+    tensor: Tensor, call: str, arguments: list[Any], state: State, key: philox.Key, spec: StateSpec
+) -> None:
+    """Apply one recorded in-place call to `tensor`."""
+    if call == "normal_":
+        mean, deviation = arguments
+        draw = philox.normal(tensor.shape, key, dtype=tensor.dtype, device=tensor.device)
+        tensor.copy_(draw.mul_(deviation).add_(mean))
+    elif call == "uniform_":
+        low, high = arguments
+        draw = philox.uniform(tensor.shape, key, dtype=tensor.dtype, device=tensor.device)
+        tensor.copy_(draw.mul_(high - low).add_(low))
+    elif call == "copy_":
+        (values,) = arguments
+        if len(values) != math.prod(spec.shape):
+            raise _error(spec, f"has {len(values)} initial values for shape {list(spec.shape)}")
+        tensor.copy_(torch.tensor(values, dtype=tensor.dtype).reshape(spec.shape))
+    elif call == "copy_from":
+        source = state[arguments[0]]
+        if source.shape != tensor.shape:
+            raise _error(spec, f"copies '{arguments[0]}', whose shape is {list(source.shape)}")
+        tensor.copy_(source)
+    elif call in _PLAIN_CALLS:
+        getattr(tensor, call)(*arguments)
+    else:
+        raise _error(spec, f"is initialised by '{call}', which this runtime does not know")
+
+
+def _error(spec: StateSpec, problem: str) -> PackageError:
+    return PackageError(f"state '{spec.name}' {problem}", where="manifest.json", hint="compile the package again")
