@@ -1,6 +1,6 @@
 """mgraph compiles a plain PyTorch model definition into a readable, optimized step package.
 
-Importing this package runs nothing and loads neither torch nor sympy: the public names below are looked up on first use.
+Importing this package runs nothing and loads neither torch nor sympy: public names are looked up on first use.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _fill(
     shape, whole = tuple(shape), tuple(global_shape if global_shape is not None else shape)
     start = tuple(offset) if offset is not None else (0,) * len(shape)
     assert len(start) == len(whole) == len(shape), f"ranks differ: {shape} at {start} of {whole}"
-    assert all(0 <= s and s + n <= g for s, n, g in zip(start, shape, whole, strict=True)), (
+    assert all(s >= 0 and s + n <= g for s, n, g in zip(start, shape, whole, strict=True)), (
         f"{shape} at {start} lies outside {whole}"
     )
     out = torch.empty(shape, dtype=dtype, device=device)
