@@ -1,0 +1,194 @@
+"""Ahead-of-time compilation: Triton source text → cubins with their launch ABI, on a machine that needs no GPU.
+
+Each launch is compiled per architecture in up to two variants: `aligned`, which assumes that all tensors start on a
+16-byte boundary and so moves 16 bytes per access, emitted where the launch says that all rows keep that boundary; and
+the generic one, which assumes nothing. The runtime takes the first that fits the tensors it is given.
+
+An entry of the manifest's `kernels` list, as `build_kernels` returns it:
+
+    name      site name; also the name of the twin in reference.py
+    inputs, outputs, scratch    tensors: {name, dtype, shape}, shapes as in `kernel.py`
+    dims      named extents, in order of evaluation
+    launches  in order; each {function, args, grid, num_warps, num_stages, binaries}, each binary
+        file, symbol          cubin path inside the package, name of the kernel in it
+        arch, cuda            `sm_90a`; least CUDA major version of the driver
+        alignment             bytes on which every tensor must start
+        threads, shared       per block: number of threads, bytes of shared memory
+        hidden                bytes per program of each further pointer argument Triton appends; 0: pass a null pointer
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mgraph.codegen.triton.kernel import KernelSpec, Launch, kernels_text, reference_text
+from mgraph.errors import MgraphError, OptionError
+
+ALIGNMENT = 16
+WARP_THREADS = 32
+ARCH_PATTERN = re.compile(r"sm_(\d+)(a?)")
+
+
+@dataclass(frozen=True)
+class Binary:
+    """One compiled kernel and what its caller must know (fields as in the manifest, see the module docstring)."""
+
+    cubin: bytes
+    symbol: str
+    arch: str
+    cuda: int
+    alignment: int
+    threads: int
+    shared: int
+    hidden: tuple[int, ...]
+
+    def to_data(self, file: str) -> dict[str, Any]:
+        """The manifest's entry of this binary, stored at `file`."""
+        return {
+            "file": file,
+            "symbol": self.symbol,
+            "arch": self.arch,
+            "cuda": self.cuda,
+            "alignment": self.alignment,
+            "threads": self.threads,
+            "shared": self.shared,
+            "hidden": list(self.hidden),
+        }
+
+
+def build_kernels(specs: Sequence[KernelSpec], directory: Path, archs: Sequence[str]) -> list[dict[str, Any]]:
+    """Write `kernels.py`, `reference.py` and `cubin/` into a package directory; return the manifest's `kernels` list.
+
+    `archs` names GPU architectures such as `sm_90a`; with none, Triton is not needed and no cubin is written. Raises
+    MgraphError where Triton is missing or rejects the source, OptionError for an unknown architecture.
+    """
+    names = [spec.name for spec in specs]
+    assert len(set(names)) == len(names), f"two kernels of one name: {sorted(names)}"
+    (directory / "reference.py").write_text(reference_text(specs), encoding="utf-8")
+    source = directory / "kernels.py"
+    source.write_text(kernels_text(specs), encoding="utf-8")
+    module = import_kernels(source) if archs and any(spec.launches for spec in specs) else None
+    return [_entry(spec, module, directory, archs) for spec in specs]
+
+
+def import_kernels(path: Path) -> ModuleType:
+    """Import a `kernels.py` by its path, without a trace in `sys.modules`.
+
+    Triton reads the functions' source from the file, so the text must exist as a file.
+    """
+    try:
+        import triton
+    except ImportError:
+        raise MgraphError(
+            "compiling GPU kernels needs triton, which is not installed",
+            hint="pip install 'mgraph[gpu]', or compile for the CPU only",
+        ) from None
+    if triton.knobs.runtime.interpret:
+        raise OptionError("TRITON_INTERPRET is set: the interpreter makes no binaries", hint="unset TRITON_INTERPRET")
+    spec = importlib.util.spec_from_file_location("mgraph_kernels_being_compiled", path)
+    assert spec is not None and spec.loader is not None, f"{path} is not a Python file"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compile_launch(module: ModuleType, spec: KernelSpec, launch: Launch, arch: str, aligned: bool) -> Binary:
+    """Compile one launch for one architecture; `aligned` promises that every tensor starts on a 16-byte boundary."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    match = ARCH_PATTERN.fullmatch(arch)
+    if match is None:
+        raise OptionError(f"unknown GPU architecture {arch!r}", where="--arch", hint="one such as sm_80 or sm_90a")
+    types = spec.argument_types(launch)
+    pointers = [index for index, kind in enumerate(types.values()) if kind.startswith("*")]
+    hints = {(index,): [["tt.divisibility", ALIGNMENT]] for index in pointers} if aligned else {}
+    try:
+        compiled = triton.compile(
+            ASTSource(getattr(module, launch.function), types, {}, hints),
+            target=GPUTarget("cuda", int(match[1]), WARP_THREADS),
+            options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
+        )
+    except triton.errors.TritonError as error:
+        raise MgraphError(f"Triton rejects kernel {launch.function}: {error}", where=module.__file__) from error
+    return _binary(compiled, len(types), ALIGNMENT if aligned else 1)
+
+
+def _binary(compiled: Any, num_arguments: int, alignment: int) -> Binary:
+    """Read the launch ABI off a compiled kernel: from its PTX where that says it, else from Triton's metadata."""
+    abi = read_ptx(compiled.asm["ptx"])
+    metadata = compiled.metadata
+    assert metadata.num_ctas == 1 and not metadata.launch_cooperative_grid, (
+        "clusters and cooperative grids are not launched"
+    )
+    hidden = (metadata.global_scratch_size, metadata.profile_scratch_size)
+    assert abi.num_parameters == num_arguments + len(hidden), (
+        f"kernel {abi.symbol} takes {abi.num_parameters} parameters: {num_arguments} of its own and an unknown rest"
+    )
+    return Binary(
+        cubin=compiled.asm["cubin"],
+        symbol=abi.symbol,
+        arch=abi.arch,
+        cuda=abi.cuda,
+        alignment=alignment,
+        threads=abi.threads,
+        shared=metadata.shared,
+        hidden=hidden,
+    )
+
+
+@dataclass(frozen=True)
+class PtxAbi:
+    """What the PTX text of one kernel says about its launch."""
+
+    symbol: str
+    arch: str
+    cuda: int
+    threads: int
+    num_parameters: int
+
+
+def read_ptx(text: str) -> PtxAbi:
+    """Read the entry point, target, version and parameters of a PTX module with one kernel.
+
+    Each major version of PTX belongs to one of CUDA, four higher: PTX 8 came with CUDA 12. A driver runs binaries of
+    its own and of earlier major versions.
+    """
+
+    def find(pattern: str) -> str:
+        match: re.Match[str] | None = re.search(pattern, text, re.MULTILINE | re.DOTALL)
+        assert match is not None, f"no {pattern!r} in the PTX"
+        return match[1]
+
+    return PtxAbi(
+        symbol=find(r"\.entry\s+(\w+)\s*\("),
+        arch=find(r"^\.target\s+(\w+)"),
+        cuda=int(find(r"^\.version\s+(\d+)\.")) + 4,
+        threads=int(find(r"\.reqntid\s+(\d+)")),
+        num_parameters=find(r"\.entry\s+\w+\s*\((.*?)\)").count(".param"),
+    )
+
+
+def _entry(spec: KernelSpec, module: ModuleType | None, directory: Path, archs: Sequence[str]) -> dict[str, Any]:
+    """The manifest's entry of one kernel site; its cubins are compiled and written on the way."""
+    entry = spec.to_data()
+    del entry["source"], entry["twin"]  # They stand in kernels.py and reference.py.
+    for launch, data in zip(spec.launches, entry["launches"], strict=True):
+        del data["aligned"]
+        data["binaries"] = []
+        for arch in archs:
+            assert module is not None
+            for aligned in (True, False) if launch.aligned else (False,):
+                binary = compile_launch(module, spec, launch, arch, aligned)
+                file = f"cubin/{launch.function}{'.aligned' if aligned else ''}.{arch}.cubin"
+                (directory / "cubin").mkdir(exist_ok=True)
+                (directory / file).write_bytes(binary.cubin)
+                data["binaries"].append(binary.to_data(file))
+    return entry

@@ -1,0 +1,322 @@
+"""RMS normalisation, forward and backward, as Triton source and torch twin, specialised by size and dtypes.
+
+    rstd = 1 / sqrt(mean(x * x) + eps)                 over the last dim, in f32
+    y    = cast(x * rstd) * (weight + offset)          round = "normed": cast to x's dtype before the weight product
+    y    = cast(x * rstd * (weight + offset))          round = "product": the product in f32, cast after it
+
+and with n = x * rstd and g = dy * (weight + offset), rounded where autograd of the written-out formula rounds it,
+
+    dx      = (g - n * mean(g * n)) * rstd
+    dweight = sum over rows of dy * n                  accumulated in f32, rounded once
+
+The GPU backward is persistent: a fixed number of programs loop over the rows, each keeps its own sum for dweight, and a
+second small launch adds these partial sums in a fixed order, so results repeat from run to run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mgraph.codegen.triton.kernel import ITEM_BYTES, KernelSpec, Launch, TensorSpec
+
+TORCH_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+TRITON_LANGUAGE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+
+LARGEST_SIZE = 16384
+"""Above this a row no longer fits the registers of one block of threads."""
+
+REDUCE_ROWS, REDUCE_COLUMNS = 64, 32
+"""Tile of the launch that adds the partial sums: 32 columns of f32 are one 128-byte line."""
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """One instance of the op: normalised size, dtypes of x, weight and result, and the attributes of `rms_norm`."""
+
+    size: int
+    x: str
+    weight: str
+    out: str
+    eps: float
+    round: str = "normed"
+    offset: float = 0.0
+
+    @property
+    def wide(self) -> str:
+        """The dtype the statistics are computed in: f32, or f64 where x is f64 already."""
+        return "f64" if self.x == "f64" else "f32"
+
+    @property
+    def block(self) -> int:
+        """The size rounded up to a power of two, as Triton's tiles require."""
+        return 1 << (self.size - 1).bit_length()
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every row starts on a 16-byte boundary when the tensor does."""
+        return all(self.size * ITEM_BYTES[dtype] % 16 == 0 for dtype in (self.x, self.weight, self.out))
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a kernel is cut: rows per tile, warps, load stages in flight, and programs per multiprocessor (backward)."""
+
+    rows: int
+    num_warps: int
+    num_stages: int = 1
+    programs_per_sm: int = 1
+
+
+def refusal(problem: RmsNorm) -> str | None:
+    """Why this template has no GPU kernel for a problem, or None if it has one."""
+    for role, dtype in (("x", problem.x), ("weight", problem.weight), ("result", problem.out)):
+        if dtype not in TRITON_LANGUAGE_DTYPES:
+            return f"{role} is {dtype}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
+    if problem.size > LARGEST_SIZE:
+        return f"the normalised size is {problem.size}; the kernel keeps a row in registers, up to {LARGEST_SIZE}"
+    return None
+
+
+def forward_tuning(problem: RmsNorm) -> Tuning:
+    """At least 2,048 elements per tile, so that each thread moves 16 bytes at a time; more warps for long rows."""
+    rows = max(1, 2048 // problem.block)
+    return Tuning(rows, num_warps=min(16, max(4, rows * problem.block // 512)))
+
+
+def backward_tuning(problem: RmsNorm) -> Tuning:
+    """As forward, with 16 warps in all per multiprocessor: four wide values per element leave room for no more."""
+    rows = max(1, 2048 // problem.block)
+    num_warps = min(16, max(4, rows * problem.block // 512))
+    return Tuning(rows, num_warps, num_stages=2, programs_per_sm=max(1, 16 // num_warps))
+
+
+def forward(name: str, problem: RmsNorm, tuning: Tuning | None = None) -> KernelSpec:
+    """The site `y, rstd = name(x, weight)`: x [..., size], weight [size] → y [..., size], rstd [..., 1]."""
+    cut = tuning or forward_tuning(problem)
+    launches: tuple[Launch, ...] = ()
+    if refusal(problem) is None:
+        args = ("x", "weight", "y", "rstd", "rows")
+        grid = (("cdiv", "rows", cut.rows),)
+        launches = (Launch(name, args, grid, cut.num_warps, cut.num_stages, problem.aligned),)
+    return KernelSpec(
+        name=name,
+        source=_forward_source(name, problem, cut) if launches else "",
+        twin=_forward_twin(name, problem),
+        inputs=(TensorSpec("x", problem.x, ("*", problem.size)), TensorSpec("weight", problem.weight, (problem.size,))),
+        outputs=(TensorSpec("y", problem.out, ("*", problem.size)), TensorSpec("rstd", problem.wide, ("*", 1))),
+        scratch=(),
+        launches=launches,
+    )
+
+
+def backward(name: str, problem: RmsNorm, tuning: Tuning | None = None) -> KernelSpec:
+    """The site `dx, dweight = name(dy, x, weight, rstd)`: dweight [size] has weight's dtype, dx is like x."""
+    cut = tuning or backward_tuning(problem)
+    size = problem.size
+    launches: tuple[Launch, ...] = ()
+    if refusal(problem) is None:
+        args = ("dy", "x", "weight", "rstd", "dx", "partial", "rows")
+        launches = (
+            Launch(f"{name}_rows", args, ("programs",), cut.num_warps, cut.num_stages, problem.aligned),
+            Launch(
+                f"{name}_sum",
+                ("partial", "dweight", "programs"),
+                (("cdiv", size, REDUCE_COLUMNS),),
+                num_warps=8,
+                num_stages=1,
+                aligned=problem.aligned,
+            ),
+        )
+    return KernelSpec(
+        name=name,
+        source=_backward_source(name, problem, cut) if launches else "",
+        twin=_backward_twin(name, problem),
+        inputs=(
+            TensorSpec("dy", problem.out, ("*", size)),
+            TensorSpec("x", problem.x, ("*", size)),
+            TensorSpec("weight", problem.weight, (size,)),
+            TensorSpec("rstd", problem.wide, ("*", 1)),
+        ),
+        outputs=(TensorSpec("dx", problem.x, ("*", size)), TensorSpec("dweight", problem.weight, (size,))),
+        scratch=(TensorSpec("partial", "f32", ("programs", size)),),
+        launches=launches,
+        dims={"programs": ("min", ("cdiv", "rows", cut.rows), ("mul", "sms", cut.programs_per_sm))},
+    )
+
+
+def _title(problem: RmsNorm) -> str:
+    """The formula with its numbers, for docstrings."""
+    scale = f"(weight + {problem.offset!r})" if problem.offset else "weight"
+    normed = f"x * rsqrt(mean(x * x) + {problem.eps!r})"
+    return f"cast({normed}) * {scale}" if problem.round == "normed" else f"cast({normed} * {scale})"
+
+
+def _masks(problem: RmsNorm, rows: int) -> tuple[str, str, str]:
+    """Mask arguments for tiles, for one value per row and for columns; empty where nothing can overrun."""
+    in_rows = "row < rows" if rows > 1 else ""
+    in_columns = f"column < {problem.size}" if problem.block != problem.size else ""
+    parts = [f"({in_rows})[:, None]"] * bool(in_rows) + [f"({in_columns})[None, :]"] * bool(in_columns)
+    return (
+        f", mask={' & '.join(parts)}" if parts else "",
+        f", mask={in_rows}" if in_rows else "",
+        f", mask={in_columns}" if in_columns else "",
+    )
+
+
+def _other(mask: str) -> str:
+    """A masked load must define what it reads outside: zero adds nothing to any sum here."""
+    return f"{mask}, other=0.0" if mask else ""
+
+
+def _scale_source(problem: RmsNorm) -> str:
+    """`weight + offset` in f32; the `normed` variant adds the offset in the weight's own dtype, as torch does."""
+    if not problem.offset:
+        return "weight"
+    text = f"weight + {problem.offset!r}"
+    rounds = problem.round == "normed" and problem.weight != "f32"
+    return f"({text}).to(tl.{TRITON_LANGUAGE_DTYPES[problem.weight]}).to(tl.float32)" if rounds else text
+
+
+def _rounded(value: str, problem: RmsNorm) -> str:
+    """`value` rounded to x's dtype and back to f32 where the variant rounds there."""
+    if problem.round == "product" or problem.x == "f32":
+        return value
+    return f"{_operand(value)}.to(tl.{TRITON_LANGUAGE_DTYPES[problem.x]}).to(tl.float32)"
+
+
+def _operand(text: str) -> str:
+    """`text` in brackets unless it is a single name."""
+    return text if text.isidentifier() else f"({text})"
+
+
+def _forward_source(name: str, problem: RmsNorm, cut: Tuning) -> str:
+    tile, row, column = _masks(problem, cut.rows)
+    return f'''
+@triton.jit
+def {name}(x_ptr, weight_ptr, y_ptr, rstd_ptr, rows):
+    """y and rstd, {cut.rows} row(s) of {problem.size} per program.
+
+    y = {_title(problem)}
+    """
+    row = tl.program_id(0) * {cut.rows} + tl.arange(0, {cut.rows})
+    column = tl.arange(0, {problem.block})
+    element = row.to(tl.int64)[:, None] * {problem.size} + column[None, :]
+    x = tl.load(x_ptr + element{_other(tile)}).to(tl.float32)
+    weight = tl.load(weight_ptr + column{_other(column)}).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / {problem.size} + {problem.eps!r})
+    normed = x * rstd[:, None]
+    y = {_rounded("normed", problem)} * {_operand(_scale_source(problem))}[None, :]
+    tl.store(y_ptr + element, y.to(tl.{TRITON_LANGUAGE_DTYPES[problem.out]}){tile})
+    tl.store(rstd_ptr + row, rstd{row})
+'''
+
+
+def _backward_source(name: str, problem: RmsNorm, cut: Tuning) -> str:
+    tile, row, column = _masks(problem, cut.rows)
+    x_dtype, weight_dtype = TRITON_LANGUAGE_DTYPES[problem.x], TRITON_LANGUAGE_DTYPES[problem.weight]
+    return f'''
+@triton.jit
+def {name}_rows(dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, rows):
+    """dx, and this program's part of dweight, {cut.rows} row(s) at a time.
+
+    y = {_title(problem)}
+    """
+    program = tl.program_id(0)
+    column = tl.arange(0, {problem.block})
+    weight = tl.load(weight_ptr + column{_other(column)}).to(tl.float32)
+    scale = {_scale_source(problem)}
+    dweight = tl.zeros([{cut.rows}, {problem.block}], dtype=tl.float32)
+    for tile in tl.range(program, tl.cdiv(rows, {cut.rows}), tl.num_programs(0), num_stages={cut.num_stages}):
+        row = tile * {cut.rows} + tl.arange(0, {cut.rows})
+        element = row.to(tl.int64)[:, None] * {problem.size} + column[None, :]
+        x = tl.load(x_ptr + element{_other(tile)}).to(tl.float32)
+        dy = tl.load(dy_ptr + element{_other(tile)}).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row{_other(row)})[:, None]
+        normed = x * rstd
+        dweight += dy * {_rounded("normed", problem)}
+        dnormed = {_rounded("dy * scale[None, :]", problem)}
+        mean = tl.sum(dnormed * normed, axis=1)[:, None] / {problem.size}
+        dx = (dnormed - normed * mean) * rstd
+        tl.store(dx_ptr + element, dx.to(tl.{x_dtype}){tile})
+    tl.store(partial_ptr + program.to(tl.int64) * {problem.size} + column, tl.sum(dweight, axis=0){column})
+
+
+@triton.jit
+def {name}_sum(partial_ptr, dweight_ptr, programs):
+    """dweight: the sum of all programs' parts, {REDUCE_COLUMNS} columns per program."""
+    column = tl.program_id(0) * {REDUCE_COLUMNS} + tl.arange(0, {REDUCE_COLUMNS})
+    total = tl.zeros([{REDUCE_ROWS}, {REDUCE_COLUMNS}], dtype=tl.float32)
+    for start in range(0, programs, {REDUCE_ROWS}):
+        row = start + tl.arange(0, {REDUCE_ROWS})
+        inside = (row < programs)[:, None] & (column < {problem.size})[None, :]
+        total += tl.load(partial_ptr + row[:, None] * {problem.size} + column[None, :], mask=inside, other=0.0)
+    dweight = tl.sum(total, axis=0).to(tl.{weight_dtype})
+    tl.store(dweight_ptr + column, dweight, mask=column < {problem.size})
+'''
+
+
+def _torch(dtype: str) -> str:
+    return f"torch.{TORCH_DTYPES[dtype]}"
+
+
+def _cast(value: str, source: str, target: str) -> str:
+    """`value` as `target`; nothing where it has that dtype already."""
+    return value if source == target else f"{value}.to({_torch(target)})"
+
+
+def _scale_twin(problem: RmsNorm, dtype: str) -> str:
+    """`weight + offset` as `dtype`."""
+    weight = _cast("weight", problem.weight, dtype)
+    return f"({weight} + {problem.offset!r})" if problem.offset else weight
+
+
+def _forward_twin(name: str, problem: RmsNorm) -> str:
+    wide, size = problem.wide, problem.size
+    if problem.round == "product":
+        product = _cast(f"(wide * rstd).mul_({_scale_twin(problem, wide)})", wide, problem.out)
+    else:
+        normed = _cast("(wide * rstd)", wide, problem.x)
+        scale = _scale_twin(problem, problem.weight)
+        # In place saves a tensor, but keeps the dtype of the left side.
+        product = f"{normed}.mul_({scale})" if problem.out == problem.x else f"{normed} * {scale}"
+    return f'''
+def {name}(x, weight):
+    """y = {_title(problem)}, and rstd [..., 1]."""
+    wide = {_cast("x", problem.x, wide)}
+    # The squared norm needs no tensor of squares.
+    square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+    rstd = square.div_({size}).add_({problem.eps!r}).rsqrt_()
+    return {product}, rstd
+'''
+
+
+def _backward_twin(name: str, problem: RmsNorm) -> str:
+    wide, size = problem.wide, problem.size
+    head = f'''
+def {name}(dy, x, weight, rstd):
+    """dx and dweight of the function below.
+
+    y = {_title(problem)}
+    """
+    wide_dy = {_cast("dy", problem.out, wide)}
+    normed = {_cast("x", problem.x, wide)} * rstd
+'''
+    dx = _cast("dx", wide, problem.x)
+    if problem.round == "product" or problem.x == wide == problem.out == problem.weight:
+        return f"""{head}    scale = {_scale_twin(problem, wide)}
+    product = wide_dy * normed
+    dweight = product.reshape(-1, {size}).sum(0)
+    mean = (product @ scale).div_({size}).unsqueeze(-1)
+    # The product has been used up: dx takes its memory.
+    dx = torch.mul(wide_dy, scale, out=product)
+    dx.addcmul_(normed, mean, value=-1).mul_(rstd)
+    return {dx}, {_cast("dweight", wide, problem.weight)}
+"""
+    rounded = _cast(_cast("normed", wide, problem.x), problem.x, wide)
+    dnormed = _cast(_cast(f"(dy * {_scale_twin(problem, problem.weight)})", problem.out, problem.x), problem.x, wide)
+    return f"""{head}    dweight = (wide_dy * {rounded}).reshape(-1, {size}).sum(0)
+    dx = {dnormed}
+    mean = (dx * normed).mean(-1, keepdim=True)
+    dx.addcmul_(normed, mean, value=-1).mul_(rstd)
+    return {dx}, {_cast("dweight", wide, problem.weight)}
+"""
