@@ -1,0 +1,33 @@
+"""All declared ops; importing this package declares them."""
+
+from __future__ import annotations
+
+from mgraph.ir.ops import (
+    attention,
+    cache,
+    collective,
+    control,
+    glu,
+    loss,
+    moe,
+    norm,
+    optimizer,
+    random,
+    rope,
+    shape,
+)
+
+__all__ = [
+    "attention",
+    "cache",
+    "collective",
+    "control",
+    "glu",
+    "loss",
+    "moe",
+    "norm",
+    "optimizer",
+    "random",
+    "rope",
+    "shape",
+]

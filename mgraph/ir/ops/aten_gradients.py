@@ -1,0 +1,336 @@
+"""Gradients of torch ops, written by hand where ours is shorter or cheaper than a trace of torch's own.
+
+Every rule takes a GradientRequest and gives one gradient per operand (`None`: none). All others are traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mgraph.ir.dims import Dim, product
+from mgraph.ir.graph import Value
+from mgraph.ir.opdef import GradientRequest
+from mgraph.ir.traced_gradient import traced_gradient
+from mgraph.ir.types import TensorType
+
+Rule = Callable[[GradientRequest], Sequence[Value | None]]
+_RULES: dict[str, Rule] = {}
+
+
+def aten_gradient(request: GradientRequest) -> Sequence[Value | None]:
+    """The gradient of a torch op: by rule, else by trace."""
+    return _RULES.get(request.node.op, traced_gradient)(request)
+
+
+def _rule(*names: str) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        for name in names:
+            _RULES[f"aten.{name}"] = rule
+        return rule
+
+    return register
+
+
+def _op(request: GradientRequest, name: str, *operands: Value, **attrs: Any) -> Value:
+    return request.builder.one(f"aten.{name}", *operands, **attrs)
+
+
+def sum_to(request: GradientRequest, value: Value, type_: TensorType) -> Value:
+    """Undo broadcasting: sum a cotangent over the dims that were expanded, and cast it to the operand's dtype."""
+    shape, target = value.tensor.shape, type_.shape
+    lead = len(shape) - len(target)
+    expanded = tuple(i for i in range(len(shape)) if i < lead or (target[i - lead] == 1 and shape[i] != 1))
+    if expanded:
+        value = _op(request, "sum.dim_IntList", value, dim=expanded)
+    if value.tensor.shape != target:
+        value = request.builder.one("reshape", value, shape=target)
+    if value.tensor.dtype is not type_.dtype:
+        value = request.builder.one("cast", value, dtype=type_.dtype)
+    return value
+
+
+def _to_operands(request: GradientRequest, *grads: Value | Callable[[], Value] | None) -> list[Value | None]:
+    made: list[Value | None] = []
+    for operand, need, grad in zip(request.node.operands, request.needs, grads, strict=True):
+        if not need or grad is None:
+            made.append(None)
+        else:
+            made.append(sum_to(request, grad() if callable(grad) else grad, operand.tensor))
+    return made
+
+
+@_rule("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar")
+def _add(request: GradientRequest) -> Sequence[Value | None]:
+    g, alpha = request.cotangent, request.node.attrs.get("alpha", 1)
+    factor = -alpha if ".sub." in request.node.op else alpha  # type: ignore[operator]
+    second: Callable[[], Value] = (lambda: g) if factor == 1 else (lambda: _op(request, "mul.Scalar", g, other=factor))
+    return _to_operands(request, *[lambda: g, second][: len(request.node.operands)])
+
+
+@_rule("mul.Tensor", "mul.Scalar")
+def _mul(request: GradientRequest) -> Sequence[Value | None]:
+    g, operands = request.cotangent, request.node.operands
+    if len(operands) == 1:
+        return _to_operands(request, lambda: _op(request, "mul.Scalar", g, other=request.node.attrs["other"]))
+    a, b = operands
+    return _to_operands(request, lambda: _op(request, "mul.Tensor", g, b), lambda: _op(request, "mul.Tensor", g, a))
+
+
+@_rule("div.Tensor", "div.Scalar")
+def _div(request: GradientRequest) -> Sequence[Value | None]:
+    g, operands = request.cotangent, request.node.operands
+    if len(operands) == 1:
+        return _to_operands(request, lambda: _op(request, "div.Scalar", g, other=request.node.attrs["other"]))
+    divisor, quotient = operands[1], request.node.result
+
+    def of_divisor() -> Value:
+        return _op(request, "neg.default", _op(request, "div.Tensor", _op(request, "mul.Tensor", g, quotient), divisor))
+
+    return _to_operands(request, lambda: _op(request, "div.Tensor", g, divisor), of_divisor)
+
+
+@_rule("neg.default")
+def _neg(request: GradientRequest) -> Sequence[Value | None]:
+    return [_op(request, "neg.default", request.cotangent)]
+
+
+@_rule("silu.default")
+def _silu(request: GradientRequest) -> Sequence[Value | None]:
+    return [_op(request, "silu_backward.default", request.cotangent, request.node.operands[0])]
+
+
+@_rule("gelu.default")
+def _gelu(request: GradientRequest) -> Sequence[Value | None]:
+    return [_op(request, "gelu_backward.default", request.cotangent, request.node.operands[0], **request.node.attrs)]
+
+
+@_rule("tanh.default")
+def _tanh(request: GradientRequest) -> Sequence[Value | None]:
+    return [_op(request, "tanh_backward.default", request.cotangent, request.node.result)]
+
+
+@_rule("sigmoid.default")
+def _sigmoid(request: GradientRequest) -> Sequence[Value | None]:
+    return [_op(request, "sigmoid_backward.default", request.cotangent, request.node.result)]
+
+
+@_rule("exp.default")
+def _exp(request: GradientRequest) -> Sequence[Value | None]:
+    return [_op(request, "mul.Tensor", request.cotangent, request.node.result)]
+
+
+@_rule("rsqrt.default")
+def _rsqrt(request: GradientRequest) -> Sequence[Value | None]:
+    cube = _op(request, "pow.Tensor_Scalar", request.node.result, exponent=3)
+    return [_op(request, "mul.Scalar", _op(request, "mul.Tensor", request.cotangent, cube), other=-0.5)]
+
+
+@_rule("pow.Tensor_Scalar")
+def _pow(request: GradientRequest) -> Sequence[Value | None]:
+    exponent = request.node.attrs["exponent"]
+    assert isinstance(exponent, int | float)
+    base = request.node.operands[0]
+    lower = base if exponent == 2 else _op(request, "pow.Tensor_Scalar", base, exponent=exponent - 1)
+    return [_op(request, "mul.Tensor", request.cotangent, _op(request, "mul.Scalar", lower, other=exponent))]
+
+
+def _spread(request: GradientRequest, scale: Dim | None) -> list[Value | None]:
+    """The gradient of a sum (or mean over `scale` elements) over dims: the cotangent, expanded back."""
+    node, operand = request.node, request.node.operands[0].tensor
+    dims, grad = node.attrs.get("dim"), request.cotangent
+    rank = len(operand.shape)
+    reduced = {d % rank for d in dims} if isinstance(dims, tuple) else set(range(rank))  # type: ignore[operator]
+    kept = tuple(1 if i in reduced else d for i, d in enumerate(operand.shape))
+    if grad.tensor.shape != kept:
+        grad = request.builder.one("reshape", grad, shape=kept)
+    if scale is not None:
+        grad = _op(request, "div.Scalar", grad, other=scale)
+    if grad.tensor.dtype is not operand.dtype:
+        grad = request.builder.one("cast", grad, dtype=operand.dtype)
+    return [_op(request, "expand.default", grad, size=operand.shape)]
+
+
+@_rule("sum.dim_IntList", "sum.default")
+def _sum(request: GradientRequest) -> Sequence[Value | None]:
+    return _spread(request, None)
+
+
+@_rule("mean.dim", "mean.default")
+def _mean(request: GradientRequest) -> Sequence[Value | None]:
+    shape, dims = request.node.operands[0].tensor.shape, request.node.attrs.get("dim")
+    count = product(shape[d] for d in dims) if isinstance(dims, tuple) else product(shape)  # type: ignore[index]
+    return _spread(request, count)
+
+
+@_rule("_softmax.default", "softmax.int")
+def _softmax(request: GradientRequest) -> Sequence[Value | None]:
+    result, operand = request.node.result, request.node.operands[0].tensor
+    made = request.builder.one(
+        "aten._softmax_backward_data.default",
+        request.cotangent,
+        result,
+        dim=request.node.attrs["dim"],
+        input_dtype=result.tensor.dtype,
+    )
+    return [sum_to(request, made, operand)]
+
+
+@_rule("linear.default")
+def _linear(request: GradientRequest) -> Sequence[Value | None]:
+    """dx keeps its leading dims; dw is one matrix product over all rows."""
+    x, weight, *bias = request.node.operands
+    g = request.cotangent
+    made: list[Value | None] = [_op(request, "matmul.default", g, weight) if request.needs[0] else None]
+    rows = request.builder.one("reshape", g, shape=(product(g.tensor.shape[:-1]), g.tensor.shape[-1]))
+    flat = request.builder.one("reshape", x, shape=(product(x.tensor.shape[:-1]), x.tensor.shape[-1]))
+    made.append(_op(request, "mm.default", _op(request, "t.default", rows), flat) if request.needs[1] else None)
+    if bias:
+        made.append(_op(request, "sum.dim_IntList", rows, dim=(0,)) if request.needs[2] else None)
+    return made
+
+
+@_rule("mm.default")
+def _mm(request: GradientRequest) -> Sequence[Value | None]:
+    a, b = request.node.operands
+    g = request.cotangent
+    return [
+        _op(request, "mm.default", g, _op(request, "t.default", b)) if request.needs[0] else None,
+        _op(request, "mm.default", _op(request, "t.default", a), g) if request.needs[1] else None,
+    ]
+
+
+@_rule("bmm.default")
+def _bmm(request: GradientRequest) -> Sequence[Value | None]:
+    a, b = request.node.operands
+    g = request.cotangent
+
+    def swapped(x: Value) -> Value:
+        return _op(request, "transpose.int", x, dim0=1, dim1=2)
+
+    return [
+        _op(request, "bmm.default", g, swapped(b)) if request.needs[0] else None,
+        _op(request, "bmm.default", swapped(a), g) if request.needs[1] else None,
+    ]
+
+
+@_rule("transpose.int")
+def _transpose(request: GradientRequest) -> Sequence[Value | None]:
+    return [_op(request, "transpose.int", request.cotangent, **request.node.attrs)]
+
+
+@_rule("t.default")
+def _t(request: GradientRequest) -> Sequence[Value | None]:
+    return [_op(request, "t.default", request.cotangent)]
+
+
+@_rule("permute.default")
+def _permute(request: GradientRequest) -> Sequence[Value | None]:
+    dims = request.node.attrs["dims"]
+    assert isinstance(dims, tuple)
+    rank = len(dims)
+    positive = [int(d) % rank for d in dims]  # type: ignore[arg-type]
+    return [_op(request, "permute.default", request.cotangent, dims=tuple(positive.index(i) for i in range(rank)))]
+
+
+@_rule("unsqueeze.default", "squeeze.dim", "squeeze.dims")
+def _reshaped(request: GradientRequest) -> Sequence[Value | None]:
+    return [request.builder.one("reshape", request.cotangent, shape=request.node.operands[0].tensor.shape)]
+
+
+@_rule("expand.default")
+def _expand(request: GradientRequest) -> Sequence[Value | None]:
+    return [sum_to(request, request.cotangent, request.node.operands[0].tensor)]
+
+
+@_rule("cat.default")
+def _cat(request: GradientRequest) -> Sequence[Value | None]:
+    dim = request.node.attrs.get("dim", 0)
+    start: Dim = 0
+    made: list[Value | None] = []
+    for operand, need in zip(request.node.operands, request.needs, strict=True):
+        end = start + operand.tensor.shape[dim]  # type: ignore[index, operator]
+        made.append(
+            _op(request, "slice.Tensor", request.cotangent, dim=dim, start=start, end=end) if need else None
+        )
+        start = end
+    return made
+
+
+@_rule("slice.Tensor")
+def _slice(request: GradientRequest) -> Sequence[Value | None]:
+    attrs, operand = request.node.attrs, request.node.operands[0].tensor
+    dim = attrs.get("dim", 0)
+    assert isinstance(dim, int)
+    extent = operand.shape[dim]
+    end = attrs.get("end")
+    if end is None or (isinstance(end, int) and end >= 2**62):
+        end = extent
+    return [
+        _op(
+            request,
+            "slice_backward.default",
+            request.cotangent,
+            input_sizes=operand.shape,
+            dim=dim,
+            start=attrs.get("start") or 0,
+            end=end,
+            step=attrs.get("step", 1),
+        )
+    ]
+
+
+@_rule("embedding.default")
+def _embedding(request: GradientRequest) -> Sequence[Value | None]:
+    weight, indices = request.node.operands
+    return [
+        _op(
+            request,
+            "embedding_dense_backward.default",
+            request.cotangent,
+            indices,
+            num_weights=weight.tensor.shape[0],
+            padding_idx=request.node.attrs.get("padding_idx", -1),
+            scale_grad_by_freq=False,
+        ),
+        None,
+    ]
+
+
+@_rule("where.self")
+def _where(request: GradientRequest) -> Sequence[Value | None]:
+    condition, g = request.node.operands[0], request.cotangent
+
+    def chosen(first: bool) -> Value:
+        zero = _op(request, "zeros_like.default", g)
+        return _op(request, "where.self", condition, *((g, zero) if first else (zero, g)))
+
+    return _to_operands(request, None, lambda: chosen(True), lambda: chosen(False))
+
+
+@_rule("masked_fill.Scalar")
+def _masked_fill(request: GradientRequest) -> Sequence[Value | None]:
+    return [_op(request, "masked_fill.Scalar", request.cotangent, request.node.operands[1], value=0), None]
+
+
+@_rule("gather.default")
+def _gather(request: GradientRequest) -> Sequence[Value | None]:
+    operand = request.node.operands[0].tensor
+    zeros = _op(request, "zeros.default", size=operand.shape, dtype=operand.dtype)
+    attrs = {"dim": request.node.attrs["dim"]}
+    return [
+        request.builder.one("aten.scatter_add.default", zeros, request.node.operands[1], request.cotangent, **attrs),
+        None,
+    ]
+
+
+@_rule("topk.default", "sort.default")
+def _topk(request: GradientRequest) -> Sequence[Value | None]:
+    operand = request.node.operands[0].tensor
+    zeros = _op(request, "zeros.default", size=operand.shape, dtype=operand.dtype)
+    dim = request.node.attrs.get("dim", -1)
+    return [
+        request.builder.one("aten.scatter.src", zeros, request.node.results[1], request.cotangent, dim=dim),
+    ]
+
+

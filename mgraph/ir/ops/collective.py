@@ -1,0 +1,136 @@
+"""Collectives over a named mesh axis. A node takes any number of tensors (a bucket) and runs as one communication.
+
+Bodies here are what a collective means for ALL ranks of a group at once: they take, per operand, the list of the
+ranks' tensors and give the list of the ranks' results; the all-ranks interpreter runs them. `*_start` gives pending
+values and `wait` the tensors; on one rank alone (a group of 1) every collective is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mgraph.ir.opdef import REQUIRED, define_op
+from mgraph.ir.types import Partial, PendingType, Shard, TensorType, Type
+
+
+def _all_reduce(*groups: Any, axis: str, reduction: str = "sum") -> Any:
+    """The reduction over the axis, on every rank: `P(sum)` (or `P(max)`) to `R`."""
+    import torch
+
+    made = []
+    for ranks in groups:
+        stacked = torch.stack(list(ranks))
+        total = stacked.sum(0) if reduction == "sum" else stacked.amax(0)
+        made.append([total.to(ranks[0].dtype)] * len(ranks))
+    return tuple(made)
+
+
+def _infer_all_reduce(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    return tuple(t.place(attrs["axis"], None) for t in types)
+
+
+def _start(infer: Any) -> Any:
+    def infer_start(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[Type, ...]:
+        return tuple(PendingType(t) for t in infer(types, attrs))
+
+    return infer_start
+
+
+_REDUCE = {"axis": REQUIRED, "reduction": "sum"}
+all_reduce = define_op("all_reduce", _all_reduce, attrs=_REDUCE, infer=_infer_all_reduce, collective=True)
+all_reduce_start = define_op(
+    "all_reduce_start", _all_reduce, attrs=_REDUCE, infer=_start(_infer_all_reduce), collective=True
+)
+
+
+def _all_gather(*groups: Any, axis: str, dim: int) -> Any:
+    """The shards of all ranks joined along `dim`: `S(dim)` to `R`."""
+    import torch
+
+    return tuple([torch.cat(list(ranks), dim)] * len(ranks) for ranks in groups)
+
+
+_GATHER = {"axis": REQUIRED, "dim": REQUIRED}
+all_gather = define_op("all_gather", _all_gather, attrs=_GATHER, infer=_infer_all_reduce, collective=True)
+all_gather_start = define_op(
+    "all_gather_start", _all_gather, attrs=_GATHER, infer=_start(_infer_all_reduce), collective=True
+)
+
+
+def _reduce_scatter(*groups: Any, axis: str, dim: int, reduction: str = "sum") -> Any:
+    """The reduction over the axis, each rank keeping its shard along `dim`: `P(sum)` to `S(dim)`."""
+    import torch
+
+    made = []
+    for ranks in groups:
+        total = torch.stack(list(ranks)).sum(0).to(ranks[0].dtype)
+        made.append(list(total.chunk(len(ranks), dim)))
+    return tuple(made)
+
+
+def _infer_reduce_scatter(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    for t in types:
+        if not isinstance(t.on(attrs["axis"]), Partial):
+            raise ValueError(f"reduce_scatter of {t}, which is not partial over {attrs['axis']}")
+    return tuple(t.place(attrs["axis"], Shard(attrs["dim"])) for t in types)
+
+
+_SCATTER = {"axis": REQUIRED, "dim": REQUIRED, "reduction": "sum"}
+reduce_scatter = define_op(
+    "reduce_scatter", _reduce_scatter, attrs=_SCATTER, infer=_infer_reduce_scatter, collective=True
+)
+reduce_scatter_start = define_op(
+    "reduce_scatter_start", _reduce_scatter, attrs=_SCATTER, infer=_start(_infer_reduce_scatter), collective=True
+)
+
+
+def _all_to_all(*groups: Any, axis: str, split_dim: int, join_dim: int) -> Any:
+    """Rank i sends its j-th chunk along `split_dim` to rank j, which joins along `join_dim`: `S(join)` to `S(split)`."""
+    import torch
+
+    made = []
+    for ranks in groups:
+        chunks = [list(t.chunk(len(ranks), split_dim)) for t in ranks]
+        made.append([torch.cat([c[j] for c in chunks], join_dim) for j in range(len(ranks))])
+    return tuple(made)
+
+
+def _infer_all_to_all(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    return tuple(t.place(attrs["axis"], Shard(attrs["split_dim"])) for t in types)
+
+
+_EXCHANGE = {"axis": REQUIRED, "split_dim": REQUIRED, "join_dim": REQUIRED}
+all_to_all = define_op("all_to_all", _all_to_all, attrs=_EXCHANGE, infer=_infer_all_to_all, collective=True)
+all_to_all_start = define_op(
+    "all_to_all_start", _all_to_all, attrs=_EXCHANGE, infer=_start(_infer_all_to_all), collective=True
+)
+
+
+def _wait(*pending: Any) -> Any:
+    """The tensors of pending values."""
+    return pending if len(pending) > 1 else pending[0]
+
+
+def _infer_wait(types: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    for t in types:
+        if not isinstance(t, PendingType):
+            raise ValueError(f"wait of {t}, which is not pending")
+    return tuple(t.value for t in types)
+
+
+wait = define_op("wait", _wait, infer=_infer_wait)
+
+
+def _axis_index(*, axis: str) -> Any:
+    """This rank's coordinate on the axis, i64[]."""
+    raise AssertionError(f"axis_index({axis}) is run by the interpreter")
+
+
+def _infer_axis_index(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    from mgraph.ir.types import DType
+
+    return (TensorType(DType.I64),)
+
+
+axis_index = define_op("axis_index", _axis_index, attrs={"axis": REQUIRED}, infer=_infer_axis_index)

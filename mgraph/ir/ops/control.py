@@ -1,0 +1,45 @@
+"""Structure: calls, accumulation into state, and sums of cotangents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mgraph.ir.opdef import REQUIRED, define_op
+from mgraph.ir.types import TensorType
+
+
+def _call(*operands: Any, callee: str) -> Any:
+    """Call a function of the module: operands are its params, then its slots; `static.*` attrs are its statics."""
+    raise AssertionError(f"a call of {callee} is run by the interpreter, not as an op")
+
+
+def _infer_call(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    raise ValueError(f"the result types of a call come from its callee {attrs['callee']!r}: give them explicitly")
+
+
+call = define_op("call", _call, attrs={"callee": REQUIRED}, infer=_infer_call, free_attrs=True)
+
+
+def _accumulate(total: Any, part: Any) -> Any:
+    """`total + part` in the dtype of `total`: how gradients of several microbatches add up."""
+    return total + part.to(total.dtype)
+
+
+def _same_as_first(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    if len(types) > 1 and types[0].shape != types[1].shape:
+        raise ValueError(f"shapes differ: {types[0]} and {types[1]}")
+    return (types[0],)
+
+
+accumulate = define_op("accumulate", _accumulate, infer=_same_as_first)
+
+
+def _zero(x: Any) -> Any:
+    """Zeros of the same type: the reset of an accumulator."""
+    import torch
+
+    return torch.zeros_like(x)
+
+
+zero = define_op("zero", _zero, infer=_same_as_first)
