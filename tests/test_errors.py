@@ -1,0 +1,25 @@
+"""What a person reads when they did something wrong."""
+
+from __future__ import annotations
+
+import pickle
+
+from mgraph.errors import MgraphError, ModelError, did_you_mean
+
+
+def test_text_says_what_where_and_what_to_do() -> None:
+    error = ModelError("there is no model 'mor'", where="recipe.yaml:3", hint="did you mean 'moe'?")
+    assert str(error) == "error: there is no model 'mor'\n  at recipe.yaml:3\n  try: did you mean 'moe'?"
+    assert str(MgraphError("disk full")) == "error: disk full"
+    assert error.exit_code == 2
+
+
+def test_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(ModelError("what", "where", "hint")))
+    assert type(error) is ModelError
+    assert (error.message, error.where, error.hint) == ("what", "where", "hint")
+
+
+def test_did_you_mean() -> None:
+    assert did_you_mean("mor", ["moe", "dense"]) == "did you mean 'moe'?"
+    assert did_you_mean("xyz", ["moe", "dense"]) == "one of dense, moe"
