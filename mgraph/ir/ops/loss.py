@@ -1,0 +1,77 @@
+"""Cross entropy over a vocabulary, summed over tokens, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mgraph.ir.opdef import GradientRequest, Strategy, define_op
+from mgraph.ir.ops.cost import per_element, traffic
+from mgraph.ir.ops.numeric import rounded
+from mgraph.ir.torch_bridge import promote
+from mgraph.ir.types import Partial, Shard
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mgraph.ir.graph import Value
+
+ATTRS = {"ignore_index": -100}
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """`sum = Σ over rows with label ≠ ignore_index of (lse - logits[label])`, `lse = log Σ exp(logits)`.
+
+    logits [n, v], labels i64[n] → sum f32[], lse f32[n]. Computed in at least f32. All rows ignored gives 0.
+    """
+    wide = promote(logits)
+    lse = wide.logsumexp(-1)
+    counted = labels != ignore_index
+    picked = wide.gather(1, labels.where(counted, 0)[:, None])[:, 0]
+    return (lse - picked).where(counted, 0).sum(), lse
+
+
+def cross_entropy_grad(
+    dsum: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, *, ignore_index: int = -100
+) -> Tensor:
+    """Gradient of `cross_entropy`: `dsum · (exp(logits - lse) - onehot(label))`, 0 in ignored rows.
+
+    dsum f32[], logits [n, v], labels i64[n], lse f32[n] → dlogits [n, v] in logits' dtype.
+    """
+    import torch
+
+    counted = labels != ignore_index
+    probabilities = (promote(logits) - lse[:, None]).exp()
+    columns = labels.where(counted, 0)[:, None]
+    grad = probabilities.scatter_add(1, columns, -torch.ones_like(probabilities[:, :1]))
+    return rounded(grad * dsum * counted[:, None], logits)
+
+
+def _gradient(request: GradientRequest) -> Sequence[Value | None]:
+    node = request.node
+    assert request.cotangents[1] is None, "cross_entropy: lse is saved for the gradient only and gets no cotangent"
+    operands = (request.cotangent, *node.operands, node.results[1])
+    return (*request.builder.emit("cross_entropy_grad", operands, node.attrs, names=("dlogits",)), None)
+
+
+define_op(
+    "cross_entropy",
+    cross_entropy,
+    signature="n v^, n -> :f32, n:f32",
+    attrs=ATTRS,
+    gradient=_gradient,
+    flops=per_element(4),
+    bytes=traffic,
+    compute_dtype="f32",
+    strategies=(Strategy("rows", (Shard(0), Shard(0)), (Partial(), Shard(0))),),
+)
+define_op(
+    "cross_entropy_grad",
+    cross_entropy_grad,
+    infer=lambda types, attrs: (types[1],),
+    attrs=ATTRS,
+    flops=lambda node: 4 * node.operands[1].tensor.numel,
+    bytes=traffic,
+    compute_dtype="f32",
+    strategies=(Strategy("rows", (None, Shard(0), Shard(0), Shard(0)), (Shard(0),)),),
+)

@@ -1,0 +1,296 @@
+"""Mixture of experts: routing, dispatch to experts, grouped matrix products, weighted combination (no token dropped).
+
+Shapes: T tokens, E experts, K experts a token, N width, R rows (T·K where every token is dispatched). A row is one
+(token, choice) pair, and `order` maps rows, sorted by expert, to pairs: row r stands for pair `order[r] = t·K + k`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mgraph.ir.dims import Dim, as_dim, divide
+from mgraph.ir.graph import Node
+from mgraph.ir.opdef import REQUIRED, GradientRequest, define_op
+from mgraph.ir.ops.cost import per_element, traffic
+from mgraph.ir.ops.numeric import rounded
+from mgraph.ir.torch_bridge import promote, to_torch_dtype
+from mgraph.ir.types import DType, TensorType
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mgraph.ir.graph import Value
+
+    Attrs = Mapping[str, Any]
+    Types = Sequence[TensorType]
+
+ROUTE_ATTRS = {"top_k": REQUIRED, "renormalize": False, "pre_softmax": True, "dtype": DType.F32}
+"""`pre_softmax`: softmax over all experts before the choice, else over the chosen; `dtype`: of the weights."""
+
+
+def moe_route(
+    logits: Tensor, *, top_k: int, renormalize: bool = False, pre_softmax: bool = True, dtype: DType = DType.F32
+) -> tuple[Tensor, Tensor]:
+    """Choose the `top_k` experts of each token by falling score.
+
+    logits [T, E] → weights [T, K] in `dtype`, indices i64[T, K]. Scores are softmax(logits) in at least f32, and the
+    weights are the chosen scores, divided by their sum if `renormalize`. With `pre_softmax=False` the choice is made
+    on the logits and the softmax runs over the chosen ones.
+    """
+    scores = promote(logits)
+    scores = scores.softmax(-1) if pre_softmax else scores
+    weights, indices = scores.topk(top_k, -1)
+    weights = weights if pre_softmax else weights.softmax(-1)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(to_torch_dtype(dtype)), indices
+
+
+def moe_route_grad(
+    dweights: Tensor, logits: Tensor, indices: Tensor, *, renormalize: bool = False, pre_softmax: bool = True
+) -> Tensor:
+    """Gradient of `moe_route` for the logits [T, E], the choice held fixed.
+
+    Weights that sum to 1 are a softmax of the chosen logits, w: `dlogits = w · (dw - Σ dw · w)` at the chosen, else 0.
+    The rest are a part of the softmax p over all: the same formula with p, where dw is 0 at experts not chosen.
+    """
+    import torch
+
+    wide, grad = promote(logits), promote(dweights)
+    chosen_only = renormalize or not pre_softmax
+    if chosen_only:
+        wide = wide.gather(1, indices)
+    else:
+        grad = torch.zeros_like(wide).scatter(1, indices, grad)
+    scores = wide.softmax(-1)
+    dlogits = scores * (grad - (grad * scores).sum(-1, keepdim=True))
+    if chosen_only:
+        dlogits = torch.zeros_like(promote(logits)).scatter(1, indices, dlogits)
+    return rounded(dlogits, logits)
+
+
+def _route_gradient(request: GradientRequest) -> Sequence[Value | None]:
+    node = request.node
+    attrs = {name: node.attrs.get(name, ROUTE_ATTRS[name]) for name in ("renormalize", "pre_softmax")}
+    operands = (request.cotangent, node.operands[0], node.results[1])
+    return request.builder.emit("moe_route_grad", operands, attrs, names=("dlogits",))
+
+
+def _infer_route(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    tokens, _ = types[0].shape
+    shape = (tokens, attrs["top_k"])
+    return TensorType(attrs.get("dtype", DType.F32), shape), TensorType(DType.I64, shape)
+
+
+def moe_dispatch(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Copy each token once for each of its experts, sorted by expert (stably: then by token).
+
+    x [T, N], indices i64[T, K] → rows [T·K, N], order i64[T·K], offsets i32[E]. `rows[r] = x[order[r] // K]`; the rows
+    of expert e end at `offsets[e]` and begin where those of e - 1 end, so an expert without tokens has an empty range.
+    """
+    import torch
+
+    by_expert, order = indices.flatten().sort(stable=True)
+    experts = torch.arange(num_experts, device=x.device)
+    offsets = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+    return x[order // indices.shape[1]], order, offsets
+
+
+def moe_dispatch_grad(drows: Tensor, order: Tensor, *, top_k: int) -> Tensor:
+    """Gradient of `moe_dispatch`: dx [T, N] sums the K rows of a token of drows [T·K, N], in at least f32."""
+    pairs = promote(drows[order.argsort()]).unflatten(0, (-1, top_k))
+    return rounded(pairs.sum(1), drows)
+
+
+def _infer_dispatch(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    x, indices = types
+    if len(x.shape) != 2 or len(indices.shape) != 2 or x.shape[0] != indices.shape[0]:
+        raise ValueError(f"moe_dispatch: x {x} and indices {indices} do not fit")
+    rows = indices.numel
+    return (
+        TensorType(x.dtype, (rows, x.shape[1])),
+        TensorType(DType.I64, (rows,)),
+        TensorType(DType.I32, (attrs["num_experts"],)),
+    )
+
+
+def _dispatch_gradient(request: GradientRequest) -> Sequence[Value | None]:
+    node = request.node
+    attrs = {"top_k": node.operands[1].tensor.shape[1]}
+    dx = request.builder.emit("moe_dispatch_grad", (request.cotangent, node.results[1]), attrs, names=("dx",))
+    return (*dx, None)
+
+
+def _infer_dispatch_grad(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    rows, width = types[0].shape
+    tokens = divide(rows, attrs["top_k"])
+    if tokens is None:
+        raise ValueError(f"moe_dispatch_grad: {rows} rows are not {attrs['top_k']} a token")
+    return (TensorType(types[0].dtype, (tokens, width)),)
+
+
+def _ranges(offsets: Tensor) -> list[tuple[int, int, int]]:
+    """(expert, first row, end row) of every expert that has rows."""
+    ends: list[int] = offsets.tolist()
+    return [(e, a, b) for e, (a, b) in enumerate(zip([0, *ends], ends, strict=False)) if a < b]
+
+
+def grouped_matmul(rows: Tensor, w: Tensor, offsets: Tensor, *, transpose_w: bool = False) -> Tensor:
+    """`y[r] = rows[r] @ w[e]` for every row r of expert e, summed in at least f32.
+
+    rows [R, N], w [E, N, F] ([E, F, N] if `transpose_w`), offsets i32[E] → y [R, F]. Rows past offsets[E-1] give 0.
+    """
+    out = rows.new_zeros(rows.shape[0], w.shape[1 if transpose_w else 2])
+    for expert, start, stop in _ranges(offsets):
+        matrix = promote(w[expert])
+        out[start:stop] = rounded(promote(rows[start:stop]) @ (matrix.t() if transpose_w else matrix), rows)
+    return out
+
+
+def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """`y[e] = Σ over rows r of expert e of left[r]ᵀ right[r]`: the gradient of grouped weights.
+
+    left [R, N], right [R, F], offsets i32[E] → y [E, N, F], 0 for an expert without rows. Summed in at least f32.
+    """
+    out = left.new_zeros(offsets.shape[0], left.shape[1], right.shape[1])
+    for expert, start, stop in _ranges(offsets):
+        out[expert] = rounded(promote(left[start:stop]).t() @ promote(right[start:stop]), left)
+    return out
+
+
+def _infer_grouped(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    rows, w, offsets = types
+    inner, outer = w.shape[1:][::-1] if attrs.get("transpose_w") else w.shape[1:]
+    if len(rows.shape) != 2 or rows.shape[1] != inner or offsets.shape != w.shape[:1]:
+        raise ValueError(f"grouped_matmul: rows {rows}, w {w} and offsets {offsets} do not fit")
+    return (TensorType(rows.dtype, (rows.shape[0], outer)),)
+
+
+def _grouped_gradient(request: GradientRequest) -> Sequence[Value | None]:
+    builder, grad = request.builder, request.cotangent
+    rows, w, offsets = request.node.operands
+    transposed = bool(request.node.attrs.get("transpose_w", False))
+    drows = dw = None
+    if request.needs[0]:
+        drows = builder.one("grouped_matmul", grad, w, offsets, name="drows", transpose_w=not transposed)
+    if request.needs[1]:
+        pair = (grad, rows) if transposed else (rows, grad)
+        dw = builder.one("grouped_outer", *pair, offsets, name="dw")
+    return drows, dw, None
+
+
+def moe_combine(rows: Tensor, weights: Tensor, order: Tensor, *, dtype: DType) -> Tensor:
+    """`y[t] = Σ over k of weights[t, k] · rows[r]`, r the row that stands for pair t·K + k.
+
+    rows [T·K, N], weights [T, K], order i64[T·K] → y [T, N] in rows' dtype. The products are rounded to `dtype` (that
+    of the written-out product) and their sum once more to rows' dtype.
+    """
+    pairs = promote(rows[order.argsort()]).unflatten(0, tuple(weights.shape))
+    products = (pairs * promote(weights)[..., None]).to(to_torch_dtype(dtype))
+    return rounded(promote(products).sum(1), rows)
+
+
+def moe_combine_grad(dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient of `moe_combine`: for pair p = t·K + k of row r, `drows[r] = dy[t] · weights[t, k]` and
+    `dweights[t, k] = Σ dy[t] · rows[r]`. drows [T·K, N] in rows' dtype, dweights [T, K] in weights'.
+    """
+    tokens, top_k = weights.shape
+    grad = promote(dy)[order // top_k]
+    drows = grad * promote(weights).flatten()[order][:, None]
+    dots = (grad * promote(rows)).sum(-1)[order.argsort()]
+    return rounded(drows, rows), rounded(dots.reshape(tokens, top_k), weights)
+
+
+def _infer_combine(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    rows, weights, order = types
+    if len(rows.shape) != 2 or weights.numel != rows.shape[0] or order.shape != rows.shape[:1]:
+        raise ValueError(f"moe_combine: rows {rows}, weights {weights} and order {order} do not fit")
+    return (TensorType(rows.dtype, (weights.shape[0], rows.shape[1])),)
+
+
+def _combine_gradient(request: GradientRequest) -> Sequence[Value | None]:
+    operands = (request.cotangent, *request.node.operands)
+    return (*request.builder.emit("moe_combine_grad", operands, names=("drows", "dweights")), None)
+
+
+def _product(node: Node) -> Dim:
+    """Each row meets one matrix, whatever the split over experts."""
+    rows, other = node.operands[0].tensor, node.operands[1].tensor
+    inner = other.shape[1] * (1 if node.op == "grouped_outer" else other.shape[2])
+    width = rows.shape[1] if node.op == "grouped_outer" else 1
+    return as_dim(2 * rows.shape[0] * width * inner)
+
+
+define_op(
+    "moe_route",
+    moe_route,
+    infer=_infer_route,
+    attrs=ROUTE_ATTRS,
+    gradient=_route_gradient,
+    flops=per_element(5),
+    bytes=traffic,
+    compute_dtype="f32",
+)
+define_op(
+    "moe_route_grad",
+    moe_route_grad,
+    infer=lambda types, attrs: (types[1],),
+    attrs={"renormalize": False, "pre_softmax": True},
+    flops=per_element(5),
+    bytes=traffic,
+    compute_dtype="f32",
+)
+define_op(
+    "moe_dispatch",
+    moe_dispatch,
+    infer=_infer_dispatch,
+    attrs={"num_experts": REQUIRED},
+    gradient=_dispatch_gradient,
+    bytes=traffic,
+)
+define_op(
+    "moe_dispatch_grad",
+    moe_dispatch_grad,
+    infer=_infer_dispatch_grad,
+    attrs={"top_k": REQUIRED},
+    flops=per_element(1),
+    bytes=traffic,
+    compute_dtype="f32",
+)
+define_op(
+    "grouped_matmul",
+    grouped_matmul,
+    infer=_infer_grouped,
+    attrs={"transpose_w": False},
+    gradient=_grouped_gradient,
+    flops=_product,
+    bytes=traffic,
+    compute_dtype="f32",
+)
+define_op(
+    "grouped_outer",
+    grouped_outer,
+    signature="r n, r f, e -> e n f",
+    flops=_product,
+    bytes=traffic,
+    compute_dtype="f32",
+)
+define_op(
+    "moe_combine",
+    moe_combine,
+    infer=_infer_combine,
+    attrs={"dtype": REQUIRED},
+    gradient=_combine_gradient,
+    flops=per_element(2),
+    bytes=traffic,
+    compute_dtype="f32",
+)
+define_op(
+    "moe_combine_grad",
+    moe_combine_grad,
+    infer=lambda types, attrs: (types[1], types[2]),
+    flops=per_element(4),
+    bytes=traffic,
+    compute_dtype="f32",
+)

@@ -1,0 +1,83 @@
+"""RMS normalisation (Zhang and Sennrich 2019, arXiv:1910.07467) and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mgraph.ir.opdef import REQUIRED, GradientRequest, Strategy, define_op
+from mgraph.ir.ops.cost import per_element, traffic
+from mgraph.ir.ops.numeric import rounded
+from mgraph.ir.torch_bridge import promote
+from mgraph.ir.types import Partial, Shard
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mgraph.ir.graph import Value
+
+ATTRS = {"eps": REQUIRED, "offset": 0.0, "round": "product"}
+"""`round`: `normed` rounds the normalised value to x's dtype before the weight product, `product` only after it."""
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, round: str = "product"
+) -> tuple[Tensor, Tensor]:
+    """Normalise the last dim: `rstd = 1 / sqrt(mean(x²) + eps)`, `y = x · rstd · (weight + offset)`.
+
+    x [..., n], weight [n] → y [..., n] in x's dtype, rstd [..., 1] in f32. Statistics are at least f32. With
+    `round="normed"` the product x · rstd is rounded to x's dtype first, as Llama does; `product` rounds once.
+    """
+    wide = promote(x)
+    rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    normed = wide * rstd
+    if round == "normed":
+        normed = promote(rounded(normed, x))
+    return rounded(normed * (promote(weight) + offset), x), rstd
+
+
+def rms_norm_grad(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, eps: float, offset: float = 0.0, round: str = "product"
+) -> tuple[Tensor, Tensor]:
+    """Gradient of `rms_norm`: with n = x · rstd and g = dy · (weight + offset),
+
+        dx = rstd · (g - n · mean(g · n)),  dweight = Σ over rows of dy · n
+
+    dy, x [..., n], weight [n], rstd [..., 1] → dx [..., n] in x's dtype, dweight [n] in weight's.
+    """
+    normed = promote(x) * rstd
+    grad = promote(dy) * (promote(weight) + offset)
+    dx = rstd * (grad - normed * (grad * normed).mean(-1, keepdim=True))
+    seen = promote(rounded(normed, x)) if round == "normed" else normed
+    dweight = (promote(dy) * seen).reshape(-1, x.shape[-1]).sum(0)
+    return rounded(dx, x), rounded(dweight, weight)
+
+
+def _gradient(request: GradientRequest) -> Sequence[Value | None]:
+    x, weight = request.node.operands
+    operands = (request.cotangent, x, weight, request.node.results[1])
+    names = ("dx", "dweight")
+    dx, dweight = request.builder.emit("rms_norm_grad", operands, request.node.attrs, names=names)
+    return dx, dweight if request.needs[1] else None
+
+
+define_op(
+    "rms_norm",
+    rms_norm,
+    signature="... n^, n^ -> ... n, ... 1:f32",
+    attrs=ATTRS,
+    gradient=_gradient,
+    flops=per_element(5),
+    bytes=traffic,
+    compute_dtype="f32",
+)
+define_op(
+    "rms_norm_grad",
+    rms_norm_grad,
+    infer=lambda types, attrs: (types[1], types[2]),
+    attrs=ATTRS,
+    flops=per_element(11),
+    bytes=traffic,
+    compute_dtype="f32",
+    strategies=(Strategy("rows", (Shard(0), Shard(0), None, Shard(0)), (Shard(0), Partial())),),
+)

@@ -1,0 +1,41 @@
+"""Costs of ops as expressions over named dims."""
+
+from __future__ import annotations
+
+from mgraph.ir.builder import FunctionBuilder
+from mgraph.ir.dims import symbol
+from mgraph.ir.graph import Node
+from mgraph.ir.opdef import op_def
+from mgraph.ir.types import DType, TensorType
+
+B, S = symbol("B"), symbol("S")
+
+
+def _node(op: str, *types: TensorType, **attrs: object) -> Node:
+    builder = FunctionBuilder("test", "test")
+    builder.emit(op, [builder.param("x", t) for t in types], attrs)
+    return builder.nodes[-1]
+
+
+def test_traffic_counts_each_operand_and_result_once() -> None:
+    node = _node("rms_norm", TensorType(DType.BF16, (B, S, 64)), TensorType(DType.F32, (64,)), eps=1e-5)
+    cost = op_def("rms_norm").bytes
+    assert cost is not None
+    assert cost(node) == 2 * B * S * 64 * 2 + 64 * 4 + B * S * 4
+
+
+def test_causal_attention_is_half_of_full() -> None:
+    q, kv = TensorType(DType.F32, (B, 4, S, 8)), TensorType(DType.F32, (B, 2, S, 8))
+    cost = op_def("attention").flops
+    assert cost is not None
+    assert cost(_node("attention", q, kv, kv, scale=1.0)) == 2 * 2 * B * 4 * S * S * 8
+    assert cost(_node("attention", q, kv, kv, scale=1.0, causal=True)) == 2 * B * 4 * S * S * 8
+
+
+def test_grouped_products_do_not_depend_on_the_split() -> None:
+    rows, w = TensorType(DType.F32, (B, 6)), TensorType(DType.F32, (3, 6, 5))
+    offsets, grad = TensorType(DType.I32, (3,)), TensorType(DType.F32, (B, 5))
+    for op, operands in (("grouped_matmul", (rows, w, offsets)), ("grouped_outer", (rows, grad, offsets))):
+        cost = op_def(op).flops
+        assert cost is not None
+        assert cost(_node(op, *operands)) == 2 * B * 6 * 5
