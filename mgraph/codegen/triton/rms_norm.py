@@ -294,7 +294,7 @@ def _backward_twin(name: str, problem: RmsNorm) -> str:
     wide, size = problem.wide, problem.size
     head = f'''
 def {name}(dy, x, weight, rstd):
-    """dx and dweight of the function below.
+    """dx and dweight of y, from rstd of the forward.
 
     y = {_title(problem)}
     """

@@ -1,0 +1,228 @@
+"""The kernel loader and launcher: providers, predicates, launch arguments; CUDA replaced by a recording device."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mgraph.errors import MgraphError, PackageError
+from mgraph.runtime import kernels as runtime
+
+BINARIES = [
+    {"file": "cubin/scale.aligned.sm_90a.cubin", "alignment": 16},
+    {"file": "cubin/scale.sm_90a.cubin", "alignment": 1},
+]
+ABI = {"symbol": "scale", "arch": "sm_90a", "cuda": 12, "threads": 128, "shared": 64, "hidden": [0, 8]}
+ENTRY: dict[str, Any] = {
+    "name": "scale",
+    "inputs": [
+        {"name": "x", "dtype": "f32", "shape": ["*", 8]},
+        {"name": "factor", "dtype": "f32", "shape": ["*", 1]},
+    ],
+    "outputs": [{"name": "y", "dtype": "bf16", "shape": ["*", 8]}],
+    "scratch": [{"name": "room", "dtype": "f32", "shape": ["programs", 8]}],
+    "dims": {"programs": ["min", ["cdiv", "rows", 4], ["mul", "sms", 2]]},
+    "launches": [
+        {
+            "function": "scale",
+            "args": ["x", "factor", "y", "room", "rows"],
+            "grid": ["programs"],
+            "num_warps": 4,
+            "num_stages": 1,
+            "binaries": [{**ABI, **binary} for binary in BINARIES],
+        }
+    ],
+}
+REFERENCE = "def scale(x, factor):\n    return ((x * factor).bfloat16(),)\n"
+
+
+class Recorder:
+    """A device that notes what it is asked to launch, with the arguments read back through the pointers."""
+
+    def __init__(self, capability: tuple[int, int] = (9, 0), cuda: int = 13, multiprocessors: int = 2) -> None:
+        self.torch_device = torch.device("cpu")
+        self.capability = capability
+        self.cuda = cuda
+        self.multiprocessors = multiprocessors
+        self.launches: list[dict[str, Any]] = []
+
+    def load(self, cubin: bytes, symbol: str, shared: int) -> Any:
+        return (cubin.decode(), symbol, shared)
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], threads: int, shared: int, parameters: int) -> None:
+        pointers = (ctypes.c_uint64 * 7).from_address(parameters)
+        values = [ctypes.c_uint64.from_address(pointer).value for pointer in pointers]
+        record = {"kernel": kernel, "grid": grid, "threads": threads, "shared": shared, "values": values}
+        self.launches.append(record)
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    (tmp_path / "manifest.json").write_text(json.dumps({"kernels": [ENTRY]}))
+    (tmp_path / "reference.py").write_text(REFERENCE)
+    (tmp_path / "cubin").mkdir()
+    for binary in BINARIES:
+        (tmp_path / str(binary["file"])).write_text("aligned" if binary["alignment"] == 16 else "generic")
+    return tmp_path
+
+
+def bind(package: Path, device: Recorder, strict: bool = False, entry: dict[str, Any] = ENTRY) -> runtime.Kernels:
+    twins = types.ModuleType("reference")
+    exec(REFERENCE, twins.__dict__)
+    return runtime.bind([entry], package, twins, device, strict=strict, jit=False)
+
+
+def test_cpu_binds_twins(package: Path) -> None:
+    runtime.set_device("cpu")
+    sites = runtime.kernels(package / "step.py")
+    assert sites.providers == {"scale": "twin"}
+    (y,) = sites.scale(torch.full((3, 8), 2.0), torch.full((3, 1), 3.0))
+    assert torch.equal(y, torch.full((3, 8), 6.0).bfloat16())
+    with pytest.raises(AttributeError, match="'scal'"):
+        sites.scal(1)
+
+
+def test_launch_arguments(package: Path) -> None:
+    device = Recorder()
+    sites = bind(package, device)
+    assert sites.providers == {"scale": "cubin"}
+    x, factor = torch.ones(5, 2, 8), torch.ones(5, 2, 1)
+    (y,) = sites.scale(x, factor)
+    assert y.shape == (5, 2, 8) and y.dtype == torch.bfloat16
+    (launch,) = device.launches
+    assert launch["kernel"] == ("aligned", "scale", 64)
+    assert (launch["grid"], launch["threads"], launch["shared"]) == ((3, 1, 1), 128, 64)
+    pointers, rows, hidden = launch["values"][:4], launch["values"][4], launch["values"][5:]
+    assert pointers[:3] == [x.data_ptr(), factor.data_ptr(), y.data_ptr()] and pointers[3] != 0
+    assert rows == 10 and hidden[0] == 0 and hidden[1] != 0
+
+
+def test_grid_is_bounded_by_the_device(package: Path) -> None:
+    device = Recorder(multiprocessors=2)
+    bind(package, device).scale(torch.ones(1000, 8), torch.ones(1000, 1))
+    assert device.launches[0]["grid"] == (4, 1, 1)
+
+
+def test_unaligned_tensors_take_the_generic_binary(package: Path) -> None:
+    device = Recorder()
+    x = torch.ones(33)[1:].view(4, 8)
+    assert x.data_ptr() % 16 == 4
+    bind(package, device).scale(x, torch.ones(4, 1))
+    assert device.launches[0]["kernel"][0] == "generic"
+
+
+def test_strided_tensors_are_copied_and_said_once(package: Path) -> None:
+    device = Recorder()
+    sites = bind(package, device, strict=True)
+    x = torch.ones(4, 16)[:, ::2]
+    with pytest.warns(RuntimeWarning, match="scale: x is not contiguous"):
+        sites.scale(x, torch.ones(4, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sites.scale(x, torch.ones(4, 1))
+    assert all(launch["values"][0] != x.data_ptr() for launch in device.launches)
+
+
+@pytest.mark.parametrize(
+    ("x", "factor", "reason"),
+    [
+        (torch.ones(4, 8).double(), torch.ones(4, 1), "x is torch.float64"),
+        (torch.ones(4, 16), torch.ones(4, 1), r"x has shape \[4, 16\]"),
+        (torch.ones(4, 8), torch.ones(1), "the leading dims of factor"),
+    ],
+)
+def test_calls_the_kernel_does_not_take(package: Path, x: torch.Tensor, factor: torch.Tensor, reason: str) -> None:
+    device = Recorder()
+    sites = bind(package, device)
+    with pytest.warns(RuntimeWarning, match=reason):
+        (y,) = sites.scale(x, factor)
+    assert torch.equal(y, (x * factor).bfloat16())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sites.scale(x, factor)
+    assert device.launches == []
+    with pytest.raises(PackageError, match=reason):
+        bind(package, device, strict=True).scale(x, factor)
+
+
+def test_no_rows_need_no_launch(package: Path) -> None:
+    device = Recorder()
+    (y,) = bind(package, device, strict=True).scale(torch.ones(0, 8), torch.ones(0, 1))
+    assert y.shape == (0, 8) and device.launches == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "reason"),
+    [((10, 0), 13, "built for sm_90a; this GPU is sm_100"), ((9, 0), 11, "needs a driver for CUDA 12")],
+)
+def test_binaries_that_do_not_fit(package: Path, capability: tuple[int, int], cuda: int, reason: str) -> None:
+    device = Recorder(capability, cuda)
+    with pytest.warns(RuntimeWarning, match=reason) as caught:
+        sites = bind(package, device)
+    assert len(caught) == 1 and sites.providers == {"scale": "twin"}
+    with pytest.raises(PackageError, match=reason):
+        bind(package, device, strict=True)
+
+
+def test_missing_binary_is_an_error(package: Path) -> None:
+    (package / "cubin/scale.sm_90a.cubin").unlink()
+    with pytest.raises(PackageError, match=r"scale\.sm_90a\.cubin"):
+        bind(package, Recorder())
+
+
+def test_site_without_launches(package: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="has no GPU kernel"):
+        assert bind(package, Recorder(), entry={**ENTRY, "launches": []}).providers == {"scale": "twin"}
+
+
+@pytest.mark.parametrize(
+    ("arch", "capability", "fits"),
+    [
+        ("sm_90a", (9, 0), True),
+        ("sm_90a", (10, 0), False),
+        ("sm_80", (8, 0), True),
+        ("sm_80", (8, 6), True),
+        ("sm_86", (8, 0), False),
+        ("sm_80", (9, 0), False),
+        ("sm_100a", (10, 0), True),
+        ("sm_100a", (10, 3), False),
+    ],
+)
+def test_runs_on(arch: str, capability: tuple[int, int], fits: bool) -> None:
+    assert runtime.runs_on(arch, capability) is fits
+
+
+def test_evaluate() -> None:
+    dims = {"rows": 10, "sms": 3}
+    assert runtime.evaluate(["cdiv", "rows", 4], dims) == 3
+    assert runtime.evaluate(["max", ["mul", "sms", 2], ["min", "rows", 7]], dims) == 7
+    with pytest.raises(AssertionError, match="unknown operator"):
+        runtime.evaluate(["pow", 1, 2], dims)
+
+
+def test_package_errors(package: Path) -> None:
+    runtime.set_device("cpu")
+    (package / "reference.py").write_text("def other(x):\n    return (x,)\n")
+    with pytest.raises(PackageError, match="scale has no twin"):
+        runtime.kernels(package / "step.py")
+    (package / "reference.py").write_text("def scale(:\n")
+    with pytest.raises(PackageError, match=r"reference\.py of the package cannot be loaded"):
+        runtime.kernels(package / "step.py")
+    (package / "manifest.json").write_text("{")
+    with pytest.raises(PackageError, match="manifest cannot be read"):
+        runtime.kernels(package / "step.py")
+
+
+def test_set_device_refuses_what_packages_do_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MgraphError, match="not on meta"):
+        runtime.set_device("meta")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MgraphError, match="no CUDA device"):
+        runtime.set_device("cuda")
