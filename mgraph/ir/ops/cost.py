@@ -10,7 +10,7 @@ from mgraph.ir.graph import Node, Value
 
 def value_bytes(value: Value) -> Dim:
     """Bytes of one value (packed sub-byte types round down)."""
-    return as_dim(value.tensor.numel * value.tensor.dtype.bits / 8)
+    return as_dim(value.tensor.numel * value.tensor.dtype.bits // 8)
 
 
 def traffic(node: Node) -> Dim:

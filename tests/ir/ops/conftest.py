@@ -56,7 +56,8 @@ Check = Callable[..., tuple[Tensor, ...]]
 def check_op() -> Check:
     """`check_op(op, operands, attrs, reference)`: values and gradients in float64 within 1e-11 of the reference's.
 
-    `reference(*operands)` is plain torch; operands that require grad get their gradient compared. Gives the op's results.
+    `reference(*operands)` is plain torch; operands that require grad get their gradient compared.
+    Gives the op's results.
     """
 
     def check(
@@ -72,11 +73,11 @@ def check_op() -> Check:
         for ours, theirs in zip(results, expected, strict=False):
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-11, atol=1e-11)
         wanted = [t for t in wide if t.requires_grad]
-        theirs = iter(torch.autograd.grad(expected[0], wanted, cotangent) if wanted else ())
+        reference_grads = iter(torch.autograd.grad(expected[0], wanted, cotangent) if wanted else ())
         for grad, tensor in zip(grads, wide, strict=True):
             if tensor.requires_grad:
                 assert grad is not None
-                torch.testing.assert_close(grad, next(theirs), rtol=1e-11, atol=1e-11)
+                torch.testing.assert_close(grad, next(reference_grads), rtol=1e-11, atol=1e-11)
         return results
 
     return check

@@ -64,7 +64,9 @@ def test_low_precision_rounds_once(run_op: Any) -> None:
     (out, lse), grads = run_op("attention", (q, k, v), {"scale": 0.3, "causal": True}, dout)
     assert lse.dtype == torch.float32
     wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    exact = functional.scaled_dot_product_attention(*wide, is_causal=True, scale=0.3, enable_gqa=True)
+    exact = functional.scaled_dot_product_attention(
+        wide[0], wide[1], wide[2], is_causal=True, scale=0.3, enable_gqa=True
+    )
     torch.testing.assert_close(out, exact.bfloat16(), rtol=1e-2, atol=1e-6)
     for ours, theirs in zip(grads, torch.autograd.grad(exact, wide, dout.double()), strict=True):
         assert ours.dtype == torch.bfloat16
