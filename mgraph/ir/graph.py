@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import TypeAlias
 
 from mgraph.ir.dims import Dim, NamedDim
 from mgraph.ir.types import DType, TensorType, Type
@@ -44,7 +45,7 @@ class Static:
     name: str
 
 
-AttrValue = int | float | bool | str | None | DType | Dim | Static | tuple["AttrValue", ...]
+AttrValue: TypeAlias = "int | float | bool | str | None | DType | Dim | Static | tuple[AttrValue, ...]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

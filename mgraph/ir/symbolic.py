@@ -54,10 +54,9 @@ class SymbolicShapes:
         """A fake tensor of a type, contiguous, on the CPU."""
         import torch
 
+        sizes = [self.size(d) for d in type_.shape]  # outside the mode: new symbols start from a real tensor
         with self.mode:
-            return torch.empty(
-                [self.size(d) for d in type_.shape], dtype=to_torch_dtype(type_.dtype), requires_grad=requires_grad
-            )
+            return torch.empty(sizes, dtype=to_torch_dtype(type_.dtype), requires_grad=requires_grad)
 
     def dim(self, size: Any) -> Dim:
         """The dim of an int or a symbolic int of this mode."""
