@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from mgraph.errors import CheckpointError, StorageError
 from mgraph.runtime.mesh import Mesh
@@ -77,7 +78,7 @@ def save(
 
     try:
         mesh.together(lambda: _storage(directory, lambda: directory.mkdir(parents=True, exist_ok=True)))
-        mesh.together(lambda: _storage(directory, lambda: _dcp(dcp.save, tensors, unfinished)))
+        mesh.together(lambda: _storage(directory, lambda: _dcp(dcp_save, tensors, unfinished)))
         mesh.together(lambda: _storage(directory, write_run))
     except StorageError:
         if mesh.is_first:
@@ -116,7 +117,7 @@ def load(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec, ...], mes
 
     mesh.together(verify)
     tensors = {name: state[name] for name in layout}
-    mesh.together(lambda: _storage(checkpoint.path, lambda: _dcp(dcp.load, tensors, checkpoint.path)))
+    mesh.together(lambda: _storage(checkpoint.path, lambda: _dcp(dcp_load, tensors, checkpoint.path)))
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, what: str) -> None:
@@ -124,7 +125,7 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, wha
     for name in [*now, *(name for name in saved if name not in now)]:
         if saved.get(name) != now.get(name):
             raise CheckpointError(
-                f"the checkpoint does not fit this run: {what} '{name}' is {saved.get(name, 'absent')} in the checkpoint "
+                f"the checkpoint does not fit this run: {what} '{name}' is {saved.get(name, 'absent')} in it "
                 f"and {now.get(name, 'absent')} here",
                 where=str(path),
                 hint="resume with the package and options that wrote it, or start anew in another --out",

@@ -119,7 +119,17 @@ class Stream:
 
     def next(self) -> Batch:
         """The next batch; where an epoch ends within it, it goes on with the next epoch."""
-        chosen = []
+        return _batch(self._windows, self._take())
+
+    def microbatches(self, count: int, rank: int, num_ranks: int) -> Iterator[Batch]:
+        """The microbatches of one step that are this rank's; the stream moves on by all `count` of them."""
+        for index in range(count):
+            chosen = self._take()
+            if index % num_ranks == rank:
+                yield _batch(self._windows, chosen)
+
+    def _take(self) -> list[int]:
+        chosen: list[int] = []
         while len(chosen) < self._batch_size:
             here = self.position
             order = self._epoch_order(here.epoch)
@@ -128,14 +138,7 @@ class Stream:
             self.position = replace(here, window=here.window + len(taken))
             if self.position.window == len(order):
                 self.position = Position(here.epoch + 1)
-        return _batch(self._windows, chosen)
-
-    def microbatches(self, count: int, rank: int, num_ranks: int) -> Iterator[Batch]:
-        """The microbatches of one step that are this rank's; the stream moves on by all `count` of them."""
-        for index in range(count):
-            batch = self.next()
-            if index % num_ranks == rank:
-                yield batch
+        return chosen
 
     def _epoch_order(self, epoch: int) -> Tensor:
         if self._order is None or self._order[0] != epoch:
@@ -145,7 +148,9 @@ class Stream:
         return self._order[1]
 
 
-def validation_batches(tokens: Tensor, batch_size: int, seq_len: int, limit: int, rank: int, num_ranks: int) -> list[Batch]:
+def validation_batches(
+    tokens: Tensor, batch_size: int, seq_len: int, limit: int, rank: int, num_ranks: int
+) -> list[Batch]:
     """This rank's share of the first `limit` validation batches (fewer where the split is shorter), always the same.
 
     Every rank gets equally many, so that all make the same collectives; the batches that fill up are wholly ignored.
@@ -160,8 +165,9 @@ def validation_batches(tokens: Tensor, batch_size: int, seq_len: int, limit: int
     share = []
     for index in range(rank, -(-count // num_ranks) * num_ranks, num_ranks):
         real = index < count
-        chosen, labels = _batch(windows, list(range(index * batch_size, (index + 1) * batch_size)) if real else [0] * batch_size)
-        share.append((chosen, labels if real else torch.full_like(labels, IGNORED)))
+        first = index * batch_size if real else 0
+        inputs, labels = _batch(windows, list(range(first, first + batch_size)))
+        share.append((inputs, labels if real else torch.full_like(labels, IGNORED)))
     return share
 
 

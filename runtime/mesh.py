@@ -12,6 +12,7 @@ either all ranks go on, or all raise the same error.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
@@ -57,7 +59,7 @@ class Mesh:
         return self.devices.get_local_rank(axis) if self.devices is not None and axis in self.axes else 0
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of the ranks that differ from this one along `axis` only; the axis must be larger than 1."""
+        """The process group of the ranks that differ from this one along `axis` only; its size must be above 1."""
         assert self.devices is not None, f"axis '{axis}' has no group: this is a single process"
         return self.devices.get_group(axis)
 
@@ -108,23 +110,33 @@ def current() -> Mesh:
     return _current
 
 
-def start(declared: dict[str, int | str], device: str, fingerprint: str) -> Mesh:
-    """Bind the axes that the manifest declares to the processes torchrun started, and make it the current mesh.
+def start(prepare: Callable[[], tuple[torch.device, dict[str, int], str]]) -> Mesh:
+    """Join the processes that torchrun started into a mesh, and make it the current one.
 
-    `device` is `cpu`, `cuda` or `auto` (cuda where there is one); `fingerprint` is compared over all ranks.
+    `prepare` gives this rank's device, the sizes of the axes and the fingerprint of what it is going to run. It is
+    called before any process group exists; a `MgraphError` that it raises on one rank is raised on all.
     """
     global _current
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    axes = bind_axes(declared, world_size)
-    place = choose_device(device)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    devices = None
-    if world_size > 1:
-        _initialise(place, rank, world_size, fingerprint)
-        devices = init_device_mesh(place.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    _current = Mesh(rank, world_size, place, axes, devices)
+    rank, world_size = environment()
+    if world_size == 1:
+        device, axes, _ = prepare()
+        _current = Mesh(rank, world_size, device, axes)
+        return _current
+    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=_HANDSHAKE_TIMEOUT))
+    # A restarted group of workers meets the same store again: keys of the attempt before must not answer.
+    store = c10d.PrefixStore(f"mgraph/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    device, axes = handshake(store, rank, world_size, prepare)
+    # Small host-side agreements go through gloo beside NCCL, so they never wait for the GPU.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    devices = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    _current = Mesh(rank, world_size, device, axes, devices)
     return _current
+
+
+def environment() -> tuple[int, int]:
+    """(rank, world size) as torchrun says; a process started alone is rank 0 of 1."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def bind_axes(declared: dict[str, int | str], world_size: int) -> dict[str, int]:
@@ -158,30 +170,41 @@ def choose_device(device: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _initialise(device: torch.device, rank: int, world_size: int, fingerprint: str) -> None:
-    """Compare fingerprints through torchrun's store, then make the process group on the same store."""
-    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=_HANDSHAKE_TIMEOUT))
-    # A restarted group of workers meets the same store again: keys of the attempt before must not answer.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    handshake(dist.PrefixStore(f"mgraph/{attempt}", store), rank, world_size, fingerprint)
-    # Small host-side agreements go through gloo beside NCCL, so they never wait for the GPU.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+def handshake(
+    store: c10d.Store, rank: int, world_size: int, prepare: Callable[[], tuple[torch.device, dict[str, int], str]]
+) -> tuple[torch.device, dict[str, int]]:
+    """Run `prepare` and compare over all ranks; what it gave, unless any rank failed or has another fingerprint.
 
-
-def handshake(store: dist.Store, rank: int, world_size: int, fingerprint: str) -> None:
-    """Raise `MeshError` on every rank, naming the ranks whose fingerprint differs from that of rank 0.
-
-    Rank 0 reads all fingerprints and publishes a verdict, so the store sees a number of requests linear in the ranks.
+    Raises the first rank's error, or a `MeshError` that names the ranks that differ from rank 0, on every rank. Rank 0
+    reads what all have to say and publishes a verdict, so the store sees a number of requests linear in the ranks.
     """
-    store.set(f"fingerprint/{rank}", fingerprint)
+    statement: dict[str, Any]
+    try:
+        device, axes, fingerprint = prepare()
+        statement = {"fingerprint": fingerprint}
+    except MgraphError as error:
+        statement = {"error": [error.message, error.where, error.hint]}
+    store.set(f"statement/{rank}", json.dumps(statement))
     if rank == 0:
-        others = [store.get(f"fingerprint/{other}").decode() for other in range(world_size)]
-        different = [str(other) for other, value in enumerate(others) if value != fingerprint]
-        store.set("verdict", ",".join(different) or "same")
-    verdict = store.get("verdict").decode()
-    if verdict != "same":
-        raise MeshError(
-            f"rank {verdict} runs another package, runtime or torch than rank 0 (their fingerprints differ)",
-            hint="copy the same package directory to every machine, with the same versions installed",
-        )
+        statements = [json.loads(store.get(f"statement/{other}")) for other in range(world_size)]
+        store.set("verdict", json.dumps(_verdict(statements)))
+    verdict = json.loads(store.get("verdict"))
+    if verdict is not None:
+        raise MeshError(*verdict)
+    return device, axes
+
+
+def _verdict(statements: list[dict[str, Any]]) -> list[str | None] | None:
+    """The arguments of the error that all ranks raise, or None."""
+    for statement in statements:
+        if "error" in statement:
+            failure: list[str | None] = statement["error"]
+            return failure
+    different = [str(rank) for rank, statement in enumerate(statements) if statement != statements[0]]
+    if not different:
+        return None
+    return [
+        f"rank {', '.join(different)} runs another package, runtime or torch than rank 0: their fingerprints differ",
+        None,
+        "copy the same package directory to every machine, with the same versions installed",
+    ]

@@ -158,7 +158,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             hint="compile it again",
         )
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         line = getattr(error, "lineno", 1)
         raise PackageError(f"the manifest cannot be read: {error}", f"{file}:{line}", "compile it again") from error

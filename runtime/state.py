@@ -11,7 +11,7 @@ made after what they copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,8 +21,15 @@ from mgraph import philox
 from mgraph.errors import PackageError
 from mgraph.runtime.package import State, StateSpec
 
-# Calls whose arguments are plain numbers and that draw nothing: torch's own methods, replayed as they are.
-_PLAIN_CALLS = frozenset({"zeros_", "ones_", "fill_", "mul_", "add_", "sub_", "div_", "clamp_", "erfinv_"})
+# Calls that draw nothing and take plain numbers.
+_PLAIN_CALLS: dict[str, Callable[..., Tensor]] = {
+    "zeros_": Tensor.zero_,
+    "fill_": Tensor.fill_,
+    "mul_": Tensor.mul_,
+    "add_": Tensor.add_,
+    "clamp_": Tensor.clamp_,
+    "erfinv_": Tensor.erfinv_,
+}
 
 
 def create_state(specs: Iterable[StateSpec], seed: int, device: torch.device | str) -> State:
@@ -59,9 +66,7 @@ def _initialise(spec: StateSpec, state: State, seed: int, device: torch.device) 
     return tensor.to(spec.dtype)
 
 
-def _replay(
-    tensor: Tensor, call: str, arguments: list[Any], state: State, key: philox.Key, spec: StateSpec
-) -> None:
+def _replay(tensor: Tensor, call: str, arguments: list[Any], state: State, key: philox.Key, spec: StateSpec) -> None:
     """Apply one recorded in-place call to `tensor`."""
     if call == "normal_":
         mean, deviation = arguments
@@ -82,7 +87,7 @@ def _replay(
             raise _error(spec, f"copies '{arguments[0]}', whose shape is {list(source.shape)}")
         tensor.copy_(source)
     elif call in _PLAIN_CALLS:
-        getattr(tensor, call)(*arguments)
+        _PLAIN_CALLS[call](tensor, *arguments)
     else:
         raise _error(spec, f"is initialised by '{call}', which this runtime does not know")
 

@@ -65,7 +65,7 @@ def wait(pending: Pending) -> list[Tensor]:
     for buffer, work, targets in pending.buffers:
         work.wait()
         if targets:
-            pieces = buffer.split([target.numel() for target in targets])
+            pieces = torch.split(buffer, [target.numel() for target in targets])
             for target, piece in zip(targets, pieces, strict=True):
                 target.copy_(piece.view_as(target))
     return pending.tensors
@@ -124,31 +124,43 @@ def adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One AdamW update of `params`, `exp_avgs` and `exp_avg_sqs`, in place; `step` is the number of this update, from 1.
+    """One AdamW update of `params` and both moments, in place; `step` is the number of this update, from 1.
 
     Loshchilov and Hutter, "Decoupled weight decay regularization" (2019):
-    `p *= 1 - lr wd; m += (1 - b1) (g - m); v += (1 - b2) (g^2 - v); p -= lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)`.
+
+        p *= 1 - lr wd;    m += (1 - b1) (g - m);    v += (1 - b2) (g^2 - v)
+        p -= lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
 
     One fused kernel for all tensors where dtypes agree; gradients and moments of another dtype than the parameters
     take torch's list operations.
     """
     if not params:
         return
-    lists = [list(tensors) for tensors in (params, grads, exp_avgs, exp_avg_sqs)]
-    step = step.to(torch.float32)
-    if len({tensor.dtype for tensors in lists for tensor in tensors}) == 1:
-        options = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
-        steps = [step] * len(lists[0])
-        torch._fused_adamw_(*lists, [], steps, lr=lr, **options, amsgrad=False, maximize=False)
+    if len({tensor.dtype for tensors in (params, grads, exp_avgs, exp_avg_sqs) for tensor in tensors}) > 1:
+        _adamw_lists(params, grads, exp_avgs, exp_avg_sqs, float(step), float(lr), beta1, beta2, eps, weight_decay)
         return
-    _adamw_lists(*lists, float(step), float(lr), beta1, beta2, eps, weight_decay)
+    torch._fused_adamw_(
+        list(params),
+        list(grads),
+        list(exp_avgs),
+        list(exp_avg_sqs),
+        [],
+        [step.to(torch.float32)] * len(params),
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 def _adamw_lists(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
     step: float,
     lr: float,
     beta1: float,
@@ -157,6 +169,7 @@ def _adamw_lists(
     weight_decay: float,
 ) -> None:
     """The update of `adamw_` in the dtype of the moments, tensor lists at a time."""
+    params, exp_avgs, exp_avg_sqs = list(params), list(exp_avgs), list(exp_avg_sqs)
     grads = [grad.to(moment.dtype) for grad, moment in zip(grads, exp_avgs, strict=True)]
     torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)

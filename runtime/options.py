@@ -1,0 +1,116 @@
+"""What a person may say to a trainer: one dataclass, from which the command line, its help and its checks follow."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import IO, Any, NoReturn, get_type_hints
+
+from mgraph.errors import OptionError
+from mgraph.runtime.data import BUILTIN
+from mgraph.runtime.mesh import environment
+from mgraph.runtime.schedule import DECAYS
+
+EXIT_CODES = """exit codes:
+  0  the run ended, or was stopped by SIGTERM or Ctrl-C after its step and saved
+  2  wrong input (options, data, checkpoint, package) or no space on the disk
+  3  the loss is no longer finite; checkpoints written before are untouched
+torchrun itself exits with 1 where a process it started exits with another code than 0."""
+
+
+def _about(text: str, low: float | None = None, choices: Sequence[str] | None = None) -> dict[str, Any]:
+    """Facts of a field: its help, the smallest value it may have, the values it may take."""
+    return {"help": text, "low": low, "choices": choices}
+
+
+@dataclass(frozen=True)
+class Options:
+    """All settings of a training run; each field is a flag of the same name."""
+
+    data: str = field(
+        default=BUILTIN,
+        metadata=_about(f"UTF-8 text: a file, a directory, or '{BUILTIN}', prose that comes with Python"),
+    )
+    tokenizer: Path | None = field(default=None, metadata=_about("a tokenizer.json (default: bytes)"))
+    steps: int = field(default=200, metadata=_about("optimizer steps in all, those before a resume included", low=1))
+    batch_size: int = field(default=8, metadata=_about("sequences per microbatch", low=1))
+    seq_len: int = field(default=128, metadata=_about("tokens per sequence", low=1))
+    accumulate: int = field(
+        default=0,
+        metadata=_about("microbatches per step over all ranks, a multiple of dp (default 0: one per dp rank)", low=0),
+    )
+    lr: float = field(default=1e-3, metadata=_about("peak learning rate", low=0))
+    min_lr: float = field(default=1e-4, metadata=_about("learning rate at the end of the decay", low=0))
+    warmup: int = field(default=20, metadata=_about("steps of linear warm-up", low=0))
+    decay: str = field(default="cosine", metadata=_about("how the rate falls after the warm-up", choices=tuple(DECAYS)))
+    eval_every: int = field(default=100, metadata=_about("steps between evaluations (0: at the end only)", low=0))
+    eval_batches: int = field(default=16, metadata=_about("validation batches per evaluation, over all ranks", low=1))
+    save_every: int = field(default=500, metadata=_about("steps between checkpoints (0: at the end only)", low=0))
+    keep: int = field(default=2, metadata=_about("number of checkpoints that are kept", low=1))
+    log_every: int = field(default=10, metadata=_about("steps between reports", low=1))
+    out: Path | None = field(default=None, metadata=_about("directory of the run (default: runs/NAME of the package)"))
+    resume: bool = field(default=False, metadata=_about("go on from the newest checkpoint in --out, if there is one"))
+    seed: int = field(default=0, metadata=_about("of weights, data order and sample", low=0))
+    sample_prompt: str = field(
+        default="The ", metadata=_about("beginning of the text that the model writes at the end")
+    )
+    sample_length: int = field(default=200, metadata=_about("tokens that it writes (0: none)", low=0))
+    temperature: float = field(default=0.8, metadata=_about("of the sample; 0 takes the likeliest token", low=0))
+    top_k: int = field(default=40, metadata=_about("likeliest tokens that the sample draws from (0: all)", low=0))
+    device: str = field(
+        default="auto", metadata=_about("where to run; auto is cuda if there is one", choices=("auto", "cpu", "cuda"))
+    )
+    threads: int = field(default=0, metadata=_about("CPU threads per process (0: a fair share of the machine)", low=0))
+    strict: bool = field(default=False, metadata=_about("a kernel without a binary for this device is an error"))
+    jit: bool = field(default=False, metadata=_about("kernels without a binary may be compiled by Triton"))
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value, low = getattr(self, item.name), item.metadata["low"]
+            if low is not None and not value >= low:  # written so that nan fails too
+                raise OptionError(f"{flag(item.name)} {value}: must be at least {low}", hint="see --help")
+
+
+def flag(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def parse(arguments: Sequence[str] | None, program: str) -> Options:
+    """Options from a command line (None: that of the process). Raises `OptionError`; `--help` exits with 0."""
+    parser = _Parser(
+        prog=program,
+        description="Train the model of this step package. Run it alone, or with torchrun on many processes.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    types = get_type_hints(Options)
+    for item in fields(Options):
+        text = item.metadata["help"]
+        if types[item.name] is bool:
+            parser.add_argument(flag(item.name), action="store_true", help=text)
+            continue
+        parser.add_argument(
+            flag(item.name),
+            type=types[item.name] if types[item.name] in (int, float, str) else Path,
+            default=item.default,
+            choices=item.metadata["choices"],
+            metavar=None if item.metadata["choices"] else item.name.upper(),
+            help=text if item.default is None or "default" in text else f"{text} (default: {item.default})",
+        )
+    return Options(**vars(parser.parse_args(arguments)))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises an error of ours instead of exiting, and prints its help on one rank only."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(message, hint=f"{self.prog} --help lists all options")
+
+    def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]  # stubs ask for a protocol
+        if environment()[0] == 0:
+            super().print_help(file or sys.stdout)

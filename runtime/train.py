@@ -1,0 +1,356 @@
+"""Train a step package: `torchrun --nproc-per-node N PKG/train.py`, or `python PKG/train.py` for one process.
+
+A step calls `microbatch` for each of this rank's microbatches and then `finish` with the learning rate; everything
+around that (which text, when to evaluate, when to save) is decided here, all tensor arithmetic is in the package. A run
+is a function of its package and options: started again from a checkpoint it gives bit for bit the losses that it would
+have given. torch's own generator is seeded anew before each step, so a checkpoint needs no generator state.
+
+SIGTERM and Ctrl-C end the run after the step that is under way, with a checkpoint, on all ranks at the same step; a
+second Ctrl-C ends it at once. Errors that a person can mend are printed once, by rank 0, without a traceback; the exit
+codes are in `--help`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from mgraph import philox
+from mgraph.errors import MgraphError, OptionError, PackageError
+from mgraph.runtime import checkpoint, mesh, v1
+from mgraph.runtime.data import Batch, Corpus, Position, Stream, load_corpus, validation_batches
+from mgraph.runtime.log import Log, Record
+from mgraph.runtime.mesh import DATA_AXIS, Mesh
+from mgraph.runtime.options import Options, parse
+from mgraph.runtime.package import Package, State, load_package
+from mgraph.runtime.sample import generate
+from mgraph.runtime.schedule import learning_rate
+from mgraph.runtime.state import create_state
+from mgraph.runtime.tokenizer import Tokenizer, load_tokenizer
+
+ENTRIES = ("microbatch", "finish", "evaluate", "predict")
+"""What a package must have to be trained."""
+
+SUMMARY_STEPS = 20
+"""The train loss of the summary is the mean over this many last steps: that of a single batch is noise."""
+
+
+class NonFiniteLossError(MgraphError):
+    """The loss became infinite or not a number."""
+
+    exit_code = 3
+
+
+def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Train the package with the options of the command line, then exit the process with a code of `--help`."""
+    code = 0
+    try:
+        run(parse(arguments, Path(sys.argv[0]).name), Path(package_dir))
+    except MgraphError as error:
+        code = error.exit_code
+        if mesh.environment()[0] == 0:
+            print(error, file=sys.stderr, flush=True)
+    mesh.current().close()
+    sys.exit(code)
+
+
+@torch.no_grad()
+def run(options: Options, package_dir: Path) -> None:
+    """A whole training run in this process. Raises `MgraphError`, the same one on all ranks."""
+    opened: list[Package] = []
+
+    def prepare() -> tuple[torch.device, dict[str, int], str]:
+        device = mesh.choose_device(options.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        package = _open(package_dir, device, options)
+        opened.append(package)
+        axes = mesh.bind_axes(package.manifest["mesh"], mesh.environment()[1])
+        return device, axes, package.fingerprint_all()
+
+    where = mesh.start(prepare)
+    torch.set_num_threads(options.threads or _share_of_threads())
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopSignal())
+        trainer = where.together(lambda: Trainer.create(options, opened[0], where))
+        trainer.resume_or_refuse()
+        trainer.log = where.together(lambda: Log(trainer.out, trainer.step, options.steps) if where.is_first else None)
+        if trainer.log is not None:
+            stack.callback(trainer.log.close)
+        trainer.announce()
+        if trainer.train(stop):
+            trainer.conclude()
+
+
+def _open(path: Path, device: torch.device, options: Options) -> Package:
+    package = load_package(path, device, options.strict, options.jit)
+    absent = [name for name in ENTRIES if name not in package.entries]
+    if absent:
+        raise PackageError(
+            f"the package cannot be trained: it has no entry '{absent[0]}' (it is for {package.manifest['kind']})",
+            where=str(package.path),
+            hint="mgraph compile MODEL --for train",
+        )
+    package.check_size("B", options.batch_size, "--batch-size")
+    package.check_size("S", options.seq_len, "--seq-len")
+    return package
+
+
+def _share_of_threads() -> int:
+    """The CPUs that this process may use, divided among the processes of this machine."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+class StopSignal:
+    """While entered, SIGTERM and the first Ctrl-C set `requested` instead of ending the process."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+@dataclass
+class Trainer:
+    """A run between two steps: everything that the next step needs."""
+
+    options: Options
+    package: Package
+    mesh: Mesh
+    tokenizer: Tokenizer
+    corpus: Corpus
+    stream: Stream
+    validation: list[Batch]
+    state: State
+    out: Path
+    microbatches: int
+    step: int = 0
+    log: Log | None = None
+    validation_loss: float = math.nan
+    # Losses stay on the device until they are reported: reading one waits for the device.
+    unread: list[tuple[int, float, dict[str, Tensor]]] = field(default_factory=list)
+    unread_since: float = field(default_factory=time.perf_counter)
+
+    @classmethod
+    def create(cls, options: Options, package: Package, where: Mesh) -> Trainer:
+        """A run at step 0."""
+        rank, num_ranks = where.index(DATA_AXIS), where.size(DATA_AXIS)
+        microbatches = options.accumulate or num_ranks
+        if microbatches % num_ranks:
+            raise OptionError(
+                f"--accumulate {microbatches} microbatches cannot be shared evenly by {num_ranks} data-parallel ranks",
+                hint=f"a multiple of {num_ranks}",
+            )
+        tokenizer = load_tokenizer(options.tokenizer, package.vocab_size)
+        corpus = load_corpus(options.data, tokenizer)
+        batch, length = options.batch_size, options.seq_len
+        return cls(
+            options=options,
+            package=package,
+            mesh=where,
+            tokenizer=tokenizer,
+            corpus=corpus,
+            stream=Stream(corpus.train, batch, length, options.seed),
+            validation=validation_batches(corpus.validation, batch, length, options.eval_batches, rank, num_ranks),
+            state=create_state(package.state_specs, options.seed, where.device),
+            out=options.out or Path("runs") / package.manifest["name"],
+            microbatches=microbatches,
+        )
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints of this run are."""
+        return self.out / "checkpoints"
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a resumed run to be the same run."""
+        return {
+            "--data (SHA-256)": self.corpus.fingerprint,
+            "--tokenizer": self.tokenizer.name,
+            "--seq-len": self.options.seq_len,
+            "--seed": self.options.seed,
+        }
+
+    def resume_or_refuse(self) -> None:
+        """Go on from the newest checkpoint, or refuse to write over one when that was not asked for."""
+        found = self.mesh.together(lambda: checkpoint.latest(self.checkpoints))
+        if found is None:
+            return
+        if not self.options.resume:
+            raise OptionError(
+                f"{self.out} already holds a run, saved at step {found.step}",
+                hint="--resume to go on with it, another --out, or remove the directory",
+            )
+        checkpoint.check_same(found.run["identity"], self.identity(), found.path, "option")
+        checkpoint.load(found, self.state, self.package.state_specs, self.mesh)
+        self.step = found.step
+        self.stream.position = Position(*found.run["position"])
+
+    def announce(self) -> None:
+        """Say what is going to run."""
+        if self.log is None:
+            return
+        numbers = sum(spec.trainable * math.prod(spec.shape) for spec in self.package.state_specs)
+        tokens = self.microbatches * self.options.batch_size * self.options.seq_len
+        start = f", going on after step {self.step}" if self.step else ""
+        self.log.message(
+            f"{self.package.manifest['name']}: {numbers:,} trained parameters on {self.mesh.world_size} "
+            f"process{'es' * (self.mesh.world_size > 1)} ({self.mesh.device.type}), {tokens:,} tokens per step{start}"
+        )
+        if self.package.edited:
+            self.log.message(f"note: edited since it was compiled: {', '.join(self.package.edited)}")
+
+    def train(self, stop: StopSignal) -> bool:
+        """Run the steps that are left; False if a signal ended the run before the last."""
+        options = self.options
+        self.unread_since = time.perf_counter()
+        while self.step < options.steps:
+            self.train_step()
+            stopped = bool(self.mesh.largest(int(stop.requested)))
+            last = self.step == options.steps
+            saving = last or stopped or _due(self.step, options.save_every)
+            evaluating = not stopped and (last or _due(self.step, options.eval_every))
+            if saving or evaluating or _due(self.step, options.log_every):
+                self.report()
+            if evaluating:
+                self.evaluate()
+            if saving:
+                path = self.save()
+            if stopped:
+                if self.log is not None:
+                    self.log.message(f"stopped after step {self.step}, saved {path}; go on with --resume")
+                return False
+        return True
+
+    def train_step(self) -> None:
+        """One optimizer step: this rank's microbatches, then finish."""
+        rank, num_ranks = self.mesh.index(DATA_AXIS), self.mesh.size(DATA_AXIS)
+        torch.manual_seed(philox.key_from(self.options.seed, "step", self.step, rank)[0])
+        for batch in self.stream.microbatches(self.microbatches, rank, num_ranks):
+            self.package.call("microbatch", self.state, *self._on_device(batch))
+        options = self.options
+        rate = learning_rate(self.step, options.steps, options.lr, options.min_lr, options.warmup, options.decay)
+        lr = torch.tensor(rate, dtype=torch.float32, device=self.mesh.device)
+        outputs = self.package.call("finish", self.state, lr)
+        self.step += 1
+        # Outputs may be views of state that the next step writes.
+        self.unread.append((self.step, rate, {name: value.detach().clone() for name, value in outputs.items()}))
+
+    def report(self) -> None:
+        """Read and log the results of the steps since the last report; raise `NonFiniteLossError` at a bad loss."""
+        results = [
+            {"step": step, "learning_rate": rate, **{name: value.item() for name, value in outputs.items()}}
+            for step, rate, outputs in self.unread
+        ]
+        tokens = len(results) * self.microbatches * self.options.batch_size * self.options.seq_len
+        speed = round(tokens / (time.perf_counter() - self.unread_since), 1)
+        bad = next((index for index, result in enumerate(results) if not math.isfinite(result["loss"])), None)
+        records: list[Record] = [{**result, "tokens_per_second": speed} for result in results[:bad]]
+        self.unread = []
+        self.mesh.together(lambda: self.log.train(records) if self.log is not None and records else None)
+        if bad is not None:
+            raise NonFiniteLossError(
+                f"the loss of step {results[bad]['step']} is {results[bad]['loss']}",
+                hint="a lower --lr or a longer --warmup; --resume goes on from the last checkpoint, if there is one",
+            )
+        self.unread_since = time.perf_counter()
+
+    def evaluate(self) -> None:
+        """Mean loss over the validation batches, over all ranks and tokens."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        for batch in self.validation:
+            outputs = self.package.call("evaluate", self.state, *self._on_device(batch))
+            total += torch.stack([outputs["loss_sum"].double(), outputs["count"].double()])
+        v1.all_reduce([total], DATA_AXIS)
+        loss, count = total.tolist()
+        self.validation_loss = loss / count
+        self.mesh.together(
+            lambda: self.log.validation(self.step, self.validation_loss) if self.log is not None else None
+        )
+        self.unread_since = time.perf_counter()
+
+    def save(self) -> Path:
+        """Write a checkpoint of this step."""
+        position = self.stream.position
+        record = {
+            "identity": self.identity(),
+            "position": [position.epoch, position.window],
+            "options": {name: str(value) for name, value in vars(self.options).items()},
+        }
+        path = checkpoint.save(
+            self.checkpoints, self.step, self.state, self.package.state_specs, record, self.mesh, self.options.keep
+        )
+        self.unread_since = time.perf_counter()
+        return path
+
+    def conclude(self) -> None:
+        """After the last step: the sample, the picture, and the line that sums the run up."""
+        if math.isnan(self.validation_loss):  # resumed at the end: no step of this process was evaluated
+            self.evaluate()
+        text = self.sample() if self.options.sample_length else None
+        self.mesh.together(lambda: self._write_results(text))
+
+    def sample(self) -> str:
+        """Text that the model writes after the prompt. All ranks run it, since predict may be sharded."""
+        options = self.options
+        return generate(
+            lambda tokens: self.package.call("predict", self.state, tokens)["logits"],
+            self.tokenizer,
+            options.sample_prompt,
+            options.sample_length,
+            window=options.seq_len,
+            least=(self.package.bounds("B")[0], self.package.bounds("S")[0]),
+            seed=options.seed,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            device=self.mesh.device,
+        )
+
+    def _write_results(self, text: str | None) -> None:
+        if self.log is None:
+            return
+        per_byte = self.corpus.tokens_per_byte
+        if text is not None:
+            self.log.write("sample.txt", text + "\n")
+            print(f"--- sample\n{text}\n---", flush=True)
+        self.log.picture(self.corpus.unigram_entropy / per_byte, self.package.manifest["name"])
+        losses = [loss for _, loss in self.log.points("loss")][-SUMMARY_STEPS:]
+        train_loss = sum(losses) / len(losses) if losses else math.nan
+        print(
+            f"train loss {train_loss * per_byte:.4f}  validation loss {self.validation_loss * per_byte:.4f}  "
+            f"unigram entropy {self.corpus.unigram_entropy:.4f} nats/byte",
+            flush=True,
+        )
+
+    def _on_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        tokens, labels = batch
+        return tokens.to(self.mesh.device), labels.to(self.mesh.device)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

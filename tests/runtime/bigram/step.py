@@ -1,0 +1,76 @@
+"""A step package written by hand: the next byte from the byte before, through one hidden layer.
+
+It obeys the contract of emitted packages, with a backward pass in closed form. The environment variables TEST_STOP_AT,
+TEST_NAN_AT and TEST_PAUSE make a chosen step send SIGTERM to its own process, lose its loss, or take long.
+"""
+
+import os
+import signal
+import time
+
+import torch
+
+from mgraph.runtime import v1 as rt
+
+PARAMS = ("embed.weight", "hidden.weight", "head.weight")
+IGNORED = -100
+
+
+def forward(state, tokens, labels):
+    embedded = state["embed.weight"][tokens.flatten()]
+    hidden = torch.tanh(embedded @ state["hidden.weight"].t())
+    logits = hidden @ state["head.weight"].t()
+    kept = labels.flatten() != IGNORED
+    targets = torch.where(kept, labels.flatten(), 0)
+    log_probabilities = torch.log_softmax(logits, dim=-1)
+    picked = log_probabilities.gather(1, targets[:, None])[:, 0]
+    return embedded, hidden, log_probabilities, kept, targets, -(picked * kept).sum()
+
+
+def microbatch(state, tokens, labels):
+    embedded, hidden, log_probabilities, kept, targets, loss_sum = forward(state, tokens, labels)
+    d_logits = log_probabilities.exp()
+    d_logits.scatter_add_(1, targets[:, None], -torch.ones_like(d_logits[:, :1]))
+    d_logits *= kept[:, None]
+    d_hidden = (d_logits @ state["head.weight"]) * (1 - hidden**2)
+    state["head.weight.grad"] += d_logits.t() @ hidden
+    state["hidden.weight.grad"] += d_hidden.t() @ embedded
+    state["embed.weight.grad"].index_add_(0, tokens.flatten(), d_hidden @ state["hidden.weight"])
+    count = kept.sum()
+    state["loss_sum"] += loss_sum
+    state["count"] += count
+    return loss_sum, count
+
+
+def finish(state, lr):
+    grads = [state[f"{name}.grad"] for name in PARAMS]
+    rt.all_reduce([*grads, state["loss_sum"], state["count"]], "dp")
+    count = state["count"].float()
+    torch._foreach_div_(grads, count)
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    torch._foreach_mul_(grads, (1.0 / (norm + 1e-6)).clamp(max=1.0))
+    state["step"] += 1
+    moments = [[state[f"{name}.{kind}"] for name in PARAMS] for kind in ("exp_avg", "exp_avg_sq")]
+    rt.adamw_([state[name] for name in PARAMS], grads, *moments, state["step"], lr, 0.9, 0.95, 1e-8, 0.1)
+    loss, total = state["loss_sum"] / count, state["count"].clone()
+    torch._foreach_zero_([*grads, state["loss_sum"], state["count"]])
+    disturb(int(state["step"]), loss)
+    return loss, norm, total
+
+
+def disturb(step, loss):
+    time.sleep(float(os.environ.get("TEST_PAUSE", "0")))
+    if step == int(os.environ.get("TEST_STOP_AT", "0")) and os.environ.get("RANK", "0") == "0":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if step == int(os.environ.get("TEST_NAN_AT", "0")):
+        loss.fill_(float("nan"))
+
+
+def evaluate(state, tokens, labels):
+    *_, kept, _, loss_sum = forward(state, tokens, labels)
+    return loss_sum, kept.sum()
+
+
+def predict(state, tokens):
+    hidden = torch.tanh(state["embed.weight"][tokens] @ state["hidden.weight"].t())
+    return (hidden @ state["head.weight"].t(),)
