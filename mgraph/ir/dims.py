@@ -12,11 +12,11 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 
-Dim = int | sympy.Expr
+Dim: TypeAlias = "int | sympy.Expr"
 
 
 class Extent(StrEnum):
@@ -56,7 +56,7 @@ def symbol(name: str) -> sympy.Symbol:
 def as_dim(value: Any) -> Dim:
     """Normalise: integer expressions become `int`, everything else is expanded so that equal dims are `==`."""
     if isinstance(value, int):
-        return value
+        return int(value)
     expanded = _expand(value)
     return int(expanded) if expanded.is_Integer else expanded
 
@@ -147,9 +147,12 @@ _CALLS: dict[str, Callable[..., Any]] = {
 def parse_dim(text: str) -> Dim:
     """Read a dim expression: ints, names, `+ - * / // % **`, floor, ceiling, Max, Min, Mod. Raises ValueError."""
     try:
-        return as_dim(_from_ast(ast.parse(text.strip(), mode="eval").body))
-    except (SyntaxError, KeyError, TypeError) as error:
+        dim = as_dim(_from_ast(ast.parse(text.strip(), mode="eval").body))
+    except (SyntaxError, KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"not a dimension expression: {text!r}") from error
+    if not isinstance(dim, int) and dim.is_integer is False:
+        raise ValueError(f"not a whole number: {text!r}")
+    return dim
 
 
 def _from_ast(node: ast.expr) -> Any:
