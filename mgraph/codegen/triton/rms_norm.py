@@ -1,13 +1,13 @@
 """RMS normalisation, forward and backward, as Triton source and torch twin, specialised by size and dtypes.
 
     rstd = 1 / sqrt(mean(x * x) + eps)                 over the last dim, in f32
-    y    = cast(x * rstd) * (weight + offset)          round = "normed": cast to x's dtype before the weight product
-    y    = cast(x * rstd * (weight + offset))          round = "product": the product in f32, cast after it
+    y    = cast(cast(x * rstd) * (weight + offset))    round = "normed": to x's dtype also before the weight product
+    y    = cast(x * rstd * (weight + offset))          round = "product": to x's dtype once
 
-and with n = x * rstd and g = dy * (weight + offset), rounded where autograd of the written-out formula rounds it,
+and with n = x * rstd and g = dy * (weight + offset), in f32,
 
     dx      = (g - n * mean(g * n)) * rstd
-    dweight = sum over rows of dy * n                  accumulated in f32, rounded once
+    dweight = sum over rows of dy * n                  n rounded as in the forward
 
 The GPU backward is persistent: a fixed number of programs loop over the rows, each keeps its own sum for dweight, and a
 second small launch adds these partial sums in a fixed order, so results repeat from run to run.
@@ -31,20 +31,24 @@ REDUCE_ROWS, REDUCE_COLUMNS = 64, 32
 
 @dataclass(frozen=True)
 class RmsNorm:
-    """One instance of the op: normalised size, dtypes of x, weight and result, and the attributes of `rms_norm`."""
+    """One instance of the op: normalised size, dtypes of x (also y's) and weight, and the attributes of `rms_norm`."""
 
     size: int
     x: str
     weight: str
-    out: str
     eps: float
-    round: str = "normed"
+    round: str = "product"
     offset: float = 0.0
 
     @property
     def wide(self) -> str:
         """The dtype the statistics are computed in: f32, or f64 where x is f64 already."""
         return "f64" if self.x == "f64" else "f32"
+
+    @property
+    def rounds_normed(self) -> bool:
+        """Whether x * rstd is rounded before the weight product; in the wide dtype that changes nothing."""
+        return self.round == "normed" and self.x != self.wide
 
     @property
     def block(self) -> int:
@@ -54,7 +58,7 @@ class RmsNorm:
     @property
     def aligned(self) -> bool:
         """Whether every row starts on a 16-byte boundary when the tensor does."""
-        return all(self.size * ITEM_BYTES[dtype] % 16 == 0 for dtype in (self.x, self.weight, self.out))
+        return all(self.size * ITEM_BYTES[dtype] % 16 == 0 for dtype in (self.x, self.weight))
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Tuning:
 
 def refusal(problem: RmsNorm) -> str | None:
     """Why this template has no GPU kernel for a problem, or None if it has one."""
-    for role, dtype in (("x", problem.x), ("weight", problem.weight), ("result", problem.out)):
+    for role, dtype in (("x", problem.x), ("weight", problem.weight)):
         if dtype not in TRITON_LANGUAGE_DTYPES:
             return f"{role} is {dtype}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
     if problem.size > LARGEST_SIZE:
@@ -103,7 +107,7 @@ def forward(name: str, problem: RmsNorm, tuning: Tuning | None = None) -> Kernel
         source=_forward_source(name, problem, cut) if launches else "",
         twin=_forward_twin(name, problem),
         inputs=(TensorSpec("x", problem.x, ("*", problem.size)), TensorSpec("weight", problem.weight, (problem.size,))),
-        outputs=(TensorSpec("y", problem.out, ("*", problem.size)), TensorSpec("rstd", problem.wide, ("*", 1))),
+        outputs=(TensorSpec("y", problem.x, ("*", problem.size)), TensorSpec("rstd", problem.wide, ("*", 1))),
         scratch=(),
         launches=launches,
     )
@@ -132,7 +136,7 @@ def backward(name: str, problem: RmsNorm, tuning: Tuning | None = None) -> Kerne
         source=_backward_source(name, problem, cut) if launches else "",
         twin=_backward_twin(name, problem),
         inputs=(
-            TensorSpec("dy", problem.out, ("*", size)),
+            TensorSpec("dy", problem.x, ("*", size)),
             TensorSpec("x", problem.x, ("*", size)),
             TensorSpec("weight", problem.weight, (size,)),
             TensorSpec("rstd", problem.wide, ("*", 1)),
@@ -148,7 +152,7 @@ def _title(problem: RmsNorm) -> str:
     """The formula with its numbers, for docstrings."""
     scale = f"(weight + {problem.offset!r})" if problem.offset else "weight"
     normed = f"x * rsqrt(mean(x * x) + {problem.eps!r})"
-    return f"cast({normed}) * {scale}" if problem.round == "normed" else f"cast({normed} * {scale})"
+    return f"cast(cast({normed}) * {scale})" if problem.round == "normed" else f"cast({normed} * {scale})"
 
 
 def _masks(problem: RmsNorm, rows: int) -> tuple[str, str, str]:
@@ -168,20 +172,16 @@ def _other(mask: str) -> str:
     return f"{mask}, other=0.0" if mask else ""
 
 
-def _scale_source(problem: RmsNorm) -> str:
-    """`weight + offset` in f32; the `normed` variant adds the offset in the weight's own dtype, as torch does."""
-    if not problem.offset:
-        return "weight"
-    text = f"weight + {problem.offset!r}"
-    rounds = problem.round == "normed" and problem.weight != "f32"
-    return f"({text}).to(tl.{TRITON_LANGUAGE_DTYPES[problem.weight]}).to(tl.float32)" if rounds else text
+def _scale(problem: RmsNorm, weight: str) -> str:
+    """`weight + offset`, where `weight` is wide already."""
+    return f"{weight} + {problem.offset!r}" if problem.offset else weight
 
 
 def _rounded(value: str, problem: RmsNorm) -> str:
-    """`value` rounded to x's dtype and back to f32 where the variant rounds there."""
-    if problem.round == "product" or problem.x == "f32":
+    """`value` rounded to x's dtype and back to f32 where the forward rounds x * rstd."""
+    if not problem.rounds_normed:
         return value
-    return f"{_operand(value)}.to(tl.{TRITON_LANGUAGE_DTYPES[problem.x]}).to(tl.float32)"
+    return f"{value}.to(tl.{TRITON_LANGUAGE_DTYPES[problem.x]}).to(tl.float32)"
 
 
 def _operand(text: str) -> str:
@@ -205,8 +205,8 @@ def {name}(x_ptr, weight_ptr, y_ptr, rstd_ptr, rows):
     weight = tl.load(weight_ptr + column{_other(column)}).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / {problem.size} + {problem.eps!r})
     normed = x * rstd[:, None]
-    y = {_rounded("normed", problem)} * {_operand(_scale_source(problem))}[None, :]
-    tl.store(y_ptr + element, y.to(tl.{TRITON_LANGUAGE_DTYPES[problem.out]}){tile})
+    y = {_rounded("normed", problem)} * {_operand(_scale(problem, "weight"))}[None, :]
+    tl.store(y_ptr + element, y.to(tl.{TRITON_LANGUAGE_DTYPES[problem.x]}){tile})
     tl.store(rstd_ptr + row, rstd{row})
 '''
 
@@ -224,7 +224,7 @@ def {name}_rows(dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, rows):
     program = tl.program_id(0)
     column = tl.arange(0, {problem.block})
     weight = tl.load(weight_ptr + column{_other(column)}).to(tl.float32)
-    scale = {_scale_source(problem)}
+    scale = {_scale(problem, "weight")}
     dweight = tl.zeros([{cut.rows}, {problem.block}], dtype=tl.float32)
     for tile in tl.range(program, tl.cdiv(rows, {cut.rows}), tl.num_programs(0), num_stages={cut.num_stages}):
         row = tile * {cut.rows} + tl.arange(0, {cut.rows})
@@ -234,7 +234,7 @@ def {name}_rows(dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, rows):
         rstd = tl.load(rstd_ptr + row{_other(row)})[:, None]
         normed = x * rstd
         dweight += dy * {_rounded("normed", problem)}
-        dnormed = {_rounded("dy * scale[None, :]", problem)}
+        dnormed = dy * scale[None, :]
         mean = tl.sum(dnormed * normed, axis=1)[:, None] / {problem.size}
         dx = (dnormed - normed * mean) * rstd
         tl.store(dx_ptr + element, dx.to(tl.{x_dtype}){tile})
@@ -264,21 +264,14 @@ def _cast(value: str, source: str, target: str) -> str:
     return value if source == target else f"{value}.to({_torch(target)})"
 
 
-def _scale_twin(problem: RmsNorm, dtype: str) -> str:
-    """`weight + offset` as `dtype`."""
-    weight = _cast("weight", problem.weight, dtype)
-    return f"({weight} + {problem.offset!r})" if problem.offset else weight
-
-
 def _forward_twin(name: str, problem: RmsNorm) -> str:
     wide, size = problem.wide, problem.size
-    if problem.round == "product":
-        product = _cast(f"(wide * rstd).mul_({_scale_twin(problem, wide)})", wide, problem.out)
-    else:
-        normed = _cast("(wide * rstd)", wide, problem.x)
-        scale = _scale_twin(problem, problem.weight)
-        # In place saves a tensor, but keeps the dtype of the left side.
-        product = f"{normed}.mul_({scale})" if problem.out == problem.x else f"{normed} * {scale}"
+    scale = _scale(problem, _cast("weight", problem.weight, wide))
+    normed = "(wide * rstd)"
+    # In-place products are computed in the wider of the two dtypes and rounded to that of the left side.
+    y = f"{_cast(normed, wide, problem.x)}.mul_({scale})"
+    if not problem.rounds_normed:
+        y = _cast(f"{normed}.mul_({scale})", wide, problem.x)
     return f'''
 def {name}(x, weight):
     """y = {_title(problem)}, and rstd [..., 1]."""
@@ -286,7 +279,7 @@ def {name}(x, weight):
     # The squared norm needs no tensor of squares.
     square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
     rstd = square.div_({size}).add_({problem.eps!r}).rsqrt_()
-    return {product}, rstd
+    return {y}, rstd
 '''
 
 
@@ -298,25 +291,24 @@ def {name}(dy, x, weight, rstd):
 
     y = {_title(problem)}
     """
-    wide_dy = {_cast("dy", problem.out, wide)}
+    wide_dy = {_cast("dy", problem.x, wide)}
+    scale = {_scale(problem, _cast("weight", problem.weight, wide))}
     normed = {_cast("x", problem.x, wide)} * rstd
 '''
-    dx = _cast("dx", wide, problem.x)
-    if problem.round == "product" or problem.x == wide == problem.out == problem.weight:
-        return f"""{head}    scale = {_scale_twin(problem, wide)}
-    product = wide_dy * normed
+    if problem.rounds_normed:
+        rounded = _cast(_cast("normed", wide, problem.x), problem.x, wide)
+        body = f"""    dweight = (wide_dy * {rounded}).reshape(-1, {size}).sum(0)
+    dx = wide_dy * scale
+    mean = (dx * normed).mean(-1, keepdim=True)
+"""
+    else:
+        body = f"""    product = wide_dy * normed
     dweight = product.reshape(-1, {size}).sum(0)
     mean = (product @ scale).div_({size}).unsqueeze(-1)
     # The product has been used up: dx takes its memory.
     dx = torch.mul(wide_dy, scale, out=product)
-    dx.addcmul_(normed, mean, value=-1).mul_(rstd)
-    return {dx}, {_cast("dweight", wide, problem.weight)}
 """
-    rounded = _cast(_cast("normed", wide, problem.x), problem.x, wide)
-    dnormed = _cast(_cast(f"(dy * {_scale_twin(problem, problem.weight)})", problem.out, problem.x), problem.x, wide)
-    return f"""{head}    dweight = (wide_dy * {rounded}).reshape(-1, {size}).sum(0)
-    dx = {dnormed}
-    mean = (dx * normed).mean(-1, keepdim=True)
-    dx.addcmul_(normed, mean, value=-1).mul_(rstd)
-    return {dx}, {_cast("dweight", wide, problem.weight)}
+    results = f"{_cast('dx', wide, problem.x)}, {_cast('dweight', wide, problem.weight)}"
+    return f"""{head}{body}    dx.addcmul_(normed, mean, value=-1).mul_(rstd)
+    return {results}
 """

@@ -56,7 +56,7 @@ def run(
         tensor = torch.randn(shape, generator=generator).to(runtime.DTYPES[dtype])
         return tensor[..., ::2] if case["strided"] else tensor
 
-    x, dy = draw(dtypes["x"]), draw(dtypes["out"])
+    x, dy = draw(dtypes["x"]), draw(dtypes["x"])
     weight = (1 + 0.5 * torch.randn(size, generator=generator)).to(runtime.DTYPES[dtypes["weight"]])
     wide_x = x.to(torch.float64, copy=True).requires_grad_()
     wide_weight = weight.to(torch.float64, copy=True).requires_grad_()
@@ -88,7 +88,6 @@ def main(directory: Path) -> None:
             dtypes = {
                 "x": entry["inputs"][0]["dtype"],
                 "weight": entry["inputs"][1]["dtype"],
-                "out": entry["outputs"][0]["dtype"],
             }
             for case in CASES:
                 errors = run(sites, suffix, size, case, dtypes)

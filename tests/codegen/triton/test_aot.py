@@ -26,8 +26,8 @@ import json, sys
 from pathlib import Path
 from mgraph.codegen.triton import build_kernels, rms_norm
 from mgraph.codegen.triton.rms_norm import RmsNorm
-aligned, ragged = RmsNorm(256, "bf16", "bf16", "bf16", 1e-5), RmsNorm(33, "f32", "f32", "f32", 1e-6, round="product")
-wide = RmsNorm(64, "f64", "f64", "f64", 1e-5)
+aligned, ragged = RmsNorm(256, "bf16", "bf16", 1e-5, round="normed"), RmsNorm(33, "f32", "f32", 1e-6, round="product")
+wide = RmsNorm(64, "f64", "f64", 1e-5, round="normed")
 specs = [
     rms_norm.forward("rms_norm_fwd_0", aligned), rms_norm.backward("rms_norm_bwd_0", aligned),
     rms_norm.forward("rms_norm_fwd_1", ragged), rms_norm.backward("rms_norm_bwd_1", ragged),
@@ -89,14 +89,14 @@ def test_unsupported_problem_has_twin_and_no_launch(built: tuple[Path, dict[str,
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
-    spec = rms_norm.forward("rms_norm_fwd_0", RmsNorm(64, "f32", "f32", "f32", 1e-5))
+    spec = rms_norm.forward("rms_norm_fwd_0", RmsNorm(64, "f32", "f32", 1e-5, round="normed"))
     with pytest.raises(OptionError, match="gfx942"):
         build_kernels([spec], tmp_path, ["gfx942"])
 
 
 def test_missing_triton_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    spec = rms_norm.forward("rms_norm_fwd_0", RmsNorm(64, "f32", "f32", "f32", 1e-5))
+    spec = rms_norm.forward("rms_norm_fwd_0", RmsNorm(64, "f32", "f32", 1e-5, round="normed"))
     assert build_kernels([spec], tmp_path, [])[0]["launches"][0]["binaries"] == []
     with pytest.raises(MgraphError, match="triton, which is not installed"):
         build_kernels([spec], tmp_path, ["sm_90a"])

@@ -8,7 +8,7 @@ import json
 from mgraph.codegen.triton import KernelSpec, kernels_text, reference_text, rms_norm
 from mgraph.codegen.triton.rms_norm import RmsNorm
 
-PROBLEM = RmsNorm(96, "bf16", "f32", "f32", 1e-5)
+PROBLEM = RmsNorm(96, "bf16", "f32", 1e-5, round="normed")
 SPECS = [rms_norm.forward("rms_norm_fwd_0", PROBLEM), rms_norm.backward("rms_norm_bwd_0", PROBLEM)]
 
 
@@ -21,7 +21,7 @@ def test_argument_types() -> None:
     assert SPECS[0].argument_types(SPECS[0].launches[0]) == {
         "x_ptr": "*bf16",
         "weight_ptr": "*fp32",
-        "y_ptr": "*fp32",
+        "y_ptr": "*bf16",
         "rstd_ptr": "*fp32",
         "rows": "i32",
     }
