@@ -1,0 +1,31 @@
+"""Passes: one file each, named as the pass, found through one literal table.
+
+The table maps a pass name to `module:Class` and is resolved only when a pass is asked for, so that listing, parsing
+and explaining pipelines imports no pass.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from mgraph.errors import PassError, did_you_mean
+from mgraph.passes.base import Pass
+
+PASSES: dict[str, str] = {
+    # normalize
+    "outline": "mgraph.passes.outline:Outline",
+    "canonicalize": "mgraph.passes.canonicalize:Canonicalize",
+    "constant-fold": "mgraph.passes.constant_fold:ConstantFold",
+    "cse": "mgraph.passes.cse:CommonSubexpressions",
+    "dce": "mgraph.passes.dce:DeadCode",
+}
+
+
+def pass_class(name: str) -> type[Pass]:
+    """The class of a pass name. Raises PassError, with the nearest name, for an unknown one."""
+    if name not in PASSES:
+        raise PassError(f"unknown pass '{name}'", hint=did_you_mean(name, PASSES))
+    where, _, class_name = PASSES[name].partition(":")
+    found = getattr(importlib.import_module(where), class_name)
+    assert isinstance(found, type) and issubclass(found, Pass) and found.name == name, f"{PASSES[name]} is not {name}"
+    return found

@@ -1,0 +1,134 @@
+"""What a pass is: a frozen dataclass with typed options, a stage, a numerics tier, and one `run`.
+
+A pass gives a new module and writes what it did into a `Report`. It does not verify, time or dump anything: the
+runner's instruments do. Its text form, `name{option=value,...}`, holds the options that differ from their defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar
+
+from mgraph.ir.graph import Module
+from mgraph.passes.spec import print_spec
+
+
+class Stage(StrEnum):
+    """Where in the compiler a pass belongs, in order."""
+
+    NORMALIZE = "normalize"
+    RAISE = "raise"
+    DERIVE = "derive"
+    SHARD = "shard"
+    PRECISION = "precision"
+    FUSE = "fuse"
+    SCHEDULE = "schedule"
+
+
+class Tier(StrEnum):
+    """What a pass may do to the numbers."""
+
+    BITWISE = "bitwise"  # torch.equal before and after
+    REASSOCIATING = "reassociating"  # at most 1e-9 apart on the lifted (float64) graph
+    PRECISION_CHANGING = "precision-changing"  # reassociating with quantizers as identity, plus the recipe's bound
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """One place where a pass applied: the function, the node's id, and what was done there."""
+
+    function: str
+    node: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class NearMiss:
+    """A place where a pattern almost applied: the first guard that failed, and with which facts."""
+
+    function: str
+    node: str
+    pattern: str
+    guard: str
+    detail: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What one run of a pass did: matches, near misses, and named counts."""
+
+    matches: list[Match] = field(default_factory=list)
+    near_misses: list[NearMiss] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def match(self, function: str, node: str, detail: str = "") -> None:
+        """Record a place where the pass applied."""
+        self.matches.append(Match(function, node, detail))
+
+    def near_miss(self, function: str, node: str, pattern: str, guard: str, detail: str = "") -> None:
+        """Record a place where `pattern` failed, with its first failing guard."""
+        self.near_misses.append(NearMiss(function, node, pattern, guard, detail))
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to a named count."""
+        self.counts[name] = self.counts.get(name, 0) + number
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data that `from_json` reads back."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Report:
+        """The report that `to_json` gave."""
+        return Report(
+            [Match(**m) for m in data["matches"]], [NearMiss(**m) for m in data["near_misses"]], dict(data["counts"])
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTransform:
+    """How a pass stores one state otherwise than the logical checkpoint, and the way back.
+
+    `forward` takes the logical tensor and gives the stored one; `inverse(forward(x))` equals `x` bitwise, so that
+    checkpoints stay in the logical form whatever the passes did.
+    """
+
+    state: str
+    forward: Callable[[Any], Any]
+    inverse: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Base of all passes; a subclass is a frozen dataclass whose fields are its options.
+
+    `requires`, `provides`, `invalidates` and `conflicts` are names of properties of the module (`outlined`,
+    `canonical`, …): a pass runs only where all it requires and none it conflicts with hold.
+    """
+
+    name: ClassVar[str]
+    stage: ClassVar[Stage]
+    tier: ClassVar[Tier] = Tier.BITWISE
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset()
+    invalidates: ClassVar[frozenset[str]] = frozenset()
+    conflicts: ClassVar[frozenset[str]] = frozenset()
+
+    def run(self, module: Module, report: Report) -> Module:
+        """The new module; what was done goes into `report`. A module that needs nothing is returned as it is."""
+        raise NotImplementedError(type(self).__name__)
+
+    def weight_transforms(self, before: Module, after: Module) -> tuple[WeightTransform, ...]:
+        """Per changed state, how its stored form follows from the logical one; none for most passes."""
+        return ()
+
+    @property
+    def spec(self) -> str:
+        """The text form; parsing it gives an equal pass."""
+        options = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        }
+        return print_spec(self.name, options)

@@ -1,0 +1,124 @@
+"""Remove what no entry point needs: nodes, functions, and parameters, slots, results and statics of functions.
+
+    func @layer(%x: f32[4], %unused: f32[4]; %w: f32[4]) {        func @layer(%x: f32[4]) {
+      %a: f32[4] = aten.neg.default(%x)                             %a: f32[4] = aten.neg.default(%x)
+      %b: f32[4] = aten.mul.Tensor(%x, %w)              ==>         return %a
+      return %a, %b                                               }
+    }
+
+A result goes with all calls at once, where no call's is read; so does an input that the body does not read. Parameters
+and results of entry points stay. Random and collective ops are functional and go like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from mgraph.ir.graph import Function, Module, Node, Static, Value
+from mgraph.passes.base import Pass, Report, Stage
+from mgraph.passes.calls import callee, callers_first, calls, roots
+
+
+@dataclass(frozen=True)
+class DeadCode(Pass):
+    """Remove dead code, across calls."""
+
+    name: ClassVar[str] = "dce"
+    stage: ClassVar[Stage] = Stage.NORMALIZE
+
+    def run(self, module: Module, report: Report) -> Module:
+        """Sweep from callers to callees until nothing is left to remove."""
+        while True:
+            swept = _sweep(module, report)
+            if swept is module:
+                return module
+            module = swept
+
+
+def _sweep(module: Module, report: Report) -> Module:
+    fixed = set(roots(module))
+    order = callers_first(module, fixed & set(module.functions))
+    functions = dict(module.functions)
+    read: dict[str, set[int]] = {name: set() for name in order}  # results that some call's reader needs
+    for name in order:
+        function = functions[name]
+        if name not in fixed:
+            function = replace(function, results=_pick(function.results, read[name]))
+        function = _live(function)
+        for node in calls(function):
+            read[callee(node)] |= _read_results(function, node)
+        functions[name] = function
+    kept = {
+        name: [i for i, v in enumerate(f.inputs()) if name in fixed or v in _read_values(f)]
+        for name, f in functions.items()
+        if name in order
+    }
+    made = {name: _narrow(functions[name], kept, read, fixed) for name in functions if name in order}
+    before, after = _size(module.functions.values()), _size(made.values())
+    if before == after:
+        return module
+    for what, old, new in zip(("functions", "nodes", "inputs", "results", "statics"), before, after, strict=True):
+        if old != new:
+            report.count(f"removed {what}", old - new)
+    return replace(module, functions=made)
+
+
+def _size(functions: Collection[Function]) -> tuple[int, int, int, int, int]:
+    """How many functions, nodes, inputs, results and statics."""
+    return (
+        len(functions),
+        sum(len(f.nodes) for f in functions),
+        sum(len(f.inputs()) for f in functions),
+        sum(len(f.results) for f in functions),
+        sum(len(f.statics) for f in functions),
+    )
+
+
+def _pick(values: Sequence[Value], positions: Collection[int]) -> tuple[Value, ...]:
+    return tuple(v for i, v in enumerate(values) if i in positions)
+
+
+def _live(function: Function) -> Function:
+    """The function without nodes that its results do not need."""
+    needed = set(function.results)
+    kept: list[Node] = []
+    for node in reversed(function.nodes):
+        if not needed.isdisjoint(node.results):
+            kept.append(node)
+            needed.update(node.operands)
+    return replace(function, nodes=tuple(reversed(kept))) if len(kept) < len(function.nodes) else function
+
+
+def _read_values(function: Function) -> set[Value]:
+    return {v for node in function.nodes for v in node.operands} | set(function.results)
+
+
+def _read_results(function: Function, node: Node) -> set[int]:
+    read = _read_values(function)
+    return {i for i, v in enumerate(node.results) if v in read}
+
+
+def _narrow(function: Function, kept: dict[str, list[int]], read: dict[str, set[int]], fixed: set[str]) -> Function:
+    """The function with its unread inputs and statics removed, and its calls likewise."""
+    inputs = set(kept[function.name])
+    params = len(function.params)
+    nodes = tuple(_narrow_call(n, kept, read, fixed) if n.op == "call" else n for n in function.nodes)
+    used = {value.name for node in nodes for value in node.attrs.values() if isinstance(value, Static)}
+    return replace(
+        function,
+        params=_pick(function.params, inputs),
+        slots=_pick(function.slots, {i - params for i in inputs}),
+        nodes=nodes,
+        statics=tuple(s for s in function.statics if s in used),
+    )
+
+
+def _narrow_call(node: Node, kept: dict[str, list[int]], read: dict[str, set[int]], fixed: set[str]) -> Node:
+    name = callee(node)
+    operands = _pick(node.operands, kept[name])
+    results = node.results if name in fixed else _pick(node.results, read[name])
+    if operands == node.operands and results == node.results:
+        return node
+    return replace(node, operands=operands, results=results)

@@ -1,0 +1,136 @@
+"""What the runner can do around every pass: time it, verify its result, count ops, keep snapshots.
+
+An instrument writes what it measured into `result.measured`, under its own key, as JSON data.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mgraph.errors import GraphError
+from mgraph.ir.graph import Module
+
+if TYPE_CHECKING:
+    from mgraph.passes.pipeline import PassResult
+
+
+class Instrument:
+    """Base of instruments: hooks that do nothing."""
+
+    def start(self, module: Module) -> None:
+        """Before the first pass, with the input module."""
+
+    def before(self, result: PassResult, module: Module) -> None:
+        """Before a pass."""
+
+    def after(self, result: PassResult, before: Module, after: Module) -> None:
+        """After a pass, with its report in `result`; called in reverse order of the instruments."""
+
+
+class Timer(Instrument):
+    """`measured["seconds"]`: wall time of the pass. List it last to measure the pass alone."""
+
+    def before(self, result: PassResult, module: Module) -> None:
+        """Start the clock."""
+        self._started = time.perf_counter()
+
+    def after(self, result: PassResult, before: Module, after: Module) -> None:
+        """Stop the clock."""
+        result.measured["seconds"] = time.perf_counter() - self._started
+
+
+def op_counts(module: Module) -> Counter[str]:
+    """How many nodes of each op the functions hold, each body once."""
+    return Counter(node.op for _, node in module.walk())
+
+
+class OpCounts(Instrument):
+    """`measured["ops"]`: `{op: [before, after]}` for the ops whose count changed."""
+
+    def after(self, result: PassResult, before: Module, after: Module) -> None:
+        """Compare the counts."""
+        old, new = op_counts(before), op_counts(after)
+        result.measured["ops"] = {op: [old[op], new[op]] for op in sorted(old | new) if old[op] != new[op]}
+
+
+def op_count_lines(ops: dict[str, list[int]]) -> list[str]:
+    """Readable lines of `measured["ops"]`: `aten.mul.Tensor: 12 -> 8 (-4)`."""
+    return [f"{op}: {before} -> {after} ({after - before:+d})" for op, (before, after) in ops.items()]
+
+
+class VerifyEach(Instrument):
+    """Run the verifier on the input module and after every pass that changed it."""
+
+    def start(self, module: Module) -> None:
+        """A wrong input is the caller's mistake: GraphError passes through."""
+        from mgraph.ir.verifier import verify
+
+        verify(module)
+
+    def after(self, result: PassResult, before: Module, after: Module) -> None:
+        """A wrong result is the pass's mistake."""
+        from mgraph.ir.verifier import verify
+
+        if after is before:
+            return
+        try:
+            verify(after)
+        except GraphError as error:
+            raise AssertionError(f"pass '{result.spec}' broke the graph\n{error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The graph after one pass (index 0: the input) as text; `result` is the pass's."""
+
+    index: int
+    name: str
+    text: str
+    result: PassResult | None
+
+    @property
+    def stem(self) -> str:
+        """File name without ending: `003_cse`."""
+        return f"{self.index:03d}_{self.name}"
+
+
+class Snapshots(Instrument):
+    """Keeps the printed graph and result after every pass; the input is snapshot 0, named `capture`."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[Snapshot] = []
+
+    def start(self, module: Module) -> None:
+        """Keep the input."""
+        self._keep(0, "capture", module, None)
+
+    def after(self, result: PassResult, before: Module, after: Module) -> None:
+        """Keep the graph after the pass; an unchanged graph shares the text of the one before."""
+        if after is before:
+            self.snapshots.append(Snapshot(result.index, result.name, self.snapshots[-1].text, result))
+        else:
+            self._keep(result.index, result.name, after, result)
+
+    def _keep(self, index: int, name: str, module: Module, result: PassResult | None) -> None:
+        from mgraph.ir.printer import print_module
+
+        self.snapshots.append(Snapshot(index, name, print_module(module), result))
+
+    def write(self, directory: Path) -> list[Path]:
+        """Write `NNN_<pass>.mg.gz` and `NNN_<pass>.json` per snapshot into a directory (made if needed)."""
+        directory.mkdir(parents=True, exist_ok=True)
+        written = []
+        for snapshot in self.snapshots:
+            graph = directory / f"{snapshot.stem}.mg.gz"
+            # A fixed time makes equal graphs equal files.
+            graph.write_bytes(gzip.compress(snapshot.text.encode(), mtime=0))
+            report = directory / f"{snapshot.stem}.json"
+            report.write_text(json.dumps(snapshot.result.to_json() if snapshot.result else {}, indent=1) + "\n")
+            written += [graph, report]
+        return written
