@@ -1,0 +1,163 @@
+"""Tracing the adapter with torch.export, on fake tensors, with named dynamic dims B and S.
+
+Torch traces the forward once with hints B = 2, S = 64 and proves the range of each dim for which the trace holds.
+Where it proves a smaller range than asked (a position table of T rows), the export is repeated with that range.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch._dynamo.exc import UserError
+from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from mgraph.capture.adapter import Adapter, InputSpec
+from mgraph.capture.frames import error_frame
+from mgraph.capture.source import InputsFunction, LossFunction, ModelSpec
+from mgraph.errors import CaptureError, MgraphError, ModelError
+from mgraph.ir.dims import as_dim, names_in, symbol
+
+_HINTS = {"B": 2, "S": 64}
+_MINIMA = {"B": 1, "S": 2}
+_ATTEMPTS = 4
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A traced model: torch's program, the inputs in order, and the names of the outputs."""
+
+    program: Any
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[str, ...]
+
+
+def input_specs(spec: ModelSpec, inputs: InputsFunction | None, where: str) -> tuple[InputSpec, ...]:
+    """The inputs of a model: those its file defines, else tokens, labels and the asked-for extras."""
+    batch, sequence = symbol("B"), symbol("S")
+    if inputs is None:
+        names = ["tokens", "labels"] + ["loss_mask"] * spec.loss_mask + ["position_ids"] * spec.position_ids
+        return tuple(InputSpec(n, torch.int64, (batch, sequence)) for n in names)
+    given = inputs(batch, sequence)
+    hint = 'return {"tokens": (torch.int64, (B, S)), ...}'
+    if not isinstance(given, Mapping) or not given:
+        raise ModelError(f"inputs(B, S) returned {type(given).__name__}, not a dict of inputs", where, hint)
+    return tuple(_input(name, entry, where, hint) for name, entry in given.items())
+
+
+def _input(name: str, entry: Any, where: str, hint: str) -> InputSpec:
+    try:
+        dtype, shape = entry
+        dims = tuple(map(as_dim, shape))
+    except (TypeError, ValueError, AttributeError):
+        raise ModelError(f"input '{name}' is {entry!r}, not (dtype, shape)", where, hint) from None
+    linear = all(len(names_in(d)) <= 1 and sympy.degree(sympy.sympify(d)) <= 1 for d in dims if not isinstance(d, int))
+    if not isinstance(dtype, torch.dtype) or not linear:
+        raise ModelError(
+            f"input '{name}' is {entry!r}", where, f"{hint}; a dim is an int, B, S, or linear in one of them"
+        )
+    return InputSpec(name, dtype, dims)
+
+
+def export(
+    model: nn.Module, spec: ModelSpec, inputs: InputsFunction | None, loss: LossFunction | None, where: str
+) -> Exported:
+    """Trace a model. Raises CaptureError with the user's source line where it cannot be traced."""
+    specs = input_specs(spec, inputs, where)
+    adapter = Adapter(model.train(spec.training), specs, loss, where).train(spec.training)
+    maximum = spec.max_length or getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    dims = {
+        "B": torch.export.Dim("B", min=_MINIMA["B"]),
+        "S": torch.export.Dim("S", min=_MINIMA["S"], max=maximum),
+    }
+    hints = {symbol(name): hint for name, hint in _HINTS.items()}
+    arguments = tuple(
+        torch.zeros([d if isinstance(d, int) else int(d.subs(hints)) for d in s.shape], dtype=s.dtype) for s in specs
+    )
+    shapes: Any = {"inputs": tuple({i: _torch_dim(d, dims) for i, d in enumerate(s.shape)} for s in specs)}
+    with _quiet():
+        program = _export(adapter, arguments, shapes, where)
+    made = len(program.graph_signature.user_outputs)
+    return Exported(program, specs, Adapter.OUTPUTS[:made])
+
+
+def _torch_dim(dim: Any, dims: Mapping[str, Any]) -> Any:
+    """A dim as torch.export takes it; `a*S + b` becomes a derived dim."""
+    if isinstance(dim, int):
+        return None
+    (name,) = names_in(dim)
+    if dim == symbol(name):
+        return dims[name]
+    factor, offset = sympy.Poly(dim, symbol(name)).all_coeffs()
+    return int(factor) * dims[name] + int(offset) if offset else int(factor) * dims[name]
+
+
+def _export(adapter: Adapter, arguments: tuple[torch.Tensor, ...], shapes: Any, where: str) -> Any:
+    for attempt in range(_ATTEMPTS):
+        try:
+            return torch.export.export(adapter, arguments, strict=False, dynamic_shapes=shapes)
+        except MgraphError:
+            raise
+        except UserError as error:
+            narrowed = _narrowed(str(error), shapes) if attempt + 1 < _ATTEMPTS else None
+            if narrowed is None:
+                raise _explain(error, where) from error
+            shapes = narrowed
+        except Exception as error:  # the user's forward may raise anything
+            raise _explain(error, where) from error
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _narrowed(message: str, shapes: Any) -> Any:
+    """The dims with the ranges torch suggests; `None` where it suggests none, or a single extent."""
+    lines = _suggestions(message)
+    if not lines or not all(" = Dim(" in line for line in lines):
+        return None
+    return refine_dynamic_shapes_from_suggested_fixes("Suggested fixes:\n" + "\n".join(lines), shapes)
+
+
+def _suggestions(message: str) -> list[str]:
+    """The lines `S = Dim('S', max=100)` of a constraint violation."""
+    return [line.strip() for line in message.partition("Suggested fixes:")[2].splitlines() if " = " in line]
+
+
+def _explain(error: Exception, where: str) -> CaptureError:
+    """The error of a failed trace, in our words, at the user's line."""
+    frame = error_frame(error)
+    place = str(frame) if frame else where
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, GuardOnDataDependentSymNode) or "data-dependent" in first.lower():
+        return CaptureError(
+            "control flow depends on the values of a tensor",
+            place,
+            "compute both branches and choose with torch.where, or decide from shapes and configuration",
+        )
+    if isinstance(error, UserError):
+        fixed = "; ".join(_suggestions(str(error)))
+        reasons = [line.strip(" -") for line in str(error).splitlines() if line.startswith("  - ")]
+        return CaptureError(
+            f"the model does not take every batch size and length: {reasons[0] if reasons else first}",
+            place,
+            f"it would hold for {fixed}" if fixed else "remove what fixes a size in forward",
+        )
+    return CaptureError(f"forward failed while it was traced: {type(error).__name__}: {first}", place)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch logs and prints whole graphs when a trace fails; our error says what matters."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
