@@ -62,6 +62,9 @@ def call_arguments(
             items[int(index)] = operand
         else:
             given[argument] = operand
+    for argument in overload(name)._schema.arguments:
+        if str(argument.type) == "Optional[Tensor]" and not argument.has_default_value():
+            given.setdefault(argument.name, None)
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
     contiguous = True

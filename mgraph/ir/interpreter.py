@@ -138,11 +138,11 @@ class _Runner:
             return self.collective(node, operands)
         if node.op == "axis_index":
             return [self.axis_index(str(node.attrs["axis"]))]
-        body = op_def(node.op).body
+        body, complete = op_def(node.op).body, op_def(node.op).complete(node.attrs)
         extra = {} if "." not in node.op else {"device": self.device(operands)}
         made = []
         for rank in range(self.ranks):
-            attrs = {k: self.attr(v, rank, statics) for k, v in node.attrs.items()}
+            attrs = {k: self.attr(v, rank, statics) for k, v in complete.items()}
             result = body(*(o[rank] for o in operands), **attrs, **extra)
             made.append(tuple(result) if isinstance(result, tuple | list) else (result,))
             assert len(made[-1]) == len(node.results), f"{node!r}: the body gave {len(made[-1])} results"
@@ -170,7 +170,8 @@ class _Runner:
     def collective(self, node: Node, operands: Sequence[Ranks]) -> Sequence[Ranks]:
         results: list[Ranks] = [[None] * self.ranks for _ in node.results]
         for group in groups(self.module.mesh, self.sizes, str(node.attrs["axis"]), self.ranks):
-            made = op_def(node.op).body(*([o[r] for r in group] for o in operands), **node.attrs)
+            attrs = op_def(node.op).complete(node.attrs)
+            made = op_def(node.op).body(*([o[r] for r in group] for o in operands), **attrs)
             for result, ranks in zip(results, made, strict=True):
                 for rank, tensor in zip(group, ranks, strict=True):
                     result[rank] = tensor

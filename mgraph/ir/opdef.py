@@ -88,8 +88,13 @@ class OpDef:
     collective: bool = False
     free_attrs: bool = False
 
+    def complete(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
+        """The attributes with defaults filled in."""
+        return {**{k: v for k, v in self.attrs.items() if v is not REQUIRED}, **attrs}
+
     def result_types(self, types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[Type, ...]:
         """Types of the results; raises ValueError where operands do not fit."""
+        attrs = self.complete(attrs)
         if self.infer is not None:
             return self.infer(types, attrs)
         assert self.signature is not None, f"{self.name} has neither signature nor infer"

@@ -18,6 +18,14 @@ PASSES: dict[str, str] = {
     "constant-fold": "mgraph.passes.constant_fold:ConstantFold",
     "cse": "mgraph.passes.cse:CommonSubexpressions",
     "dce": "mgraph.passes.dce:DeadCode",
+    # derive
+    "autodiff": "mgraph.passes.autodiff:Autodiff",
+    "recompute": "mgraph.passes.recompute:Recompute",
+    "adamw": "mgraph.passes.adamw:AdamW",
+    # shard
+    "data-parallel": "mgraph.passes.data_parallel:DataParallel",
+    # schedule
+    "in-place": "mgraph.passes.in_place:InPlace",
 }
 
 

@@ -35,11 +35,15 @@ def _same_as_first(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tup
 accumulate = define_op("accumulate", _accumulate, infer=_same_as_first)
 
 
-def _zero(x: Any) -> Any:
-    """Zeros of the same type: the reset of an accumulator."""
+def _zero(*tensors: Any) -> Any:
+    """Zeros of the same types: the reset of accumulators. One node takes any number of them."""
     import torch
 
-    return torch.zeros_like(x)
+    return tuple(torch.zeros_like(t) for t in tensors)
 
 
-zero = define_op("zero", _zero, infer=_same_as_first)
+def _same_as_each(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    return tuple(types)
+
+
+zero = define_op("zero", _zero, infer=_same_as_each)

@@ -1,7 +1,6 @@
 """The optimizer's ops: they take lists of tensors as operands, so that one node updates all parameters.
 
-Lists are flat in the operands: `adamw` takes n gradients, n weights, n first and n second moments (and, where the
-weights are fp32 masters of lower-precision params, nothing more: the copy back is a `cast`), then scalars.
+Lists are flat in the operands: all weights, then all first moments, and so on.
 """
 
 from __future__ import annotations
@@ -48,12 +47,7 @@ gradient_scale = define_op("gradient_scale", _gradient_scale, attrs={"max_norm":
 
 
 def _adamw(
-    *operands: Any,
-    n: int,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decays: Sequence[float],
+    *operands: Any, n: int, masters: bool, beta1: float, beta2: float, eps: float, weight_decays: Sequence[float]
 ) -> Any:
     """AdamW (Loshchilov & Hutter 2019, as torch.optim.AdamW): for each of n parameters, with g = scale * gradient and
     t the new step count,
@@ -61,11 +55,13 @@ def _adamw(
         w <- w - lr * wd * w;  m <- b1 m + (1-b1) g;  v <- b2 v + (1-b2) g^2
         w <- w - lr / (1-b1^t) * m / (sqrt(v / (1-b2^t)) + eps)
 
-    Operands: n weights, n first moments, n second moments, n gradients, then lr, scale, step (the old count).
-    Results: n weights, n first moments, n second moments.
+    Operands: n weights, n first moments, n second moments, (with `masters`: n params of lower precision, of which the
+    weights are the f32 masters), n gradients, then lr, scale, step (the old count). Results: the new weights, first
+    moments, second moments, (params: the weights rounded to their dtype).
     """
-    weights, firsts, seconds, grads = (operands[i * n : (i + 1) * n] for i in range(4))
-    lr, scale, step = operands[4 * n :]
+    lists = 5 if masters else 4
+    weights, firsts, seconds, *_, grads = (operands[i * n : (i + 1) * n] for i in range(lists))
+    lr, scale, step = operands[lists * n :]
     t = (step + 1).to(lr.dtype)
     correction1, correction2 = 1 - beta1**t, 1 - beta2**t
     results: list[list[Any]] = [[], [], []]
@@ -74,25 +70,35 @@ def _adamw(
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g * g
         update = (m / correction1) / ((v / correction2).sqrt() + eps)
-        for made, new in zip(results, (w * (1 - lr * decay) - lr * update, m, v), strict=True):
-            made.append(new.to(w.dtype) if made is results[0] else new)
+        for made, new in zip(results, ((w * (1 - lr * decay) - lr * update).to(w.dtype), m, v), strict=True):
+            made.append(new)
+    if masters:
+        params = operands[3 * n : 4 * n]
+        results.append([w.to(p.dtype) for w, p in zip(results[0], params, strict=True)])
     return tuple(x for made in results for x in made)
 
 
 def _infer_adamw(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
-    n = attrs["n"]
-    if len(types) != 4 * n + 3 or len(attrs["weight_decays"]) != n:
-        raise ValueError(f"adamw of {n} parameters takes {4 * n + 3} operands and {n} weight decays")
+    n, lists = attrs["n"], 5 if attrs["masters"] else 4
+    if len(types) != lists * n + 3 or len(attrs["weight_decays"]) != n:
+        raise ValueError(f"adamw of {n} parameters takes {lists * n + 3} operands and {n} weight decays")
     for i in range(n):
-        if len({types[i + j * n].shape for j in range(4)}) != 1:
+        if len({types[i + j * n].shape for j in range(lists)}) != 1:
             raise ValueError(f"adamw: parameter {i} and its moments and gradient differ in shape")
-    return tuple(types[: 3 * n])
+    return tuple(types[: (lists - 1) * n])
 
 
 adamw = define_op(
     "adamw",
     _adamw,
-    attrs={"n": REQUIRED, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decays": REQUIRED},
+    attrs={
+        "n": REQUIRED,
+        "masters": False,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "eps": 1e-8,
+        "weight_decays": REQUIRED,
+    },
     infer=_infer_adamw,
     compute_dtype="moments",
 )

@@ -1,0 +1,126 @@
+"""autodiff: the forward entry becomes `microbatch` (loss and gradients into accumulators), `evaluate` and `predict`.
+
+Before:
+
+    func @forward(%tokens, %labels) { … return %loss_sum, %count, %logits }
+    entry forward = @forward -> (loss_sum, count, logits)
+
+After (backward seeded with 1 on the loss *sum*; every trainable param gets an accumulator state `name.grad`):
+
+    func @microbatch(%tokens, %labels) { … %d = aten.ones.default() … %grad_w = accumulate(@w.grad, %dw) … }
+    entry microbatch = @microbatch -> (loss_sum, count) updates (acc.loss_sum, acc.count, w.grad, …)
+    entry evaluate = @evaluate -> (loss_sum, count)
+    entry predict = @predict -> (logits)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from mgraph.errors import PassError
+from mgraph.ir.graph import Entry, Function, Module, Phase, State, StateKind, Value
+from mgraph.ir.types import DType, TensorType
+from mgraph.passes.base import Pass, Report, Stage, Tier
+from mgraph.passes.differentiation import Differentiator, Sweep, gradient_type
+
+LOSS, COUNT = "loss_sum", "count"
+LOSS_TOTAL, COUNT_TOTAL = "acc.loss_sum", "acc.count"
+
+
+@dataclass(frozen=True)
+class Autodiff(Pass):
+    """Derive the training entries from the captured forward."""
+
+    name: ClassVar[str] = "autodiff"
+    stage: ClassVar[Stage] = Stage.DERIVE
+    tier: ClassVar[Tier] = Tier.REASSOCIATING
+    requires: ClassVar[frozenset[str]] = frozenset({"forward"})
+    provides: ClassVar[frozenset[str]] = frozenset({"microbatch"})
+    invalidates: ClassVar[frozenset[str]] = frozenset({"forward"})
+
+    def run(self, module: Module, report: Report) -> Module:
+        """Differentiate the forward entry's function."""
+        entry = module.entries["forward"]
+        function = module.entry_function("forward")
+        if entry.outputs[:2] != (LOSS, COUNT):
+            raise PassError(f"the forward entry gives {entry.outputs}, not a loss sum and a count")
+        differentiator = Differentiator(module, self.name)
+        microbatch, state = _microbatch(differentiator, module, function)
+        updates = (LOSS_TOTAL, COUNT_TOTAL, *(s.name for s in state if s.kind is StateKind.GRAD))
+        report.count("gradients", len(updates) - 2)
+        functions = {n: f for n, f in module.functions.items() if n != function.name}
+        evaluate = _select(function, "evaluate", function.results[:2])
+        functions |= {**differentiator.functions, "microbatch": microbatch, "evaluate": evaluate}
+        entries = {
+            "microbatch": Entry("microbatch", "microbatch", (LOSS, COUNT), updates),
+            "evaluate": Entry("evaluate", "evaluate", (LOSS, COUNT)),
+        }
+        if "logits" in entry.outputs:
+            logits = function.results[entry.outputs.index("logits")]
+            functions["predict"] = _select(function, "predict", (logits,))
+            entries["predict"] = Entry("predict", "predict", ("logits",))
+        declared = {**module.state, **{s.name: s for s in state}}
+        return replace(module, functions=functions, entries=entries, state=declared)
+
+
+def _microbatch(differentiator: Differentiator, module: Module, function: Function) -> tuple[Function, list[State]]:
+    """Forward and backward of one microbatch, and the accumulator states it needs."""
+    trimmed = _select(function, "microbatch", function.results[:2])
+    loss, count = trimmed.results
+    needs = tuple(False for _ in trimmed.inputs())
+    sweep = Sweep(differentiator, trimmed, "microbatch", needs)
+    state = _accumulators(module, loss.tensor.dtype)
+    by_name = {s.name: s for s in state}
+    read = {v for node in trimmed.nodes for v in node.operands if v.is_state}
+    for value in sorted(read, key=lambda v: v.name):
+        if module.state[value.name].trainable:
+            sweep.accumulators[value] = by_name[f"{value.name}.grad"].value
+    forward = sweep.forward()
+    if loss not in sweep.active:
+        raise PassError("the loss depends on no trainable parameter", where=str(function.nodes[-1].origin))
+    with sweep.builder.at(forward[-1], Phase.BACKWARD):
+        one = sweep.builder.one("aten.ones.default", size=(), dtype=loss.tensor.dtype, name="d_loss_sum")
+        sweep.add(loss, one)
+        sweep.backward()
+    with sweep.builder.at(forward[-1]):
+        totals = [
+            sweep.builder.one("accumulate", by_name[name].value, value)
+            for name, value in ((LOSS_TOTAL, loss), (COUNT_TOTAL, count))
+        ]
+    current = {f"{value.name}.grad": new for value, new in sweep.accumulators.items()}
+    grads = [current.get(s.name, s.value) for s in state if s.kind is StateKind.GRAD]
+    nodes = (*forward, *sweep.builder.nodes)
+    return replace(trimmed, nodes=nodes, results=(loss, count, *totals, *grads)), state
+
+
+def _accumulators(module: Module, loss_dtype: DType) -> list[State]:
+    """Loss and count totals, and one gradient accumulator per trainable parameter."""
+    zeros = (("zeros_",),)
+    made = [
+        State.make(LOSS_TOTAL, TensorType(loss_dtype), StateKind.SCALAR, init=zeros, persist=False),
+        State.make(COUNT_TOTAL, TensorType(DType.I64), StateKind.SCALAR, init=zeros, persist=False),
+    ]
+    for state in module.state.values():
+        if state.kind is StateKind.PARAM and state.trainable:
+            type_ = gradient_type(state.type)
+            made.append(State.make(f"{state.name}.grad", type_, StateKind.GRAD, init=zeros, persist=False))
+    return made
+
+
+def _select(function: Function, name: str, results: Sequence[Value]) -> Function:
+    """The part of an entry function that some of its results need; params that nothing reads are dropped."""
+    needed = set(results)
+    nodes = []
+    for node in reversed(function.nodes):
+        if any(v in needed for v in node.results):
+            nodes.append(node)
+            needed.update(node.operands)
+    params = tuple(p for p in function.params if p in needed)
+    return Function(name, params, function.slots, tuple(reversed(nodes)), tuple(results), function.statics)
+
+
+def accumulator_states(state: Mapping[str, State]) -> list[State]:
+    """The gradient accumulators of a module, in declaration order."""
+    return [s for s in state.values() if s.kind is StateKind.GRAD]

@@ -1,0 +1,148 @@
+"""data-parallel: each rank of a mesh axis runs its own microbatches; `finish` first sums over the axis.
+
+Before (`finish`):
+
+    %norm = global_norm(@w.grad, …)
+
+After:
+
+    %sum_w_grad, … = all_reduce_start(@w.grad, …, @acc.loss_sum, @acc.count) {axis = "dp"}
+    … = wait(…)
+    %norm = global_norm(%w_grad, …)
+
+Inputs of the data entries are `S(dim of B)` over the axis, accumulators `P(sum)`, and what lies between is placed by
+its dependence on B: a value with B in its shape is sharded there, any other that depends on one is partial.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from mgraph.ir.builder import rebuild
+from mgraph.ir.dims import names_in
+from mgraph.ir.graph import Axis, Function, Module, Phase, State, Value
+from mgraph.ir.types import Partial, PendingType, Placement, Shard, TensorType, Type
+from mgraph.passes.autodiff import COUNT_TOTAL, LOSS_TOTAL, accumulator_states
+from mgraph.passes.base import Pass, Report, Stage, Tier
+
+BATCH = "B"
+
+
+@dataclass(frozen=True)
+class DataParallel(Pass):
+    """Insert the gradient reduction over a mesh axis; `size` 0 leaves the axis open (`*`: bound at launch)."""
+
+    axis: str = "dp"
+    size: int = 0
+
+    name: ClassVar[str] = "data-parallel"
+    stage: ClassVar[Stage] = Stage.SHARD
+    tier: ClassVar[Tier] = Tier.REASSOCIATING
+    requires: ClassVar[frozenset[str]] = frozenset({"microbatch", "finish"})
+    provides: ClassVar[frozenset[str]] = frozenset({"data-parallel"})
+    conflicts: ClassVar[frozenset[str]] = frozenset({"data-parallel"})
+
+    def run(self, module: Module, report: Report) -> Module:
+        """Place the data entries over the axis and reduce in `finish`."""
+        partial = [*accumulator_states(module.state), module.state[LOSS_TOTAL], module.state[COUNT_TOTAL]]
+        module = replace(module, mesh=(*module.mesh, Axis(self.axis, self.size or None)))
+        module = _place(module, self.axis, {s.name for s in partial})
+        finish = module.entry_function("finish")
+        builder = rebuild(finish, self.name)
+        builder.phase, builder.origin = Phase.OPTIMIZER, finish.nodes[0].origin
+        values = [module.state[s.name].value for s in partial]
+        reduced = [v.tensor.place(self.axis, None) for v in values]
+        names = [f"sum_{v.name.replace('.', '_')}" for v in values]
+        started = builder.emit(
+            "all_reduce_start",
+            values,
+            {"axis": self.axis},
+            names=[f"{n}_pending" for n in names],
+            types=[PendingType(t) for t in reduced],
+        )
+        totals = dict(zip(values, builder.emit("wait", started, names=names, types=reduced), strict=True))
+        for node in finish.nodes:
+            # The reset is of the accumulator itself; everything else reads the totals.
+            operands = node.operands if node.op == "zero" else tuple(totals.get(v, v) for v in node.operands)
+            builder.nodes.append(replace(node, operands=operands))
+        report.match(finish.name, started[0].name, f"{len(values)} accumulators summed over {self.axis} as one bucket")
+        return module.with_function(builder.build(finish.results))
+
+
+def _place(module: Module, axis: str, partial: set[str]) -> Module:
+    """Placements over the axis of states and of every value in the functions that the data entries use."""
+    states: dict[str, State] = {}
+    mapping: dict[Value, Value] = {}
+    for name, state in module.state.items():
+        if name in partial:
+            value = Value(name, state.type.place(axis, Partial("sum")), is_state=True)
+            mapping[state.value] = value
+            state = replace(state, value=value)
+        states[name] = state
+    finish = module.entries["finish"].function
+    functions = {
+        name: _place_reset(f, mapping) if name == finish else _place_function(f, axis, dict(mapping))
+        for name, f in module.functions.items()
+    }
+    return replace(module, state=states, functions=functions)
+
+
+def _place_reset(function: Function, mapping: dict[Value, Value]) -> Function:
+    """The optimizer's function: it works on totals, so only the accumulators and their resets are partial."""
+    mapping = dict(mapping)
+    for node in function.nodes:
+        if node.op == "zero":
+            for old, state in zip(node.results, node.operands, strict=True):
+                mapping[old] = Value(old.name, mapping[state].type)
+    return _mapped(function, mapping)
+
+
+def _place_function(function: Function, axis: str, mapping: dict[Value, Value]) -> Function:
+    """Retype the values of a data function; accumulator slots are recognised by the op that reads them."""
+    accumulators = {n.operands[0] for n in function.nodes if n.op == "accumulate"}
+    for value in function.inputs():
+        mapping[value] = _retyped(value, axis, Partial("sum") if value in accumulators else None)
+    depends = {v for v in function.params if _batch_dim(v.type) is not None}
+    for node in function.nodes:
+        touched = any(v in depends or _is_partial(mapping.get(v, v), axis) for v in node.operands)
+        if touched or any(_batch_dim(v.type) is not None for v in node.results):
+            depends.update(node.results)
+            for value in node.results:
+                mapping[value] = _retyped(value, axis, Partial("sum"))
+    return _mapped(function, mapping)
+
+
+def _mapped(function: Function, mapping: dict[Value, Value]) -> Function:
+    """The function with values exchanged."""
+
+    def all_of(values: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(mapping.get(v, v) for v in values)
+
+    nodes = tuple(replace(n, operands=all_of(n.operands), results=all_of(n.results)) for n in function.nodes)
+    return replace(
+        function,
+        params=all_of(function.params),
+        slots=all_of(function.slots),
+        nodes=nodes,
+        results=all_of(function.results),
+    )
+
+
+def _is_partial(value: Value, axis: str) -> bool:
+    return isinstance(value.type, TensorType) and isinstance(value.type.on(axis), Partial)
+
+
+def _batch_dim(type_: Type) -> int | None:
+    """The first dim whose extent depends on the batch."""
+    shape = type_.value.shape if isinstance(type_, PendingType) else type_.shape
+    return next((i for i, d in enumerate(shape) if BATCH in names_in(d)), None)
+
+
+def _retyped(value: Value, axis: str, otherwise: Placement | None) -> Value:
+    """The value sharded along its batch dim, or else placed as given."""
+    if not isinstance(value.type, TensorType):
+        return value
+    dim = _batch_dim(value.type)
+    placement = Shard(dim) if dim is not None else otherwise
+    return value if placement is None else Value(value.name, value.type.place(axis, placement), value.is_state)

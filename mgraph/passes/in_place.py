@@ -1,0 +1,84 @@
+"""in-place: updates of state reuse its storage.
+
+Before:
+
+    %grad_w = accumulate(@w.grad, %dw)          entry … updates (w.grad)
+
+After:
+
+    %grad_w = accumulate_(@w.grad, %dw)
+
+An op may write over its first operands where they are old values of state (a slot, or a state) that nothing reads
+afterwards: neither later in the function, nor, for a slot, in a caller after the call. Until this pass the graph is
+functional.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from mgraph.ir.graph import Function, Module, Node, Value
+from mgraph.passes.base import Pass, Report, Stage, Tier
+
+UPDATES = frozenset({"accumulate", "zero", "adamw", "kv_append"})
+
+
+@dataclass(frozen=True)
+class InPlace(Pass):
+    """Choose the in-place form of updates where it is safe."""
+
+    name: ClassVar[str] = "in-place"
+    stage: ClassVar[Stage] = Stage.SCHEDULE
+    tier: ClassVar[Tier] = Tier.BITWISE
+    provides: ClassVar[frozenset[str]] = frozenset({"in-place"})
+
+    def run(self, module: Module, report: Report) -> Module:
+        """Rewrite the update ops of every function."""
+        read_later = _slots_read_after_calls(module)
+        functions = {}
+        for name, function in module.functions.items():
+            functions[name] = _rewrite(function, read_later.get(name, set()), report)
+        return replace(module, functions=functions)
+
+
+def _rewrite(function: Function, read_later: set[int], report: Report) -> Function:
+    last = _last_reads(function)
+    blocked = {function.slots[i] for i in read_later} | (set(function.results) & set(function.slots))
+    owned: set[Value] = set(function.slots)
+    nodes: list[Node] = []
+    for index, node in enumerate(function.nodes):
+        if node.op in UPDATES:
+            targets = node.operands[: len(node.results)]
+            free = [v for v in targets if v.is_state or v in owned]
+            late = [v for v in targets if last[v] > index or v in blocked]
+            if len(free) == len(targets) and not late:
+                report.match(function.name, node.id, node.op)
+                node = replace(node, op=f"{node.op}_")
+                owned.update(node.results)
+            else:
+                guard = "is read again later" if late else "is not an old value of state"
+                culprit = late[0] if late else next(v for v in targets if v not in free)
+                report.near_miss(function.name, node.id, node.op, guard, repr(culprit))
+        nodes.append(node)
+    return replace(function, nodes=tuple(nodes))
+
+
+def _last_reads(function: Function) -> dict[Value, int]:
+    return {v: index for index, node in enumerate(function.nodes) for v in node.operands}
+
+
+def _slots_read_after_calls(module: Module) -> dict[str, set[int]]:
+    """Per function, the slots whose state some caller reads again after a call (or passes twice)."""
+    found: dict[str, set[int]] = {}
+    for function in module.functions.values():
+        last = _last_reads(function)
+        for index, node in enumerate(function.nodes):
+            if node.op != "call":
+                continue
+            callee = module.functions[str(node.attrs["callee"])]
+            for slot, operand in enumerate(node.operands[len(callee.params) :]):
+                twice = node.operands.count(operand) > 1
+                if last[operand] > index or twice or operand in function.results:
+                    found.setdefault(callee.name, set()).add(slot)
+    return found

@@ -1,0 +1,92 @@
+"""The derived backward against torch autograd through the interpreter, in f32 and lifted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mgraph.errors import PassError
+from mgraph.ir.graph import StateKind
+from mgraph.ir.interpreter import run
+from mgraph.passes.autodiff import Autodiff
+from mgraph.passes.base import Report
+from mgraph.passes.recompute import Recompute
+from tests.passes.models import mlp_module, random_batch, random_state
+
+
+def reference_gradients(module, state, batch):
+    leaves = {n: t.clone().requires_grad_() for n, t in state.items() if module.state[n].trainable}
+    out, _ = run(module, "forward", batch, {**state, **leaves})
+    out["loss_sum"].backward()
+    return out["loss_sum"].detach(), {n: t.grad for n, t in leaves.items()}
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("lifted", [False, True])
+def test_gradients_equal_autograd(mode: str, lifted: bool) -> None:
+    forward = mlp_module(3)
+    dtype = torch.float64 if lifted else torch.float32
+    state = random_state(forward, dtype=dtype)
+    batch = random_batch()
+    loss, expected = reference_gradients(forward, state, batch)
+    module = Recompute(mode).run(Autodiff().run(forward, Report()), Report())
+    full = {**random_state(module, dtype=dtype), **state}
+    out, new = run(module, "microbatch", batch, full, lifted=lifted)
+    tolerance = 1e-12 if lifted else 1e-5
+    torch.testing.assert_close(out["loss_sum"], loss, rtol=tolerance, atol=tolerance)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(new[f"{name}.grad"], gradient, rtol=tolerance, atol=tolerance)
+    assert new["acc.count"].item() == 9 == out["count"].item()
+
+
+def test_gradients_accumulate_over_microbatches() -> None:
+    module = Autodiff().run(mlp_module(), Report())
+    state = random_state(module)
+    sums: dict[str, torch.Tensor] = {}
+    for seed in (1, 2):
+        _, alone = run(module, "microbatch", random_batch(seed=seed), state)
+        sums = {n: t + sums.get(n, 0) for n, t in alone.items()}
+    _, first = run(module, "microbatch", random_batch(seed=1), state)
+    _, both = run(module, "microbatch", random_batch(seed=2), {**state, **first})
+    for name, total in sums.items():
+        torch.testing.assert_close(both[name], total)
+
+
+def test_one_derivative_serves_all_layers() -> None:
+    few, many = (Autodiff().run(mlp_module(n), Report()) for n in (2, 12))
+    assert set(few.functions) == set(many.functions)
+    assert "layer.bwd" in few.functions
+    calls = [n.attrs["callee"] for n in many.functions["microbatch"].nodes if n.op == "call"]
+    assert calls == ["layer.fwd"] * 12 + ["layer.bwd"] * 12
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    from dataclasses import replace
+
+    forward = mlp_module()
+    frozen = {n: replace(s, trainable=n != "layers.0.up") for n, s in forward.state.items()}
+    module = Autodiff().run(replace(forward, state=frozen), Report())
+    grads = {s.name for s in module.state.values() if s.kind is StateKind.GRAD}
+    assert grads == {f"{n}.grad" for n in frozen if n != "layers.0.up"}
+    state = random_state(module)
+    _, expected = reference_gradients(forward, {n: state[n] for n in forward.state}, random_batch())
+    _, new = run(module, "microbatch", random_batch(), state)
+    torch.testing.assert_close(new["layers.1.down.grad"], expected["layers.1.down"])
+
+
+def test_a_loss_without_parameters_is_refused() -> None:
+    from dataclasses import replace
+
+    forward = mlp_module()
+    frozen = {n: replace(s, trainable=False) for n, s in forward.state.items()}
+    with pytest.raises(PassError, match="no trainable parameter"):
+        Autodiff().run(replace(forward, state=frozen), Report())
+
+
+def test_recompute_saves_only_inputs() -> None:
+    module = Autodiff().run(mlp_module(), Report())
+    assert len(module.functions["layer.fwd"].results) > 1
+    full = Recompute("full").run(module, Report())
+    assert len(full.functions["layer.fwd"].results) == 1
+    with pytest.raises(PassError, match="unknown"):
+        Recompute("half")
