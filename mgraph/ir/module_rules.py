@@ -1,0 +1,201 @@
+"""Verifier rules on what a module declares: names, dims, mesh, facts, state, entry points."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mgraph.errors import did_you_mean
+from mgraph.ir.cursor import RESERVED
+from mgraph.ir.dims import Dim, Extent, dim_text, names_in
+from mgraph.ir.facts import parse_fact
+from mgraph.ir.graph import Entry, InitCall, Module, State, StateKind
+from mgraph.ir.problem import Problem, Rule
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(v, int | float) for v in value)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+INIT_CALLS: dict[str, tuple[Callable[[Any], bool], ...]] = {
+    "zeros_": (),
+    "fill_": (_number,),
+    "normal_": (_number, _number),
+    "uniform_": (_number, _number),
+    "mul_": (_number,),
+    "add_": (_number,),
+    "clamp_": (_number, _number),
+    "erfinv_": (),
+    "copy_": (_numbers,),
+    "copy_from": (_text,),
+}
+"""The calls an initialiser may be made of, with a check per argument."""
+
+
+def _names(module: Module) -> Iterator[Problem]:
+    listed = [("dim", key, dim.name) for key, dim in module.dims.items()]
+    listed += [("state", key, state.name) for key, state in module.state.items()]
+    listed += [("function", key, function.name) for key, function in module.functions.items()]
+    listed += [("entry", key, entry.name) for key, entry in module.entries.items()]
+    for what, key, name in listed:
+        if key != name:
+            yield Problem(f"{what} {name!r} is listed under the name {key!r}")
+    for state in module.state.values():
+        if state.value.name != state.name or not state.value.is_state:
+            yield Problem(f"state @{state.name} has the value {state.value!r}")
+
+
+def _dims(module: Module) -> Iterator[Problem]:
+    for dim in module.dims.values():
+        if not dim.name.isidentifier() or dim.name in RESERVED:
+            yield Problem(f"{dim.name!r} cannot be the name of a dim")
+        if dim.minimum < 0 or (dim.maximum is not None and dim.maximum < dim.minimum):
+            yield Problem(f"dim {dim.name} ranges over {dim.minimum}..{dim.maximum}")
+
+
+def _ragged(module: Module) -> Iterator[Problem]:
+    for dim in module.dims.values():
+        if dim.bound is None:
+            if dim.extent is not None:
+                yield Problem(f"dim {dim.name} has an extent ({dim.extent}) but no bound")
+            continue
+        if not isinstance(dim.extent, Extent):
+            yield Problem(f"ragged dim {dim.name} does not say how its extent is known", hint="bound, budget or host")
+        for name in sorted(_not_plain(dim.bound, module.dims)):
+            yield Problem(f"ragged dim {dim.name} is bounded by {dim_text(dim.bound)}, and {name} is no plain dim")
+
+
+def _not_plain(bound: Dim, dims: Any) -> set[str]:
+    return {name for name in names_in(bound) if name not in dims or dims[name].ragged}
+
+
+def _mesh(module: Module) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for axis in module.mesh:
+        if not axis.name.isidentifier() or axis.name in seen:
+            yield Problem(f"mesh axis {axis.name!r} is declared twice or is no name")
+        if axis.of and axis.size is not None:
+            yield Problem(f"mesh axis {axis.name} has a size and is a product of axes")
+        if axis.size is not None and axis.size < 1:
+            yield Problem(f"mesh axis {axis.name} has size {axis.size}")
+        for part in axis.of:
+            if part not in seen:
+                yield Problem(f"mesh axis {axis.name} is made of {part!r}, which is not declared before it")
+        seen.add(axis.name)
+
+
+def _facts(module: Module) -> Iterator[Problem]:
+    known = {*module.dims, *(axis.name for axis in module.mesh)}
+    for fact in module.facts:
+        try:
+            unknown = sorted(parse_fact(fact.text).names() - known)
+        except ValueError as error:
+            yield Problem(str(error))
+            continue
+        for name in unknown:
+            yield Problem(f"fact {fact.text!r} speaks of {name!r}", hint=did_you_mean(name, known))
+
+
+def _state(module: Module) -> Iterator[Problem]:
+    for state in module.state.values():
+        if not isinstance(state.kind, StateKind):
+            yield Problem(f"state @{state.name} is of kind {state.kind!r}")
+        if state.trainable and state.kind is not StateKind.PARAM:
+            yield Problem(f"state @{state.name} is trainable, but it is a {state.kind}, not a param")
+        if not state.seed_name:
+            yield Problem(f"state @{state.name} has no seed name")
+
+
+def _init(module: Module) -> Iterator[Problem]:
+    for state in module.state.values():
+        for call in state.init:
+            if not _fits(call):
+                yield Problem(f"state @{state.name} cannot be initialised by {call!r}", hint=_init_hint(call))
+            elif call[0] == "copy_from":
+                yield from _copied(module, state, str(call[1]))
+
+
+def _fits(call: InitCall) -> bool:
+    checks = INIT_CALLS.get(call[0]) if call and isinstance(call[0], str) else None
+    return (
+        checks is not None and len(call) == 1 + len(checks) and all(c(a) for c, a in zip(checks, call[1:], strict=True))
+    )
+
+
+def _init_hint(call: InitCall) -> str:
+    if call and isinstance(call[0], str) and call[0] in INIT_CALLS:
+        return f"{call[0]} takes {len(INIT_CALLS[call[0]])} argument(s), numbers unless it copies"
+    return did_you_mean(str(call[0]) if call else "", INIT_CALLS)
+
+
+def _copied(module: Module, state: State, name: str) -> Iterator[Problem]:
+    source = module.state.get(name)
+    if source is None:
+        hint = did_you_mean(name, module.state)
+        yield Problem(f"state @{state.name} is a copy of @{name}, which is not declared", hint=hint)
+    elif source is state or source.type.shape != state.type.shape:
+        yield Problem(f"state @{state.name}, {state.type}, cannot be a copy of @{name}, {source.type}")
+
+
+def _entries(module: Module) -> Iterator[Problem]:
+    for entry in module.entries.values():
+        function = module.functions.get(entry.function)
+        if function is None:
+            hint = did_you_mean(entry.function, module.functions)
+            yield Problem(f"entry {entry.name} has no function {entry.function!r}", hint=hint)
+        elif function.slots or function.statics:
+            yield Problem(f"entry {entry.name}: an entry function has no slots and no statics", function)
+        for names in (entry.outputs, entry.updates):
+            for name in sorted(n for n, count in Counter(names).items() if count > 1):
+                yield Problem(f"entry {entry.name} names {name!r} twice", function)
+
+
+def _entry_results(module: Module) -> Iterator[Problem]:
+    for entry in module.entries.values():
+        function = module.functions[entry.function]
+        expected = len(entry.outputs) + len(entry.updates)
+        if len(function.results) != expected:
+            message = f"entry {entry.name} has {expected} outputs and updates, but {len(function.results)} results"
+            yield Problem(message, function)
+        else:
+            yield from _updates(module, entry)
+
+
+def _updates(module: Module, entry: Entry) -> Iterator[Problem]:
+    function = module.functions[entry.function]
+    producers = function.producers()
+    for name, value in zip(entry.updates, function.results[len(entry.outputs) :], strict=True):
+        node = producers.get(value)
+        state = module.state.get(name)
+        if state is None:
+            hint = did_you_mean(name, module.state)
+            yield Problem(f"entry {entry.name} updates @{name}, which is not declared", function, node, hint)
+        elif value.type != state.type:
+            message = f"entry {entry.name} updates @{name}, {state.type}, with {value!r}, {value.type}"
+            yield Problem(message, function, node)
+
+
+MODULE_RULES: tuple[Rule, ...] = (
+    Rule("names", "everything is listed under its own name", _names),
+    Rule("dims", "a dim has an identifier as its name, and a range that is not empty", _dims),
+    Rule("ragged", "a ragged dim has a bound over plain dims and says how its extent is known", _ragged),
+    Rule("mesh", "a mesh axis is declared once, with a size, or as `*`, or as a product of axes before it", _mesh),
+    Rule("facts", "a fact is a relation between declared dims and mesh axes", _facts),
+    Rule("state", "a state has a kind and a seed name, and only a param is trainable", _state),
+    Rule("init", "an initialiser is a list of known calls with fitting arguments", _init),
+    Rule("entries", "an entry has a function without slots and statics, and names nothing twice", _entries),
+)
+ENTRY_RULES: tuple[Rule, ...] = (
+    Rule(
+        "entry-results", "an entry's function returns its outputs, then the new values of its updates", _entry_results
+    ),
+)
