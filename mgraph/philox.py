@@ -4,8 +4,8 @@ The value of an element depends only on (key, global linear index): a shard draw
 slice of the whole tensor would. Element `i` is lane `i % 4` of the block with counter `i // 4`.
 
 The bits follow Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Floats are made
-with additions, multiplications, divisions and square roots in float32 only, each of which IEEE 754 rounds correctly:
-library logarithms and cosines differ between vector and scalar code, and so between a tensor and its shard.
+with additions, multiplications, divisions and square roots only, which IEEE 754 rounds correctly everywhere: library
+logarithms and cosines differ between devices, and between vector and scalar code, so between a tensor and its shard.
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ def _to_uniform(words: Tensor) -> Tensor:
 def _to_normal(words: Tensor) -> Tensor:
     """i64[4, ...] words to f32[4, ...]: words 0 and 2 give radii, words 1 and 3 angles of two points each."""
     # (w + 1) / 2**24 lies in (0, 1], so the logarithm is finite.
-    radius = _log((words[0::2] >> 8).add_(1).to(torch.float32).mul_(2.0**-24)).mul_(-2.0).sqrt_()
+    square_radius = _log((words[0::2] >> 8).add_(1).to(torch.float32).mul_(2.0**-24)).mul_(-2.0)
+    radius = _square_root(square_radius)
     angle = words[1::2]
     # 24 bits choose the angle within a quarter turn around 0, one bit mirrors it about the diagonal, one about 0.
     quarter = ((angle & 0xFFFFFF).to(torch.float32)).sub_(float(1 << 23) - 0.5).mul_(math.pi / 2 * 2.0**-24)
@@ -179,6 +180,11 @@ def _to_normal(words: Tensor) -> Tensor:
     first = torch.where(mirrored, sine, cosine).mul_(radius)
     second = torch.where(mirrored, cosine, sine).mul_(radius)
     return torch.stack((first, second), dim=1).flatten(0, 1)
+
+
+def _square_root(x: Tensor) -> Tensor:
+    """Correctly rounded square root of f32; through f64, since some vector libraries miss the last bit of f32."""
+    return x.double().sqrt_().float()
 
 
 def _log(x: Tensor) -> Tensor:

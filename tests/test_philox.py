@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -106,6 +107,17 @@ def test_large_shards_and_chunks(draw: Any, dim: int, monkeypatch: pytest.Monkey
         assert torch.equal(draw(piece.shape, key, offset=offset, global_shape=shape), piece)
     monkeypatch.setitem(philox._CHUNK, "cpu", 999)
     assert torch.equal(draw(shape, key), whole)
+
+
+def test_square_roots_of_all_radii_are_rounded_correctly() -> None:
+    squares = philox._log(torch.arange(1, 2**24 + 1).to(torch.float32) * 2.0**-24) * -2.0
+    assert torch.equal(philox._square_root(squares), torch.from_numpy(np.sqrt(squares.numpy())))
+
+
+def test_logarithms_are_accurate() -> None:
+    x = torch.arange(1, 2**24 + 1, 7).to(torch.float32) * 2.0**-24
+    exact = x.double().log()
+    assert ((philox._log(x).double() - exact).abs() <= 3e-7 * exact.abs() + 1e-9).all()
 
 
 def test_moments() -> None:

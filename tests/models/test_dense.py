@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, export
+from torch.torch_version import TorchVersion
 
 from mgraph import models
 from mgraph.models import ModelConfig
@@ -92,7 +93,9 @@ def test_exports_with_dynamic_dims(name: str, dtype: torch.dtype) -> None:
         model = models.get(name).to(dtype)
         tokens = torch.zeros(3, 17, dtype=torch.int64)
     dims = ({0: Dim("B", min=1), 1: Dim("S", min=2)},)
-    program = export(model, (tokens,), dynamic_shapes=dims, strict=False)
+    # Before 2.12 the other mode wrongly compares strides of heads with min(16 S, 32 S).
+    strict = TorchVersion(torch.__version__) < "2.12"
+    program = export(model, (tokens,), dynamic_shapes=dims, strict=strict)
     (logits,) = (node for node in program.graph.nodes if node.op == "output")
     batch, sequence, vocab = logits.args[0][0].meta["val"].shape
     assert isinstance(batch, torch.SymInt) and isinstance(sequence, torch.SymInt)
