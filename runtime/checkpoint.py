@@ -10,7 +10,6 @@ All ranks save and load together and need one file system that all see.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -23,9 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from mgraph.errors import CheckpointError, StorageError
 from mgraph.runtime.mesh import Mesh
@@ -78,7 +74,7 @@ def save(
 
     try:
         mesh.together(lambda: _storage(directory, lambda: directory.mkdir(parents=True, exist_ok=True)))
-        mesh.together(lambda: _storage(directory, lambda: _dcp(dcp_save, tensors, unfinished)))
+        mesh.together(lambda: _storage(directory, lambda: _dcp("save", tensors, unfinished)))
         mesh.together(lambda: _storage(directory, write_run))
     except StorageError:
         if mesh.is_first:
@@ -117,7 +113,7 @@ def load(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec, ...], mes
 
     mesh.together(verify)
     tensors = {name: state[name] for name in layout}
-    mesh.together(lambda: _storage(checkpoint.path, lambda: _dcp(dcp_load, tensors, checkpoint.path)))
+    mesh.together(lambda: _storage(checkpoint.path, lambda: _dcp("load", tensors, checkpoint.path)))
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, what: str) -> None:
@@ -138,32 +134,32 @@ def _whole(directory: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def _dcp(call: Callable[..., Any], tensors: dict[str, Tensor], path: Path) -> None:
+def _dcp(verb: str, tensors: dict[str, Tensor], path: Path) -> None:
+    """`save` or `load` of torch.distributed.checkpoint; a failure is raised as what caused it, on all ranks."""
+    # Slow to import, and the only part of a run for which torch itself needs sympy.
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
     with warnings.catch_warnings():
         # A single process without a process group is what we mean, not a mistake to be warned of.
         warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
-        call(tensors, checkpoint_id=path)
+        try:
+            getattr(dcp, verb)(tensors, checkpoint_id=path)
+        except CheckpointException as error:
+            causes = [wrapped[0] for wrapped in error.failures.values()]
+            raise next((cause for cause in causes if isinstance(cause, OSError)), causes[0]) from error
 
 
 def _storage(place: Path, action: Callable[[], None]) -> None:
-    """Run `action`, turning failures of the file system (also those that DCP wraps) into a `StorageError`."""
+    """Run `action`, turning a failure of the file system into a `StorageError`."""
     try:
         action()
-    except OSError as error:
-        raise _storage_error(place, error) from error
-    except CheckpointException as error:
-        causes = [wrapped[0] for wrapped in error.failures.values()]
-        failure = next((cause for cause in causes if isinstance(cause, OSError)), causes[0])
-        raise _storage_error(place, failure) from error
-    except RuntimeError as error:  # the tensor writer reports a short write as a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch's writer reports a short write as a RuntimeError
         raise _storage_error(place, error) from error
 
 
-def _storage_error(place: Path, failure: BaseException) -> StorageError:
-    number = failure.errno if isinstance(failure, OSError) else None
-    if number is None and "file write failed" in str(failure):
-        number = errno.ENOSPC
-    reason = os.strerror(number) if number else f"{type(failure).__name__}: {failure}"
+def _storage_error(place: Path, failure: OSError | RuntimeError) -> StorageError:
+    reason = getattr(failure, "strerror", None) or str(failure).splitlines()[0]
     return StorageError(
         f"the checkpoint could not be written or read: {reason}",
         where=str(place),

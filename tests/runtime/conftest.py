@@ -79,7 +79,23 @@ def text_file(tmp_path: Path) -> Path:
     return path
 
 
-def losses(out: Path) -> list[float]:
+@pytest.fixture
+def make_package(tmp_path: Path) -> Callable[..., Path]:
+    """A function that writes a package, with keys of its manifest replaced."""
+    return lambda **changes: write_package(tmp_path / "changed", **changes)
+
+
+@pytest.fixture
+def losses() -> Callable[[Path], list[float]]:
+    return read_losses
+
+
+@pytest.fixture
+def trainer() -> Runner:
+    return run_trainer
+
+
+def read_losses(out: Path) -> list[float]:
     """The training losses of a run's log, which must hold each step once, in order."""
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     train = [record for record in records if "loss" in record]

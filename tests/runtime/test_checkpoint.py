@@ -1,0 +1,142 @@
+"""Checkpoints: what is read is what was written, damage is named, and failures leave nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mgraph.errors import CheckpointError, StorageError
+from mgraph.runtime import checkpoint
+from mgraph.runtime.mesh import Mesh
+from mgraph.runtime.package import State, StateSpec
+
+ALONE = Mesh(0, 1, torch.device("cpu"), {"dp": 1})
+
+
+def specs_of(state: State, transient: str = "grad") -> tuple[StateSpec, ...]:
+    return tuple(
+        StateSpec(name, "param", value.dtype, tuple(value.shape), True, name != transient, (), name)
+        for name, value in state.items()
+    )
+
+
+def make_state(seed: int) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "layers.0.w": torch.randn(7, 5, generator=generator),
+        "half": torch.randn(3, generator=generator).bfloat16(),
+        "step": torch.tensor(seed),
+        "empty": torch.zeros(0, 4),
+        "grad": torch.randn(7, 5, generator=generator),
+    }
+
+
+def save(directory: Path, step: int, keep: int = 2, **run: Any) -> State:
+    state = make_state(step)
+    checkpoint.save(directory, step, state, specs_of(state), run, ALONE, keep)
+    return state
+
+
+def test_round_trip_of_persistent_state(tmp_path: Path) -> None:
+    saved = save(tmp_path, 12, position=[1, 30])
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and found.step == 12 and found.run == {"position": [1, 30]}
+    state = make_state(99)
+    transient = state["grad"].clone()
+    checkpoint.load(found, state, specs_of(state), ALONE)
+    assert all(torch.equal(state[name], saved[name]) for name in state if name != "grad")
+    assert torch.equal(state["grad"], transient)
+
+
+def test_keeps_the_last_and_finds_the_newest_whole_one(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path) is None
+    for step in (9, 10, 100, 123456789):
+        save(tmp_path, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000100", "step_123456789"]
+    (tmp_path / "step_999999999.unfinished").mkdir()
+    (tmp_path / "step_notes").mkdir()
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and found.step == 123456789
+    save(tmp_path, 123456789, again=True)  # the same step, after a resume
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and found.step == 123456789 and found.run == {"again": True}
+
+
+def test_mismatch_names_the_first_field(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    state = make_state(1)
+    state["half"] = torch.zeros(4, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"state 'half' is bf16\[3\] in it and bf16\[4\] here"):
+        checkpoint.load(found, state, specs_of(state), ALONE)
+    state["half"] = torch.zeros(3)
+    with pytest.raises(CheckpointError, match=r"state 'half' is bf16\[3\] in it and f32\[3\] here"):
+        checkpoint.load(found, state, specs_of(state), ALONE)
+    del state["half"]
+    with pytest.raises(CheckpointError, match=r"state 'half' is bf16\[3\] in it and absent here"):
+        checkpoint.load(found, state, specs_of(state), ALONE)
+    state["half"], state["new"] = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(1)
+    with pytest.raises(CheckpointError, match=r"state 'new' is absent in it and f32\[1\] here"):
+        checkpoint.load(found, state, specs_of(state), ALONE)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_damaged_files_are_named(tmp_path: Path, damage: str) -> None:
+    save(tmp_path, 1)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    file = next(found.path.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(content if damage == "flip" else content[:-20])
+    state = make_state(1)
+    with pytest.raises(
+        CheckpointError, match=f"the checkpoint is damaged: {file.name} is (not what was written|missing)"
+    ):
+        checkpoint.load(found, state, specs_of(state), ALONE)
+
+
+def test_damaged_run_file(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    file = tmp_path / "step_00000001" / "run.json"
+    content = json.loads(file.read_text())
+    del content["layout"]
+    for text in (json.dumps(content), file.read_text()[:-30], "[]"):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match="the checkpoint is damaged: run.json"):
+            checkpoint.latest(tmp_path)
+
+
+@pytest.mark.parametrize("moment", ["tensors", "record"])
+def test_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    save(tmp_path, 1)
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        if moment == "tensors":
+            options["checkpoint_id"].mkdir()
+            (options["checkpoint_id"] / "part").write_text("half of it")
+        raise full
+
+    monkeypatch.setattr(*((dcp, "save") if moment == "tensors" else (checkpoint, "_write_durably")), fail)
+    with pytest.raises(StorageError, match="could not be written or read: No space left on device"):
+        save(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and found.step == 1
+
+
+def test_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="Not a directory"):
+        save(tmp_path / "file" / "checkpoints", 1)

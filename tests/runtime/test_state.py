@@ -1,0 +1,93 @@
+"""Initialisers replayed: values against torch and against the generator's definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mgraph import philox
+from mgraph.errors import PackageError
+from mgraph.runtime.package import StateSpec
+from mgraph.runtime.state import create_state
+
+
+def spec(
+    name: str, *init: tuple[Any, ...], shape: tuple[int, ...] = (5, 3), dtype: torch.dtype = torch.float32
+) -> StateSpec:
+    return StateSpec(name, "param", dtype, shape, True, True, init, name)
+
+
+def test_random_calls_are_keyed_by_seed_name_and_call_index() -> None:
+    state = create_state([spec("w", ("normal_", 0.5, 2.0), shape=(7, 31))], 3, "cpu")
+    expected = philox.normal((7, 31), philox.key_from(3, "w", 0)) * 2.0 + 0.5
+    assert torch.equal(state["w"], expected)
+    other_seed = create_state([spec("w", ("normal_", 0.5, 2.0), shape=(7, 31))], 4, "cpu")
+    assert not torch.equal(state["w"], other_seed["w"])
+
+
+def test_distribution() -> None:
+    state = create_state(
+        [spec("n", ("normal_", 1.0, 0.02), shape=(100_003,)), spec("u", ("uniform_", -3.0, 1.0), shape=(100_003,))],
+        0,
+        "cpu",
+    )
+    assert abs(float(state["n"].mean()) - 1.0) < 5e-4 and abs(float(state["n"].std()) - 0.02) < 5e-4
+    assert state["u"].min() >= -3.0 and state["u"].max() < 1.0 and abs(float(state["u"].mean()) + 1.0) < 0.02
+
+
+def test_truncated_normal_program() -> None:
+    """The calls that torch's trunc_normal_ makes, on the same uniform numbers."""
+    program = (("uniform_", -0.9, 0.9), ("erfinv_",), ("mul_", 0.02 * 2**0.5), ("add_", 0.1), ("clamp_", 0.08, 0.12))
+    value = create_state([spec("w", *program, shape=(1001,))], 0, "cpu")["w"].double()
+    draw = philox.uniform((1001,), philox.key_from(0, "w", 0)).mul(1.8).add(-0.9)
+    expected = torch.erfinv(draw.double()).mul(0.02 * 2**0.5).add(0.1).clamp(0.08, 0.12)
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_values_constants_and_integers() -> None:
+    state = create_state(
+        [
+            spec("values", ("copy_", [1.5, -2.0, 3.0, 0.0]), shape=(2, 2)),
+            spec("fill", ("fill_", 7), shape=(), dtype=torch.int64),
+            spec("zeros", ("zeros_",), dtype=torch.bfloat16),
+            spec("index", ("copy_", [3, 1, 2**40]), shape=(3,), dtype=torch.int64),
+        ],
+        0,
+        "cpu",
+    )
+    assert state["values"].tolist() == [[1.5, -2.0], [3.0, 0.0]]
+    assert int(state["fill"]) == 7 and state["zeros"].dtype == torch.bfloat16 and not state["zeros"].any()
+    assert state["index"].tolist() == [3, 1, 2**40]
+
+
+def test_low_precision_is_rounded_once_and_masters_copy_it() -> None:
+    """A copy may stand before what it copies."""
+    specs = [
+        spec("w.master", ("copy_from", "w")),
+        spec("w", ("normal_", 0.0, 0.02), ("mul_", 3.0), dtype=torch.bfloat16),
+        spec("tied", ("copy_from", "w.master"), ("mul_", 2.0)),
+    ]
+    state = create_state(specs, 0, "cpu")
+    wide = philox.normal((5, 3), philox.key_from(0, "w", 0)).mul_(0.02).add_(0.0).mul_(3.0)
+    assert list(state) == ["w.master", "w", "tied"]
+    assert torch.equal(state["w"], wide.bfloat16())
+    assert state["w.master"].dtype == torch.float32 and torch.equal(state["w.master"], state["w"].float())
+    assert torch.equal(state["tied"], state["w"].float() * 2)
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([spec("w")], "state 'w' has no initialiser"),
+        ([spec("w", ("dirac_",))], "state 'w' is initialised by 'dirac_'"),
+        ([spec("w", ("copy_", [1.0, 2.0]))], r"2 initial values for shape \[5, 3\]"),
+        ([spec("w", ("copy_from", "v"))], "copies 'v', which does not exist"),
+        ([spec("w", ("copy_from", "v")), spec("v", ("copy_from", "w"))], "copies itself"),
+        ([spec("w", ("copy_from", "v")), spec("v", ("zeros_",), shape=(3, 5))], r"whose shape is \[3, 5\]"),
+    ],
+)
+def test_errors(specs: list[StateSpec], message: str) -> None:
+    with pytest.raises(PackageError, match=message):
+        create_state(specs, 0, "cpu")
