@@ -35,6 +35,8 @@ class Run:
 
 def template(text: str, ordinal: int, number: int) -> str:
     """`text` with `{}` for its `ordinal`-th integer component, if that is `number`; else `text` as it is."""
+    if str(number) not in text:
+        return text
     for index, found in enumerate(_INTEGER.finditer(text)):
         if index == ordinal:
             return f"{text[: found.start()]}{{}}{text[found.end() :]}" if found.group() == str(number) else text

@@ -172,7 +172,7 @@ def _state_lines(states: Mapping[str, State]) -> list[str]:
         name = _template(state.name, ordinal, number)
         if name is None or not _IS_BARE(state.seed_name) or _has_brace(state.init):
             return None
-        seed = template(state.seed_name, ordinal, number)
+        seed = name if state.seed_name == state.name else template(state.seed_name, ordinal, number)
         return _state_line(state, name, seed, _template_all(state.init, ordinal, number))
 
     lines: list[str] = []
