@@ -18,6 +18,13 @@ PASSES: dict[str, str] = {
     "constant-fold": "mgraph.passes.constant_fold:ConstantFold",
     "cse": "mgraph.passes.cse:CommonSubexpressions",
     "dce": "mgraph.passes.dce:DeadCode",
+    # raise
+    "raise-norm": "mgraph.passes.raise_norm:RaiseNorm",
+    "raise-rope": "mgraph.passes.raise_rope:RaiseRope",
+    "raise-attention": "mgraph.passes.raise_attention:RaiseAttention",
+    "raise-glu": "mgraph.passes.raise_glu:RaiseGlu",
+    "raise-moe": "mgraph.passes.raise_moe:RaiseMoe",
+    "raise-loss": "mgraph.passes.raise_loss:RaiseLoss",
     # derive
     "autodiff": "mgraph.passes.autodiff:Autodiff",
     "recompute": "mgraph.passes.recompute:Recompute",

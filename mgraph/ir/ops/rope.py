@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mgraph.ir.dims import divide
 from mgraph.ir.opdef import GradientRequest, define_op
 from mgraph.ir.ops.cost import per_element, traffic
 from mgraph.ir.ops.numeric import rounded
@@ -67,7 +68,7 @@ def _infer(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[Tenso
     x, cos, sin = types
     if cos.shape != sin.shape:
         raise ValueError(f"rope: cos is {cos} but sin is {sin}")
-    if not x.shape or cos.shape[-1] not in (x.shape[-1], x.shape[-1] / 2):
+    if not x.shape or cos.shape[-1] not in (x.shape[-1], divide(x.shape[-1], 2)):
         raise ValueError(f"rope: the last dim of cos in {cos} is neither that of x in {x} nor half of it")
     return (TensorType(x.dtype, x.shape),)
 

@@ -1,0 +1,223 @@
+"""Recognise mixture of experts: the router, the sort of rows by expert, grouped products, the weighted sum.
+
+%a = aten.softmax.int(%logits) {dim = -1}
+%v, %i = aten.topk.default(%a) {k = 2}                     ==>  %w, %i = moe_route(%logits) {top_k = 2, ...}
+%w = aten.div.Tensor(%v, %s)           # s: sum of v over its last dim
+
+%e, %order = aten.sort.stable(%b) {stable = true}          # b: the indices, flat
+%offsets = aten.searchsorted.Tensor(%e, %c) {right = true} # c: 0 .. experts - 1
+%d = aten.floor_divide.default(%order) {other = 2}         ==>  %rows, %order, %offsets = moe_dispatch(%x, %i)
+%rows = aten.index.Tensor(%x, %d)
+
+%y = zoo.grouped_linear.default(%rows, %weight, %offsets)  ==>  %y = grouped_matmul(%rows, %weight, %offsets)
+
+%f = aten.argsort.default(%order)
+%g = aten.index.Tensor(%y, %f)                             ==>  %z = moe_combine(%y, %w, %order)
+%z = aten.sum.dim_IntList(%h) {dim = (1)}                  # h: g by token and choice, times w
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mgraph.ir.builder import FunctionBuilder
+from mgraph.ir.graph import Function, Module, Value
+from mgraph.ir.pattern import ANY, LAST_DIM, Guard, Match, Pattern, capture, either, op, optional_cast, where
+from mgraph.ir.types import DType
+from mgraph.passes.rewrite import RaisePass, Rule
+
+_LAST_OR_NONE = where("the last dim", lambda v, node: v is None or v in (-1, len(node.operands[0].tensor.shape) - 1))
+_ROWS_OF = ("self", "indices.0")
+_WIDE = (DType.F32, DType.F64)
+
+# The router.
+
+
+def _top(scores: Pattern) -> Pattern:
+    return op("aten.topk.default", scores, k=ANY, dim=_LAST_OR_NONE, sorted=ANY, name="topk", binds="values")
+
+
+def _softmax(scores: Pattern, name: str) -> Pattern:
+    return op("aten.softmax.int", optional_cast(scores), dim=LAST_DIM, dtype=ANY, name=name)
+
+
+def _weights() -> Pattern:
+    chosen = _top(_softmax(capture("logits"), "before"))
+    total = op("aten.sum.dim_IntList", chosen, dim=LAST_DIM, keepdim=True, dtype=ANY)
+    normalised = op("aten.div.Tensor", chosen, total, name="renormalize")
+    after = _softmax(_top(capture("logits")), "after")
+    return either(normalised, after, chosen)
+
+
+def _route_dtype(match: Match) -> str | None:
+    name = "before" if "before" in match.nodes else "after"
+    dtype = match.nodes[name].result.tensor.dtype
+    return None if dtype in _WIDE else f"the softmax is computed in {dtype!r}, expected f32"
+
+
+def _route_shape(match: Match) -> str | None:
+    logits = match["logits"].tensor
+    return None if len(logits.shape) == 2 else f"the logits are {logits}, expected [tokens, experts]"
+
+
+def _route_exports(match: Match) -> tuple[Value, ...]:
+    return match.root.results[0], match.nodes["topk"].results[1]
+
+
+def _emit_route(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
+    attrs = {
+        "top_k": match.attr("topk", "k"),
+        "renormalize": "renormalize" in match.nodes,
+        "pre_softmax": "before" in match.nodes,
+        "dtype": match.root.results[0].tensor.dtype,
+    }
+    return builder.emit("moe_route", (match["logits"],), attrs, names=("weights", "indices"))
+
+
+_ROUTE = Rule(
+    "moe_route",
+    either(op("cast", _weights(), dtype=ANY), _weights()),
+    ("aten.topk.default",),
+    _emit_route,
+    (Guard("shape", _route_shape), Guard("dtype", _route_dtype)),
+    _route_exports,
+)
+
+# The sort by expert: found from a grouped product, which reads both rows and offsets, and stays.
+
+_GROUPED = ("zoo.grouped_linear.default", "aten._grouped_mm.default")
+_STABLE = where("a stable sort", lambda value, node: value is True)
+
+
+def _dispatch() -> Pattern:
+    flat = op("reshape", capture("indices"), shape=ANY, shared=True)
+    order = op("aten.sort.stable", flat, result=1, name="sort", stable=_STABLE, dim=_LAST_OR_NONE)
+    by_expert = op("aten.sort.stable", flat, name="sort_again", stable=_STABLE, dim=_LAST_OR_NONE)
+    token = op("aten.floor_divide.default", order, other=ANY, name="token")
+    rows = op("aten.index.Tensor", capture("x"), token, args=_ROWS_OF, binds="rows", name="rows")
+    experts = op("aten.arange.default", end=ANY, shared=True, name="experts")
+    offsets = op(
+        "aten.searchsorted.Tensor", by_expert, experts, right=True, out_int32=True, binds="offsets", name="offsets"
+    )
+    return op(_GROUPED, rows, capture("weight"), offsets, shared=True)
+
+
+def _dispatch_shape(match: Match) -> str | None:
+    x, indices = match["x"].tensor, match["indices"].tensor
+    if match.nodes["sort"] is not match.nodes["sort_again"]:
+        return "rows and offsets come from two sorts, expected one"
+    if len(x.shape) != 2 or len(indices.shape) != 2 or x.shape[0] != indices.shape[0]:
+        return f"x is {x} and the indices {indices}, expected [tokens, width] and [tokens, choices]"
+    if match.attr("token", "other") != indices.shape[1]:
+        return f"the order is divided by {match.attr('token', 'other')!r}, expected {indices.shape[1]}"
+    experts, weight = match.attr("experts", "end"), match["weight"].tensor
+    return None if experts == weight.shape[0] else f"{experts!r} experts are sorted, but the weight is {weight}"
+
+
+def _dispatch_exports(match: Match) -> tuple[Value, ...]:
+    return match["rows"], match.nodes["sort"].results[1], match["offsets"]
+
+
+def _emit_dispatch(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
+    with builder.at(match.nodes["rows"]):
+        attrs = {"num_experts": match["weight"].tensor.shape[0]}
+        operands = (match["x"], match["indices"])
+        return builder.emit("moe_dispatch", operands, attrs, names=("rows", "order", "offsets"))
+
+
+_DISPATCH = Rule(
+    "moe_dispatch",
+    _dispatch(),
+    ("aten.sort.stable", "aten.sort.default"),
+    _emit_dispatch,
+    (Guard("shape", _dispatch_shape),),
+    _dispatch_exports,
+)
+
+# Grouped products.
+
+
+def _grouped_shape(match: Match) -> str | None:
+    rows, weight = match["rows"].tensor, match["weight"].tensor
+    if len(rows.shape) != 2 or len(weight.shape) != 3:
+        return f"rows are {rows} and the weight {weight}, expected [rows, width] and [experts, width, out]"
+    return None
+
+
+def _emit_grouped(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
+    operands = (match["rows"], match["weight"], match["offsets"])
+    return builder.emit("grouped_matmul", operands, {"transpose_w": "transposed" in match.nodes})
+
+
+_GROUPED_MATMUL = Rule(
+    "grouped_matmul",
+    op(
+        _GROUPED,
+        capture("rows"),
+        either(
+            op("aten.permute.default", capture("weight"), dims=(0, 2, 1), shared=True, name="transposed"),
+            capture("weight"),
+        ),
+        capture("offsets"),
+    ),
+    _GROUPED,
+    _emit_grouped,
+    (Guard("shape", _grouped_shape),),
+)
+
+# The weighted sum.
+
+
+def _combine() -> Pattern:
+    order = op("aten.sort.stable", capture("flat"), result=1, binds="order", stable=ANY, dim=ANY, shared=True)
+    place = op("aten.argsort.default", order, dim=_LAST_OR_NONE, shared=True)
+    rows = op("aten.index.Tensor", capture("rows"), place, args=_ROWS_OF)
+    pairs = op("reshape", rows, shape=ANY, name="pairs")
+    weights = op("reshape", optional_cast(capture("weights")), shape=ANY, name="column", shared=True)
+    products = op("aten.mul.Tensor", optional_cast(pairs), optional_cast(weights), commutative=True, name="products")
+    total = op("aten.sum.dim_IntList", products, dim=(1,))
+    return either(op("cast", total, dtype=ANY), total)
+
+
+def _combine_shape(match: Match) -> str | None:
+    pairs, weights = match.nodes["pairs"].result.tensor, match["weights"].tensor
+    column = match.nodes["column"].result.tensor
+    if len(weights.shape) != 2 or pairs.shape != (*weights.shape, match["rows"].tensor.shape[1]):
+        return (
+            f"rows are seen as {pairs} and weights are {weights}, expected [tokens, choices, width] and its first two"
+        )
+    if column.shape != (*weights.shape, 1):
+        return f"weights are seen as {column}, expected one number for each row"
+    return None
+
+
+def _combine_dtype(match: Match) -> str | None:
+    rows, result = match["rows"].tensor.dtype, match.root.result.tensor.dtype
+    return None if rows is result else f"the result is {result!r}, expected {rows!r} like the rows"
+
+
+def _emit_combine(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
+    operands = (match["rows"], match["weights"], match["order"])
+    return builder.emit("moe_combine", operands, {"dtype": match.nodes["products"].result.tensor.dtype})
+
+
+_COMBINE = Rule(
+    "moe_combine",
+    _combine(),
+    ("aten.argsort.default",),
+    _emit_combine,
+    (Guard("shape", _combine_shape), Guard("dtype", _combine_dtype)),
+)
+
+
+@dataclass(frozen=True)
+class RaiseMoe(RaisePass):
+    """Raise routing, dispatch, grouped products and combination."""
+
+    name: ClassVar[str] = "raise-moe"
+
+    def rules(self, module: Module, function: Function) -> Sequence[Rule]:
+        """The same rules everywhere."""
+        return (_ROUTE, _DISPATCH, _GROUPED_MATMUL, _COMBINE)

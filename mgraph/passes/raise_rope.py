@@ -1,0 +1,110 @@
+"""Recognise rotary position embedding in the half style, written in either of two ways.
+
+    %a = aten.mul.Tensor(%x, %cos)
+    %b = aten.slice.Tensor(%x) {dim = 3, end = 8}          # first half
+    %c = aten.slice.Tensor(%x) {dim = 3, start = 8}        # second half
+    %d = aten.neg.default(%c)                      ==>  %y = rope(%x, %cos, %sin) {style = "half", inverse = false}
+    %e = aten.cat.default(%d, %b) {dim = -1}
+    %f = aten.mul.Tensor(%e, %sin)
+    %y = aten.add.Tensor(%a, %f)
+
+or, with tables of half the width, `cat(first * cos - second * sin, second * cos + first * sin)`. Casts around the
+chain are taken along where they lead back to x's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mgraph.ir.builder import FunctionBuilder
+from mgraph.ir.dims import Dim, divide
+from mgraph.ir.graph import Function, Module, Node, Value
+from mgraph.ir.pattern import ANY, Guard, Match, Pattern, Where, capture, either, op, optional_cast, where
+from mgraph.passes.rewrite import RaisePass, Rule
+
+
+def _half(value: Value) -> Dim | None:
+    return divide(value.tensor.shape[-1], 2)
+
+
+def _is_last(value: Any, node: Node) -> bool:
+    """Concatenation and slices alike: the rank of the operand is that of the result."""
+    return value in (-1, len(node.operands[0].tensor.shape) - 1)
+
+
+_LAST: Where = where("the last dim", _is_last)
+_MIDDLE: Where = where("half of the last dim", lambda value, node: value == _half(node.operands[0]))
+
+
+def _first(x: Pattern) -> Pattern:
+    return op("aten.slice.Tensor", x, dim=_LAST, end=_MIDDLE)
+
+
+def _second(x: Pattern) -> Pattern:
+    return op("aten.slice.Tensor", x, dim=_LAST, start=_MIDDLE)
+
+
+def _mul(left: Pattern, right: Pattern) -> Pattern:
+    return op("aten.mul.Tensor", left, right, commutative=True)
+
+
+def _full_width(x: Pattern, cos: Pattern, sin: Pattern) -> Pattern:
+    turned = op("aten.cat.default", op("aten.neg.default", _second(x)), _first(x), dim=_LAST)
+    return op("aten.add.Tensor", _mul(x, cos), _mul(turned, sin), commutative=True)
+
+
+def _half_width(x: Pattern, cos: Pattern, sin: Pattern) -> Pattern:
+    """The slices may be read twice each: they are values of the chain, not results of it."""
+    first, second = _first(x), _second(x)
+    return op(
+        "aten.cat.default",
+        op("aten.sub.Tensor", _mul(first, cos), _mul(second, sin)),
+        op("aten.add.Tensor", _mul(second, cos), _mul(first, sin), commutative=True),
+        dim=_LAST,
+    )
+
+
+_X = optional_cast(capture("x"))
+_TABLES = optional_cast(capture("cos")), optional_cast(capture("sin"))
+_ROTATION = either(_full_width(_X, *_TABLES), _half_width(_X, *_TABLES))
+
+
+def _dtype(match: Match) -> str | None:
+    x, y = match["x"].tensor.dtype, match.root.result.tensor.dtype
+    return None if x is y else f"the result is {y!r}, expected {x!r} like x"
+
+
+def _shape(match: Match) -> str | None:
+    x, y, cos, sin = match["x"].tensor, match.root.result.tensor, match["cos"].tensor, match["sin"].tensor
+    if y.shape != x.shape:
+        return f"the result is {y}, expected the shape of {x}"
+    if cos.shape != sin.shape or not cos.shape or cos.shape[-1] not in (x.shape[-1], _half(match["x"])):
+        return f"the tables are {cos} and {sin}, expected equal shapes with the last dim of {x} or half of it"
+    return None
+
+
+def _emit(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
+    operands = (match["x"], match["cos"], match["sin"])
+    return builder.emit("rope", operands, {"style": "half", "inverse": False})
+
+
+_RULE = Rule(
+    "rope",
+    either(op("cast", _ROTATION, dtype=ANY), _ROTATION),
+    ("aten.neg.default", "aten.sub.Tensor"),
+    _emit,
+    (Guard("shape", _shape), Guard("dtype", _dtype)),
+)
+
+
+@dataclass(frozen=True)
+class RaiseRope(RaisePass):
+    """Raise rotary position embedding."""
+
+    name: ClassVar[str] = "raise-rope"
+
+    def rules(self, module: Module, function: Function) -> Sequence[Rule]:
+        """The same rule everywhere."""
+        return (_RULE,)

@@ -1,0 +1,159 @@
+"""Replacing matched chains by other nodes, and reporting the chains that almost matched.
+
+A `Rule` has a pattern, guards and an `emit` that makes the replacement. A chain may have several results that others
+read (`exports`); `emit` gives a new value for each. The replacement stands where the last value it reads is made, and
+the nodes of the chain that nothing reads any more go. A near miss is the best failed attempt around a node that marks
+the beginning of a chain (`anchors`), e.g.
+
+    rms_norm at layers.*.norm (models/layers.py:31): `rsqrt` has 2 users, expected 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from mgraph.ir.builder import FunctionBuilder, rebuild
+from mgraph.ir.graph import Function, Module, Node, Value
+from mgraph.ir.pattern import Failure, Guard, Match, Matcher, Pattern
+from mgraph.passes.base import Pass, Report, Stage, Tier
+
+Emit = Callable[[FunctionBuilder, Match], Sequence[Value]]
+
+
+def _root_value(match: Match) -> tuple[Value, ...]:
+    return (match.root.results[0],)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A chain and what takes its place: `emit` gives one value for each of `exports`, in that order."""
+
+    name: str
+    pattern: Pattern
+    anchors: tuple[str, ...]
+    emit: Emit
+    guards: tuple[Guard, ...] = ()
+    exports: Callable[[Match], Sequence[Value]] = _root_value
+
+
+class RaisePass(Pass):
+    """A pass that replaces chains by semantic ops, function by function."""
+
+    stage: ClassVar[Stage] = Stage.RAISE
+    tier: ClassVar[Tier] = Tier.REASSOCIATING
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
+
+    def rules(self, module: Module, function: Function) -> Sequence[Rule]:
+        """The rules for one function, in order of preference."""
+        raise NotImplementedError(type(self).__name__)
+
+    def run(self, module: Module, report: Report) -> Module:
+        """Rewrite every function; a module without a match is returned as it is."""
+        functions = {
+            name: rewrite(function, self.rules(module, function), self.name, report)
+            for name, function in module.functions.items()
+        }
+        changed = any(functions[name] is not f for name, f in module.functions.items())
+        return replace(module, functions=functions) if changed else module
+
+
+def rewrite(function: Function, rules: Sequence[Rule], made_by: str, report: Report) -> Function:
+    """Replace all matches of the rules, longest chains first; the same function where nothing matches."""
+    found, failures = _find(function, rules)
+    taken = {node for _, match in found for node, _, _ in match.steps}
+    for rule in rules:
+        _report_near_misses(function, rule, failures.get(rule.name, []), taken, report)
+    if not found:
+        return function
+    index_of = {node: i for i, node in enumerate(function.nodes)}
+    found.sort(key=lambda item: index_of[item[1].root])
+    pending: dict[int, list[tuple[Rule, Match]]] = {}
+    for (rule, match), at in zip(found, _positions(function, found, index_of), strict=True):
+        pending.setdefault(at, []).append((rule, match))
+        report.match(function.name, match.root.id, f"{rule.name} at {_place(match.root)}")
+        report.count(rule.name)
+    builder = rebuild(function, made_by)
+    _emit(builder, pending.get(-1, []))
+    for i, node in enumerate(function.nodes):
+        builder.keep(node)
+        _emit(builder, pending.get(i, []))
+    return _without_dead(builder.build(function.results), taken)
+
+
+def _find(function: Function, rules: Sequence[Rule]) -> tuple[list[tuple[Rule, Match]], dict[str, list[Failure]]]:
+    """Matches, no two of which own a node in common, and the failures of each rule."""
+    matcher = Matcher(function)
+    found: list[tuple[Rule, Match]] = []
+    owned: set[Node] = set()
+    failures: dict[str, list[Failure]] = {}
+    for rule in rules:
+        for node in reversed(function.nodes):
+            if node in owned:
+                continue
+            outcome = matcher.match(rule.pattern, node, rule.guards, rule.exports)
+            if isinstance(outcome, Failure):
+                failures.setdefault(rule.name, []).append(outcome)
+            elif not outcome.owned & owned:
+                found.append((rule, outcome))
+                owned |= outcome.owned
+    return found, failures
+
+
+def _report_near_misses(
+    function: Function, rule: Rule, failures: Sequence[Failure], taken: set[Node], report: Report
+) -> None:
+    reported: set[Failure] = set()
+    for anchor in function.nodes:
+        if anchor.op not in rule.anchors or anchor in taken:
+            continue
+        best = max((f for f in failures if anchor in f.touched), key=lambda f: f.progress, default=None)
+        if best is not None and best not in reported:
+            reported.add(best)
+            detail = f"{rule.name} at {_place(best.node)}: {best.detail}"
+            report.near_miss(function.name, best.node.id, rule.name, best.guard, detail)
+
+
+def _place(node: Node) -> str:
+    return f"{node.origin.path} ({node.origin})" if node.origin.path else str(node.origin)
+
+
+def _positions(function: Function, found: Sequence[tuple[Rule, Match]], index_of: Mapping[Node, int]) -> list[int]:
+    """After which node each replacement stands: the last of what it reads, or of the replacement that makes that."""
+    producers = function.producers()
+    maker = {value: i for i, (rule, match) in enumerate(found) for value in rule.exports(match)}
+    known: dict[int, int] = {}
+
+    def position(i: int) -> int:
+        if i not in known:
+            rule, match = found[i]
+            reads = [v for v in match.values.values() if v not in rule.exports(match)]
+            after = [index_of[producers[v]] for v in reads if v in producers]
+            known[i] = max([*after, *(position(maker[v]) for v in reads if v in maker)], default=-1)
+        return known[i]
+
+    return [position(i) for i in range(len(found))]
+
+
+def _emit(builder: FunctionBuilder, matches: Sequence[tuple[Rule, Match]]) -> None:
+    for rule, match in matches:
+        with builder.at(match.root):
+            made = rule.emit(builder, match)
+        for old, new in zip(rule.exports(match), made, strict=True):
+            assert old.tensor.shape == new.tensor.shape, f"{rule.name}: {old!r} is {old.type}, {new!r} is {new.type}"
+            assert old.tensor.dtype is new.tensor.dtype, f"{rule.name}: {old!r} is {old.type}, {new!r} is {new.type}"
+            builder.replace(old, new)
+
+
+def _without_dead(function: Function, candidates: set[Node]) -> Function:
+    """Drop the nodes of matched chains that nothing reads any more (a rebuilt node is known by its results)."""
+    chain = {value for node in candidates for value in node.results}
+    live = set(function.results)
+    kept = []
+    for node in reversed(function.nodes):
+        if node.results[0] in chain and not any(v in live for v in node.results):
+            continue
+        kept.append(node)
+        live.update(node.operands)
+    return replace(function, nodes=tuple(reversed(kept)))
