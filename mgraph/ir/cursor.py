@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -24,9 +25,17 @@ _TYPE = re.compile(f"pending<{_TENSOR}>|{_TENSOR}")
 _WORDS: dict[str, AttrValue] = {"true": True, "false": False, "none": None, **{d.text: d for d in DType}}
 _IN_WORD = re.compile(r"\w").match
 _SHOWN = 100
+_FEW = 15
 
 RESERVED = frozenset(_WORDS) | {"inf", "nan"}
 """Words that an attribute value reads as something else: no dim may have such a name."""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str | None:
+    """A hint for an unknown name: the nearest of the known ones, or all of them where they are few, or nothing."""
+    names = list(known)
+    few = 0 < len(names) <= _FEW
+    return did_you_mean(name, names) if few or difflib.get_close_matches(name, names, n=1) else None
 
 
 class Cursor:
@@ -54,8 +63,7 @@ class Cursor:
 
     def unknown(self, what: str, name: str, known: Iterable[str], at: int) -> NoReturn:
         """Fail on a name that is not among the known ones; the hint gives the nearest."""
-        names = list(known)
-        self.fail(f"unknown {what} {name!r}", at, did_you_mean(name, names) if names else None)
+        self.fail(f"unknown {what} {name!r}", at, suggestion(name, known))
 
     def skip(self) -> int:
         """Step over blanks; gives the position after them."""

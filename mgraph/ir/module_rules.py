@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mgraph.errors import did_you_mean
-from mgraph.ir.cursor import RESERVED
+from mgraph.ir.cursor import RESERVED, suggestion
 from mgraph.ir.dims import Dim, Extent, dim_text, names_in
 from mgraph.ir.facts import parse_fact
 from mgraph.ir.graph import Entry, InitCall, Module, State, StateKind
@@ -102,7 +101,7 @@ def _facts(module: Module) -> Iterator[Problem]:
             yield Problem(str(error))
             continue
         for name in unknown:
-            yield Problem(f"fact {fact.text!r} speaks of {name!r}", hint=did_you_mean(name, known))
+            yield Problem(f"fact {fact.text!r} speaks of {name!r}", hint=suggestion(name, known))
 
 
 def _state(module: Module) -> Iterator[Problem]:
@@ -134,13 +133,13 @@ def _fits(call: InitCall) -> bool:
 def _init_hint(call: InitCall) -> str:
     if call and isinstance(call[0], str) and call[0] in INIT_CALLS:
         return f"{call[0]} takes {len(INIT_CALLS[call[0]])} argument(s), numbers unless it copies"
-    return did_you_mean(str(call[0]) if call else "", INIT_CALLS)
+    return suggestion(str(call[0]) if call else "", INIT_CALLS)
 
 
 def _copied(module: Module, state: State, name: str) -> Iterator[Problem]:
     source = module.state.get(name)
     if source is None:
-        hint = did_you_mean(name, module.state)
+        hint = suggestion(name, module.state)
         yield Problem(f"state @{state.name} is a copy of @{name}, which is not declared", hint=hint)
     elif source is state or source.type.shape != state.type.shape:
         yield Problem(f"state @{state.name}, {state.type}, cannot be a copy of @{name}, {source.type}")
@@ -150,7 +149,7 @@ def _entries(module: Module) -> Iterator[Problem]:
     for entry in module.entries.values():
         function = module.functions.get(entry.function)
         if function is None:
-            hint = did_you_mean(entry.function, module.functions)
+            hint = suggestion(entry.function, module.functions)
             yield Problem(f"entry {entry.name} has no function {entry.function!r}", hint=hint)
         elif function.slots or function.statics:
             yield Problem(f"entry {entry.name}: an entry function has no slots and no statics", function)
@@ -177,7 +176,7 @@ def _updates(module: Module, entry: Entry) -> Iterator[Problem]:
         node = producers.get(value)
         state = module.state.get(name)
         if state is None:
-            hint = did_you_mean(name, module.state)
+            hint = suggestion(name, module.state)
             yield Problem(f"entry {entry.name} updates @{name}, which is not declared", function, node, hint)
         elif value.type != state.type:
             message = f"entry {entry.name} updates @{name}, {state.type}, with {value!r}, {value.type}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy
 
-from mgraph.errors import did_you_mean
+from mgraph.ir.cursor import suggestion
 from mgraph.ir.dims import Dim, as_dim, dim_text, names_in, product
 from mgraph.ir.graph import AttrValue, Function, Module, Node, Phase, Static, Value
 from mgraph.ir.opdef import REQUIRED, declared_ops, is_known_op, op_def
@@ -59,7 +59,7 @@ def _states(module: Module) -> Iterator[Problem]:
         for value, node in reads:
             state = module.state.get(value.name)
             if state is None or state.value is not value:
-                hint = did_you_mean(value.name, module.state) if module.state else None
+                hint = suggestion(value.name, module.state)
                 yield Problem(f"state {value!r} is not declared by the module", function, node, hint)
             elif function.name not in entries:
                 hint = "give the function a slot, and hand the state in at the call"
@@ -84,7 +84,7 @@ def _statics(module: Module) -> Iterator[Problem]:
     for function, node in module.walk():
         for name in _static_names(tuple(node.attrs.values())):
             if name not in function.statics:
-                hint = did_you_mean(name, function.statics) if function.statics else None
+                hint = suggestion(name, function.statics)
                 yield Problem(f"${name} is not a static of the function", function, node, hint)
 
 
@@ -99,7 +99,7 @@ def _static_names(value: AttrValue) -> Iterator[str]:
 def _known_op(module: Module) -> Iterator[Problem]:
     for function, node in module.walk():
         if not is_known_op(node.op):
-            yield Problem(f"unknown op {node.op!r}", function, node, did_you_mean(node.op, declared_ops()))
+            yield Problem(f"unknown op {node.op!r}", function, node, suggestion(node.op, declared_ops()))
 
 
 def _attrs(module: Module) -> Iterator[Problem]:
@@ -112,7 +112,7 @@ def _attrs(module: Module) -> Iterator[Problem]:
                 yield Problem(f"{node.op} lacks the attribute {name!r}", function, node)
         if not op.free_attrs:
             for name in sorted(node.attrs.keys() - op.attrs.keys()):
-                hint = did_you_mean(name, op.attrs) if op.attrs else None
+                hint = suggestion(name, op.attrs)
                 yield Problem(f"{node.op} has no attribute {name!r}", function, node, hint)
 
 
@@ -127,7 +127,7 @@ def _dims_declared(module: Module) -> Iterator[Problem]:
 
 
 def _undeclared(module: Module, what: str, name: str, function: Function | None, node: Node | None) -> Problem:
-    hint = did_you_mean(name, module.dims) if module.dims else None
+    hint = suggestion(name, module.dims)
     return Problem(f"{what}: dim {name!r} is not declared", function, node, hint)
 
 
@@ -224,9 +224,7 @@ def _callee(module: Module) -> Iterator[Problem]:
     for function, node in module.walk():
         if node.op == "call" and callee_of(node) not in module.functions:
             callee = node.attrs.get("callee")
-            yield Problem(
-                f"no function {callee!r} to call", function, node, did_you_mean(str(callee), module.functions)
-            )
+            yield Problem(f"no function {callee!r} to call", function, node, suggestion(str(callee), module.functions))
 
 
 def _recursion(module: Module) -> Iterator[Problem]:
