@@ -101,7 +101,7 @@ def test_damaged_files_are_named(tmp_path: Path, damage: str) -> None:
         file.write_bytes(content if damage == "flip" else content[:-20])
     state = make_state(1)
     with pytest.raises(
-        CheckpointError, match=f"the checkpoint is damaged: {file.name} is (not what was written|missing)"
+        CheckpointError, match=rf"the checkpoint is damaged: {file.name} is (not what was written|missing)"
     ):
         checkpoint.load(found, state, specs_of(state), ALONE)
 
@@ -113,7 +113,7 @@ def test_damaged_run_file(tmp_path: Path) -> None:
     del content["layout"]
     for text in (json.dumps(content), file.read_text()[:-30], "[]"):
         file.write_text(text)
-        with pytest.raises(CheckpointError, match="the checkpoint is damaged: run.json"):
+        with pytest.raises(CheckpointError, match=r"the checkpoint is damaged: run.json"):
             checkpoint.latest(tmp_path)
 
 
@@ -129,7 +129,7 @@ def test_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise full
 
     monkeypatch.setattr(*((dcp, "save") if moment == "tensors" else (checkpoint, "_write_durably")), fail)
-    with pytest.raises(StorageError, match="could not be written or read: No space left on device"):
+    with pytest.raises(StorageError, match=r"could not be written or read: No space left on device"):
         save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     found = checkpoint.latest(tmp_path)
@@ -138,5 +138,5 @@ def test_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="Not a directory"):
+    with pytest.raises(StorageError, match=r"Not a directory"):
         save(tmp_path / "file" / "checkpoints", 1)

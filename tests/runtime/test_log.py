@@ -30,9 +30,9 @@ def test_records_points_and_events(tmp_path: Path, capsys: pytest.CaptureFixture
     assert log.points("loss") == [(1, 1.0), (2, 0.5), (3, 1 / 3)] and log.points("validation_loss") == [(2, 0.75)]
     assert "step 2/3  loss 0.5000" in capsys.readouterr().err
 
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
 
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     assert [e.value for e in events.Scalars("validation/loss")] == [0.75]
 

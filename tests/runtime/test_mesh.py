@@ -53,7 +53,7 @@ def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def outcomes(prepares: list[Prepare]) -> list[str]:
     """What each rank of a handshake ends with: `ok`, or the message of its error."""
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in the stubs
 
     def rank_outcome(rank: int) -> str:
         try:

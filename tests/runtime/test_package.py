@@ -57,9 +57,9 @@ def test_fingerprint_covers_every_file(package_dir: Path) -> None:
 def test_invalid_python_is_named_with_its_line(package_dir: Path) -> None:
     step = package_dir / "step.py"
     lines = step.read_text().splitlines()
-    lines[19] = "def forward(state, tokens:"
+    lines[19] = "def forward(state: State, tokens:"
     step.write_text("\n".join(lines))
-    with pytest.raises(PackageError, match="step.py is not valid Python") as caught:
+    with pytest.raises(PackageError, match=r"step.py is not valid Python") as caught:
         load_package(package_dir, "cpu")
     assert caught.value.where is not None and caught.value.where.startswith(f"{step}:2")
 
@@ -67,7 +67,7 @@ def test_invalid_python_is_named_with_its_line(package_dir: Path) -> None:
 def test_failing_import_is_named_with_its_line(package_dir: Path) -> None:
     step = package_dir / "step.py"
     step.write_text("import torch\nvalue = torch.no_such_name\n")
-    with pytest.raises(PackageError, match="AttributeError.*no_such_name") as caught:
+    with pytest.raises(PackageError, match=r"AttributeError.*no_such_name") as caught:
         load_package(package_dir, "cpu")
     assert caught.value.where == f"{step}:2"
 
@@ -75,7 +75,7 @@ def test_failing_import_is_named_with_its_line(package_dir: Path) -> None:
 def test_lost_entry(package_dir: Path) -> None:
     step = package_dir / "step.py"
     step.write_text(step.read_text().replace("def finish", "def finnish"))
-    with pytest.raises(PackageError, match="no function 'finish'"):
+    with pytest.raises(PackageError, match=r"no function 'finish'"):
         load_package(package_dir, "cpu")
 
 
@@ -99,16 +99,16 @@ def test_absent_or_damaged_manifest(package_dir: Path) -> None:
     content = json.loads(manifest.read_text())
     del content["dims"], content["mesh"]
     manifest.write_text(json.dumps(content))
-    with pytest.raises(PackageError, match="lacks mesh, dims"):
+    with pytest.raises(PackageError, match=r"lacks mesh, dims"):
         load_package(package_dir, "cpu")
     manifest.write_text('{"schema": 1,\n "kind"')
-    with pytest.raises(PackageError, match="cannot be read") as caught:
+    with pytest.raises(PackageError, match=r"cannot be read") as caught:
         load_package(package_dir, "cpu")
     assert caught.value.where == f"{manifest}:2"
     manifest.unlink()
-    with pytest.raises(PackageError, match="manifest.json, which is written last, is missing"):
+    with pytest.raises(PackageError, match=r"manifest.json, which is written last, is missing"):
         load_package(package_dir, "cpu")
-    with pytest.raises(PackageError, match="not a directory"):
+    with pytest.raises(PackageError, match=r"not a directory"):
         load_package(package_dir / "nowhere", "cpu")
 
 
@@ -116,9 +116,9 @@ def test_sizes_are_checked_against_the_dims(make_package: Callable[..., Path]) -
     package = load_package(make_package(dims={"B": [3, 3], "S": [2, 64]}), "cpu")
     package.check_size("B", 3, "--batch-size")
     package.check_size("S", 64, "--seq-len")
-    with pytest.raises(OptionError, match="--batch-size 4 .* B is exactly 3"):
+    with pytest.raises(OptionError, match=r"--batch-size 4 .* B is exactly 3"):
         package.check_size("B", 4, "--batch-size")
-    with pytest.raises(OptionError, match="--seq-len 65 .* S is from 2 to 64"):
+    with pytest.raises(OptionError, match=r"--seq-len 65 .* S is from 2 to 64"):
         package.check_size("S", 65, "--seq-len")
 
 

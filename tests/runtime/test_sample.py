@@ -56,13 +56,13 @@ def test_padded_vocabulary_is_never_drawn() -> None:
 
 def test_draw_follows_the_softmax() -> None:
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0], dtype=torch.float64)
-    keys = [philox.key_from(0, index) for index in range(4000)]
+    keys = [philox.key_from(0, index) for index in range(1200)]
     for temperature, top_k in ((1.0, 0), (0.5, 0), (1.0, 2), (2.0, 99)):
         counts = torch.bincount(torch.tensor([draw(logits, temperature, top_k, key) for key in keys]), minlength=4)
         scaled = logits / temperature
         if top_k == 2:
             scaled[[0, 2]] = -torch.inf
-        torch.testing.assert_close(counts / 4000.0, scaled.softmax(0).float(), rtol=0, atol=0.03)
+        torch.testing.assert_close(counts / 1200.0, scaled.softmax(0).float(), rtol=0, atol=0.05)
 
 
 def test_empty_prompt() -> None:

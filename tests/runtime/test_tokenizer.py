@@ -38,12 +38,12 @@ def test_file(tokenizer_file: Path) -> None:
 
 
 def test_errors(tokenizer_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has 4 tokens, the model knows 3"):
+    with pytest.raises(DataError, match=r"has 4 tokens, the model knows 3"):
         load_tokenizer(tokenizer_file, 3)
-    with pytest.raises(DataError, match="'bytes' has 256 tokens, the model knows 100"):
+    with pytest.raises(DataError, match=r"'bytes' has 256 tokens, the model knows 100"):
         load_tokenizer(None, 100)
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match=r"no such file"):
         load_tokenizer(tmp_path / "absent.json", 256)
     (tmp_path / "broken.json").write_text("{}")
-    with pytest.raises(DataError, match="broken.json cannot be read"):
+    with pytest.raises(DataError, match=r"broken.json cannot be read"):
         load_tokenizer(tmp_path / "broken.json", 256)

@@ -55,13 +55,13 @@ def test_adamw_equals_torch_bit_for_bit(as_tensor: bool) -> None:
     params, grads = adamw_inputs(torch.float32)
     references = [torch.nn.Parameter(param.clone()) for param in params]
     optimizer = torch.optim.AdamW(references, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
-    moments = [[torch.zeros_like(param) for param in params] for _ in range(2)]
+    means, squares = ([torch.zeros_like(param) for param in params] for _ in range(2))
     for index, step_grads in enumerate(grads):
         for reference, grad in zip(references, step_grads, strict=True):
             reference.grad = grad.clone()
         optimizer.step()
         lr = torch.tensor(0.01, dtype=torch.float64) if as_tensor else 0.01
-        v1.adamw_(params, step_grads, *moments, torch.tensor(index + 1), lr, 0.9, 0.95, 1e-8, 0.1)
+        v1.adamw_(params, step_grads, means, squares, torch.tensor(index + 1), lr, 0.9, 0.95, 1e-8, 0.1)
         assert all(torch.equal(a, b) for a, b in zip(params, references, strict=True))
 
 
@@ -70,13 +70,13 @@ def test_adamw_of_mixed_dtypes() -> None:
     params, grads = adamw_inputs(torch.float32)
     references = [torch.nn.Parameter(param.double()) for param in params]
     optimizer = torch.optim.AdamW(references, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    moments = [[torch.zeros_like(param) for param in params] for _ in range(2)]
+    means, squares = ([torch.zeros_like(param) for param in params] for _ in range(2))
     for index, step_grads in enumerate(grads):
         rough = [grad.bfloat16() for grad in step_grads]
         for reference, grad in zip(references, rough, strict=True):
             reference.grad = grad.double()
         optimizer.step()
-        v1.adamw_(params, rough, *moments, torch.tensor(index + 1.0), torch.tensor(0.01), 0.9, 0.95, 1e-8, 0.1)
+        v1.adamw_(params, rough, means, squares, torch.tensor(index + 1.0), torch.tensor(0.01), 0.9, 0.95, 1e-8, 0.1)
     for param, reference in zip(params, references, strict=True):
         torch.testing.assert_close(param.double(), reference.data, rtol=1e-5, atol=1e-6)
 
@@ -84,8 +84,8 @@ def test_adamw_of_mixed_dtypes() -> None:
 def test_adamw_of_low_precision_parameters_and_of_none() -> None:
     params, grads = adamw_inputs(torch.bfloat16)
     before = [param.clone() for param in params]
-    moments = [[torch.zeros(param.shape) for param in params] for _ in range(2)]
-    v1.adamw_(params, grads[0], *moments, torch.tensor(1), 0.5, 0.9, 0.95, 1e-8, 0.0)
+    means, squares = ([torch.zeros(param.shape) for param in params] for _ in range(2))
+    v1.adamw_(params, grads[0], means, squares, torch.tensor(1), 0.5, 0.9, 0.95, 1e-8, 0.0)
     for param, old, grad in zip(params, before, grads[0], strict=True):
         torch.testing.assert_close(param, (old.float() - 0.5 * grad.sign()).bfloat16(), rtol=1e-2, atol=1e-2)
     v1.adamw_([], [], [], [], torch.tensor(1), 0.5, 0.9, 0.95, 1e-8, 0.0)

@@ -9,14 +9,17 @@ import signal
 import time
 
 import torch
+from torch import Tensor
 
 from mgraph.runtime import v1 as rt
 
 PARAMS = ("embed.weight", "hidden.weight", "head.weight")
 IGNORED = -100
 
+State = dict[str, Tensor]
 
-def forward(state, tokens, labels):
+
+def forward(state: State, tokens: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     embedded = state["embed.weight"][tokens.flatten()]
     hidden = torch.tanh(embedded @ state["hidden.weight"].t())
     logits = hidden @ state["head.weight"].t()
@@ -27,7 +30,7 @@ def forward(state, tokens, labels):
     return embedded, hidden, log_probabilities, kept, targets, -(picked * kept).sum()
 
 
-def microbatch(state, tokens, labels):
+def microbatch(state: State, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     embedded, hidden, log_probabilities, kept, targets, loss_sum = forward(state, tokens, labels)
     d_logits = log_probabilities.exp()
     d_logits.scatter_add_(1, targets[:, None], -torch.ones_like(d_logits[:, :1]))
@@ -42,7 +45,7 @@ def microbatch(state, tokens, labels):
     return loss_sum, count
 
 
-def finish(state, lr):
+def finish(state: State, lr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     grads = [state[f"{name}.grad"] for name in PARAMS]
     rt.all_reduce([*grads, state["loss_sum"], state["count"]], "dp")
     count = state["count"].float()
@@ -50,15 +53,15 @@ def finish(state, lr):
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
     torch._foreach_mul_(grads, (1.0 / (norm + 1e-6)).clamp(max=1.0))
     state["step"] += 1
-    moments = [[state[f"{name}.{kind}"] for name in PARAMS] for kind in ("exp_avg", "exp_avg_sq")]
-    rt.adamw_([state[name] for name in PARAMS], grads, *moments, state["step"], lr, 0.9, 0.95, 1e-8, 0.1)
+    means, squares = ([state[f"{name}.{kind}"] for name in PARAMS] for kind in ("exp_avg", "exp_avg_sq"))
+    rt.adamw_([state[name] for name in PARAMS], grads, means, squares, state["step"], lr, 0.9, 0.95, 1e-8, 0.1)
     loss, total = state["loss_sum"] / count, state["count"].clone()
     torch._foreach_zero_([*grads, state["loss_sum"], state["count"]])
     disturb(int(state["step"]), loss)
     return loss, norm, total
 
 
-def disturb(step, loss):
+def disturb(step: int, loss: Tensor) -> None:
     time.sleep(float(os.environ.get("TEST_PAUSE", "0")))
     if step == int(os.environ.get("TEST_STOP_AT", "0")) and os.environ.get("RANK", "0") == "0":
         os.kill(os.getpid(), signal.SIGTERM)
@@ -66,11 +69,11 @@ def disturb(step, loss):
         loss.fill_(float("nan"))
 
 
-def evaluate(state, tokens, labels):
+def evaluate(state: State, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     *_, kept, _, loss_sum = forward(state, tokens, labels)
     return loss_sum, kept.sum()
 
 
-def predict(state, tokens):
+def predict(state: State, tokens: Tensor) -> tuple[Tensor]:
     hidden = torch.tanh(state["embed.weight"][tokens] @ state["hidden.weight"].t())
     return (hidden @ state["head.weight"].t(),)

@@ -1,0 +1,221 @@
+"""The training loop: against torch's own autograd and optimizer, interrupted anywhere, and on wrong input."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mgraph.errors import CheckpointError, DataError, MgraphError, OptionError, PackageError, StorageError
+from mgraph.runtime import checkpoint
+from mgraph.runtime.data import Stream, load_corpus
+from mgraph.runtime.mesh import MeshError
+from mgraph.runtime.options import parse
+from mgraph.runtime.package import load_package
+from mgraph.runtime.schedule import learning_rate
+from mgraph.runtime.state import create_state
+from mgraph.runtime.tokenizer import ByteTokenizer
+from mgraph.runtime.train import NonFiniteLossError, main, run
+
+SMALL = ("--batch-size", "3", "--seq-len", "19", "--warmup", "3", "--lr", "0.02", "--sample-length", "0", "--seed", "5")
+
+
+def train(package: Path, out: Path, data: Path | str, *arguments: str) -> None:
+    run(parse([*SMALL, "--data", str(data), "--out", str(out), *arguments], "train.py"), package)
+
+
+def test_losses_equal_autograd_and_torch_optim(
+    package_dir: Path, text_file: Path, tmp_path: Path, losses: Callable[[Path], list[float]]
+) -> None:
+    """12 steps of 3 microbatches, against one backward pass over their mean loss."""
+    train(package_dir, tmp_path / "run", text_file, "--steps", "12", "--accumulate", "3")
+    state = create_state(load_package(package_dir, "cpu").state_specs, 5, "cpu")
+    names = ("embed.weight", "hidden.weight", "head.weight")
+    embed, hidden, head = parameters = [state[name].double().requires_grad_() for name in names]
+    optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    stream = Stream(load_corpus(str(text_file), ByteTokenizer()).train, 3, 19, 5)
+    expected = []
+    for step in range(12):
+        optimizer.param_groups[0]["lr"] = learning_rate(step, 12, 0.02, 1e-4, 3, "cosine")
+        batches = [stream.next() for _ in range(3)]
+        logits = [torch.tanh(embed[tokens] @ hidden.T) @ head.T for tokens, _ in batches]
+        loss = F.cross_entropy(torch.cat(logits).flatten(0, 1), torch.cat([labels for _, labels in batches]).flatten())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
+    assert expected[-1] < expected[0] - 0.2
+
+
+@pytest.fixture
+def whole_run(package_dir: Path, text_file: Path, tmp_path: Path, losses: Callable[[Path], list[float]]) -> list[float]:
+    """The losses of 20 uninterrupted steps; an epoch has about 300."""
+    train(package_dir, tmp_path / "whole", text_file, "--steps", "20", "--accumulate", "2", "--eval-every", "6")
+    return losses(tmp_path / "whole")
+
+
+def test_signal_saves_and_resume_is_exact(
+    package_dir: Path,
+    text_file: Path,
+    tmp_path: Path,
+    losses: Callable[[Path], list[float]],
+    whole_run: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One run, stopped and resumed several times: at its first step, in the middle, between evaluations, at its end."""
+    arguments = ("--steps", "20", "--accumulate", "2", "--eval-every", "6")
+    for stop_at in (1, 7, 12, 20):
+        monkeypatch.setenv("TEST_STOP_AT", str(stop_at))
+        train(package_dir, tmp_path / "cut", text_file, *arguments, "--resume")
+        assert losses(tmp_path / "cut") == whole_run[:stop_at]
+        assert not (tmp_path / "cut" / "loss.png").exists()
+    monkeypatch.delenv("TEST_STOP_AT")
+    train(package_dir, tmp_path / "cut", text_file, *arguments, "--resume")
+    assert losses(tmp_path / "cut") == whole_run  # bit for bit
+    assert (tmp_path / "cut" / "loss.png").exists()
+
+
+def test_crash_between_checkpoints(
+    package_dir: Path, text_file: Path, tmp_path: Path, losses: Callable[[Path], list[float]], whole_run: list[float]
+) -> None:
+    """What a crash leaves: a log that is ahead of the newest whole checkpoint, and one that was being written."""
+    arguments = ("--steps", "20", "--accumulate", "2", "--eval-every", "6", "--save-every", "8", "--keep", "3")
+    train(package_dir, tmp_path / "cut", text_file, *arguments)
+    checkpoints = tmp_path / "cut" / "checkpoints"
+    (checkpoints / "step_00000020").rename(checkpoints / "step_00000020.unfinished")
+    shutil.rmtree(checkpoints / "step_00000016")
+    train(package_dir, tmp_path / "cut", text_file, *arguments, "--resume")
+    assert losses(tmp_path / "cut") == whole_run
+    assert sorted(path.name for path in checkpoints.iterdir()) == [f"step_{n:08d}" for n in (8, 16, 20)]
+
+
+def test_results_of_a_run(
+    package_dir: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    arguments = ("--steps", "150", "--eval-every", "50", "--sample-length", "30", "--sample-prompt", "the ")
+    train(package_dir, out, text_file, *arguments)
+    *_, summary = capsys.readouterr().out.splitlines()
+    words = summary.split()
+    assert words[0:2] == ["train", "loss"] and words[3:5] == ["validation", "loss"] and words[-1] == "nats/byte"
+    train_loss, validation_loss, unigram = float(words[2]), float(words[5]), float(words[8])
+    assert train_loss < unigram - 0.5 and validation_loss < unigram - 0.5
+    assert (out / "sample.txt").read_text().startswith("the ")
+    assert len((out / "sample.txt").read_text()) == len("the ") + 30 + 1
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "validation_loss" in record] == [50, 100, 150]
+    assert {"step", "loss", "grad_norm", "count", "learning_rate", "tokens_per_second"} <= set(records[0])
+    assert all(path.exists() for path in (out / "loss.png", out / "tensorboard", out / "checkpoints/step_00000150"))
+    train(package_dir, out, text_file, *arguments, "--resume")  # nothing is left to train: the same results again
+    assert capsys.readouterr().out.splitlines()[-1] == summary
+
+
+def test_validation_loss_is_the_mean_over_tokens(
+    package_dir: Path, text_file: Path, tmp_path: Path, losses: Callable[[Path], list[float]]
+) -> None:
+    train(package_dir, tmp_path / "run", text_file, "--steps", "2", "--eval-batches", "1000")
+    package = load_package(package_dir, "cpu")
+    state = create_state(package.state_specs, 0, "cpu")
+    found = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert found is not None
+    from mgraph.runtime.mesh import current
+
+    checkpoint.load(found, state, package.state_specs, current())
+    tokens = load_corpus(str(text_file), ByteTokenizer()).validation.long()
+    count = (len(tokens) - 1) // 19 // 3 * 3 * 19
+    logits = torch.tanh(state["embed.weight"][tokens[:count]] @ state["hidden.weight"].T) @ state["head.weight"].T
+    expected = F.cross_entropy(logits.double(), tokens[1 : count + 1]).item()
+    last = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[-1])
+    assert last["validation_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_tokenizer_file_and_nats_per_byte(
+    package_dir: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizers import Tokenizer, models, trainers
+
+    library = Tokenizer(models.BPE())
+    library.train_from_iterator([text_file.read_text()], trainers.BpeTrainer(vocab_size=200, show_progress=False))
+    library.save(str(tmp_path / "tokenizer.json"))
+    arguments = ("--tokenizer", str(tmp_path / "tokenizer.json"), "--steps", "30", "--sample-length", "5")
+    train(package_dir, tmp_path / "run", text_file, *arguments)
+    per_byte = load_corpus(str(text_file), ByteTokenizer())
+    words = capsys.readouterr().out.splitlines()[-1].split()
+    assert float(words[8]) == pytest.approx(per_byte.unigram_entropy, abs=1e-4)
+    last = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[-1])
+    tokens = len(library.encode(text_file.read_text()).ids)
+    assert float(words[5]) == pytest.approx(last["validation_loss"] * tokens / text_file.stat().st_size, abs=1e-3)
+
+
+def test_non_finite_loss(
+    package_dir: Path,
+    text_file: Path,
+    tmp_path: Path,
+    losses: Callable[[Path], list[float]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TEST_NAN_AT", "7")
+    out = tmp_path / "run"
+    with pytest.raises(NonFiniteLossError, match=r"the loss of step 7 is nan"):
+        train(package_dir, out, text_file, "--steps", "20", "--save-every", "4", "--log-every", "50")
+    assert len(losses(out)) == 6 and all(map(math.isfinite, losses(out)))
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_00000004"]
+    capsys.readouterr()
+    arguments = [*SMALL, "--data", str(text_file), "--out", str(out), "--steps", "20", "--resume"]
+    with pytest.raises(SystemExit) as caught:
+        main(package_dir, arguments)
+    assert caught.value.code == 3
+    assert "error: the loss of step 7 is nan" in capsys.readouterr().err
+
+
+def test_wrong_input(
+    package_dir: Path,
+    text_file: Path,
+    tmp_path: Path,
+    make_package: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each mistake a person may type gives its own message, before anything is written."""
+    out = tmp_path / "run"
+    cases: list[tuple[type[MgraphError], str, tuple[str, ...]]] = [
+        (OptionError, "--seq-len 65 is outside", ("--seq-len", "65")),
+        (OptionError, "--seq-len 1 is outside", ("--seq-len", "1")),
+        (DataError, "absent.txt: no such file", ("--data", "absent.txt")),
+        (DataError, "--tokenizer absent.json: no such file", ("--tokenizer", "absent.json")),
+        (DataError, "validation split has", ("--batch-size", "4000")),
+        (MeshError, "no CUDA device", ("--device", "cuda")),
+        (StorageError, "Not a directory", ("--out", str(text_file / "run"))),
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for kind, message, arguments in cases:
+        with pytest.raises(kind, match=message):
+            train(package_dir, out, text_file, "--steps", "2", *arguments)
+        assert not out.exists()
+    serving = make_package(kind="serve", entries={"predict": {"inputs": ["tokens"], "outputs": ["logits"]}})
+    with pytest.raises(PackageError, match=r"no entry 'microbatch' .it is for serve"):
+        train(serving, out, text_file)
+
+
+def test_a_run_is_neither_overwritten_nor_resumed_with_other_data(
+    package_dir: Path, text_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    train(package_dir, out, text_file, "--steps", "2", "--resume")  # nothing to resume yet: starts at 0
+    with pytest.raises(OptionError, match=r"already holds a run, saved at step 2"):
+        train(package_dir, out, text_file, "--steps", "4")
+    with pytest.raises(CheckpointError, match=r"option '--seq-len' is 19 in it and 20 here"):
+        train(package_dir, out, text_file, "--steps", "4", "--resume", "--seq-len", "20")
+    with pytest.raises(CheckpointError, match=r"option '--seed' is 5 in it and 6 here"):
+        train(package_dir, out, text_file, "--steps", "4", "--resume", "--seed", "6")
+    text_file.write_text(text_file.read_text() + "more")
+    with pytest.raises(CheckpointError, match=r"option '--data"):
+        train(package_dir, out, text_file, "--steps", "4", "--resume")
