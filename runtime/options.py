@@ -18,7 +18,7 @@ EXIT_CODES = """exit codes:
   0  the run ended, or was stopped by SIGTERM or Ctrl-C after its step and saved
   2  wrong input (options, data, checkpoint, package) or no space on the disk
   3  the loss is no longer finite; checkpoints written before are untouched
-torchrun itself exits with 1 where a process it started exits with another code than 0."""
+torchrun itself exits with 1 where a process it started exits with another code, or where it was stopped itself."""
 
 
 def _about(text: str, low: float | None = None, choices: Sequence[str] | None = None) -> dict[str, Any]:
