@@ -18,6 +18,7 @@ EXIT_CODES = """exit codes:
   0  the run ended, or was stopped by SIGTERM or Ctrl-C after its step and saved
   2  wrong input (options, data, checkpoint, package) or no space on the disk
   3  the loss is no longer finite; checkpoints written before are untouched
+130  a second Ctrl-C, or one before the first step: ended at once, nothing saved
 torchrun itself exits with 1 where a process it started exits with another code, or where it was stopped itself."""
 
 

@@ -62,6 +62,8 @@ def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoR
         code = error.exit_code
         if mesh.environment()[0] == 0:
             print(error, file=sys.stderr, flush=True)
+    except KeyboardInterrupt:  # before the first step, or a second time
+        code = 130
     mesh.current().close()
     sys.exit(code)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 
 from mgraph.errors import CheckpointError, DataError, MgraphError, OptionError, PackageError, StorageError
 from mgraph.runtime import checkpoint
+from mgraph.runtime import train as train_module
 from mgraph.runtime.data import Stream, load_corpus
 from mgraph.runtime.mesh import MeshError
 from mgraph.runtime.options import parse
@@ -21,7 +23,7 @@ from mgraph.runtime.package import load_package
 from mgraph.runtime.schedule import learning_rate
 from mgraph.runtime.state import create_state
 from mgraph.runtime.tokenizer import ByteTokenizer
-from mgraph.runtime.train import NonFiniteLossError, main, run
+from mgraph.runtime.train import NonFiniteLossError, StopSignal, main, run
 
 SMALL = ("--batch-size", "3", "--seq-len", "19", "--warmup", "3", "--lr", "0.02", "--sample-length", "0", "--seed", "5")
 
@@ -175,6 +177,22 @@ def test_non_finite_loss(
         main(package_dir, arguments)
     assert caught.value.code == 3
     assert "error: the loss of step 7 is nan" in capsys.readouterr().err
+
+
+def test_second_interrupt_ends_at_once(package_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        with StopSignal() as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert stop.requested
+            signal.raise_signal(signal.SIGINT)
+        raise AssertionError("went on after the second Ctrl-C")
+
+    monkeypatch.setattr(train_module, "run", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        main(package_dir, [])
+    assert caught.value.code == 130
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_wrong_input(
