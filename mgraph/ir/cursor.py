@@ -51,7 +51,7 @@ class Cursor:
     def error(self, message: str, at: int | None = None, hint: str | None = None) -> GraphError:
         """The error at a column (default: here), with the line and a caret under the column."""
         column = self.position if at is None else at
-        start = max(0, column - _SHOWN // 2)
+        start = max(0, min(column - _SHOWN // 2, len(self.text) - _SHOWN))
         shown = self.text[start : start + _SHOWN]
         caret = " " * (column - start) + "^"
         where = f"{self.source}, line {self.line}, column {column + 1}\n    {shown}\n    {caret}"

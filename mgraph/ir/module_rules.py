@@ -130,7 +130,7 @@ def _fits(call: InitCall) -> bool:
     )
 
 
-def _init_hint(call: InitCall) -> str:
+def _init_hint(call: InitCall) -> str | None:
     if call and isinstance(call[0], str) and call[0] in INIT_CALLS:
         return f"{call[0]} takes {len(INIT_CALLS[call[0]])} argument(s), numbers unless it copies"
     return suggestion(str(call[0]) if call else "", INIT_CALLS)
