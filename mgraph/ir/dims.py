@@ -112,8 +112,10 @@ def _evaluate(expression: Any, values: Mapping[str, Any]) -> Any:
 
 def divide(dim: Dim, by: Dim) -> Dim | None:
     """`dim / by` where it is exact for all values of the named dims, else `None`."""
+    if by == 0:
+        return None
     if isinstance(dim, int) and isinstance(by, int):
-        return dim // by if by and dim % by == 0 else None
+        return dim // by if dim % by == 0 else None
     quotient = sympy.cancel(sympy.sympify(dim) / by)
     denominator = sympy.fraction(sympy.together(quotient))[1]
     return as_dim(quotient) if denominator == 1 else None
