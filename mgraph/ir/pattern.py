@@ -150,9 +150,10 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an attempt failed: how many nodes had fitted, at which node, by which guard, and what was wrong."""
+    """Why an attempt failed: how far it got (0: structure, 1: users, 2: guards; then how many nodes had fitted), at
+    which node, by which guard, and what was wrong."""
 
-    progress: int
+    progress: tuple[int, int]
     node: Node
     guard: str
     detail: str
@@ -205,30 +206,37 @@ class Matcher:
             if outside and not shared and value is not root and value not in exported:
                 total, expected = len(readers) + (value in self.returned), len(readers) - outside
                 expected += value in self.returned
-                self._fail(found.chain, node, "users", f"`{_short(node.op)}` has {total} users, expected {expected}")
+                detail = f"`{_short(node.op)}` has {total} users, expected {expected}"
+                self._fail(found.chain, node, "users", detail, stage=1)
                 return False
         for guard in guards:
             wrong = guard.check(found)
             if wrong is not None:
-                self._fail(found.chain, found.root, guard.name, wrong, bonus=1)
+                self._fail(found.chain, found.root, guard.name, wrong, stage=2)
                 return False
         return True
 
-    def _fail(self, touched: frozenset[Node], node: Node, guard: str, detail: str, bonus: int = 0) -> None:
-        progress = len(touched) + bonus
+    def _fail(self, touched: frozenset[Node], node: Node, guard: str, detail: str, stage: int = 0) -> None:
+        progress = (stage, len(touched))
         if self._best is None or progress > self._best.progress:
             self._best = Failure(progress, node, guard, detail, touched)
 
     def _solve(self, pattern: Pattern, value: Value, reader: Node, state: _State) -> Iterator[_State]:
-        if isinstance(pattern, Either):
+        node = self.producers.get(value)
+        if not _may_be(pattern, node):
+            found = f"{value!r}" if node is None else f"`{_short(node.op)}`"
+            expected = " or ".join(dict.fromkeys(f"`{_short(o)}`" for o in _ops(pattern)))
+            self._fail(state.chain, reader, "op", f"`{_short(reader.op)}` reads {found}, expected {expected}")
+        elif isinstance(pattern, Either):
             for option in pattern.options:
-                yield from self._solve(option, value, reader, state)
+                if _may_be(option, node):
+                    yield from self._solve(option, value, reader, state)
         elif isinstance(pattern, Capture):
             values = self._bound(pattern.name, value, reader, state)
             if values is not None:
                 yield _State(values, state.nodes, state.steps)
-        else:
-            yield from self._solve_op(pattern, value, reader, state)
+        elif node is not None:
+            yield from self._solve_op(pattern, node, value, reader, state)
 
     def _bound(self, name: str, value: Value, reader: Node, state: _State) -> Mapping[str, Value] | None:
         bound = state.values.get(name, value)
@@ -238,13 +246,7 @@ class Matcher:
         self._fail(state.chain, reader, "operand", detail)
         return None
 
-    def _solve_op(self, pattern: Op, value: Value, reader: Node, state: _State) -> Iterator[_State]:
-        node = self.producers.get(value)
-        expected = " or ".join(f"`{_short(o)}`" for o in pattern.ops)
-        if node is None or node.op not in pattern.ops:
-            found = f"{value!r}" if node is None else f"`{_short(node.op)}`"
-            self._fail(state.chain, reader, "op", f"`{_short(reader.op)}` reads {found}, expected {expected}")
-            return
+    def _solve_op(self, pattern: Op, node: Node, value: Value, reader: Node, state: _State) -> Iterator[_State]:
         if node.results[pattern.result] is not value:
             detail = f"`{_short(reader.op)}` reads {value!r}, expected result {pattern.result} of `{_short(node.op)}`"
             self._fail(state.chain, reader, "result", detail)
@@ -273,6 +275,20 @@ class Matcher:
             return
         for reached in self._solve(patterns[index], node.operands[index], node, state):
             yield from self._solve_all(patterns, node, index + 1, reached)
+
+
+def _ops(pattern: Pattern) -> tuple[str, ...]:
+    """The ops that can make the value of a pattern; none for a capture."""
+    if isinstance(pattern, Either):
+        return tuple(o for option in pattern.options for o in _ops(option))
+    return pattern.ops if isinstance(pattern, Op) else ()
+
+
+def _may_be(pattern: Pattern, node: Node | None) -> bool:
+    """Whether the op of a node, or of none, fits the top of a pattern."""
+    if isinstance(pattern, Either):
+        return any(_may_be(option, node) for option in pattern.options)
+    return isinstance(pattern, Capture) or (node is not None and node.op in pattern.ops)
 
 
 def _wrong_attr(pattern: Op, node: Node, name: str) -> str | None:

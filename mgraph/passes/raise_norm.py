@@ -25,19 +25,17 @@ from mgraph.ir.pattern import ANY, LAST_DIM, NUMBER, Guard, Match, Pattern, capt
 from mgraph.ir.types import DType
 from mgraph.passes.rewrite import RaisePass, Rule
 
-_EPSILON = {DType.F64: 2.0**-52}
-"""What torch adds where no eps is given: the machine epsilon of the dtype it computes in, f32 but for f64."""
-_F32_EPSILON = 2.0**-23
+_GIVEN = where("a number (what torch adds by default depends on the dtype)", NUMBER.test)
 
 
 def _normed() -> Pattern:
-    wide = optional_cast(capture("x"), name="upcast")
+    wide = optional_cast(capture("x"))
     square = either(
         op("aten.pow.Tensor_Scalar", wide, exponent=where("2", lambda value, node: value == 2)),
         op("aten.mul.Tensor", wide, wide),
     )
     mean = op("aten.mean.dim", square, dim=LAST_DIM, keepdim=True)
-    rstd = op("aten.rsqrt.default", op("aten.add.Tensor", mean, other=NUMBER, name="eps"))
+    rstd = op("aten.rsqrt.default", op("aten.add.Tensor", mean, other=NUMBER, name="eps"), name="rsqrt")
     return op("aten.mul.Tensor", wide, rstd, commutative=True)
 
 
@@ -57,7 +55,7 @@ _CHAIN = either(
 def _dtype(match: Match) -> str | None:
     """All of the arithmetic is f32 or wider, and the result (and the rounding before the weight) is like x."""
     x, y = match["x"].tensor.dtype, match.root.result.tensor.dtype
-    wide = match.attr("upcast", "dtype", x)
+    wide = match.nodes["rsqrt"].result.tensor.dtype
     if wide not in (DType.F32, DType.F64):
         return f"it is computed in {wide!r}, expected f32 or f64"
     if y is not x:
@@ -83,10 +81,7 @@ def _emit(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
 
 
 def _emit_torch(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
-    eps = match.attr("norm", "eps")
-    if eps is None:
-        eps = _EPSILON.get(match["x"].tensor.dtype, _F32_EPSILON)
-    attrs = {"eps": eps, "offset": 0.0, "round": "product"}
+    attrs = {"eps": match.attr("norm", "eps"), "offset": 0.0, "round": "product"}
     return builder.emit("rms_norm", (match["x"], match["weight"]), attrs, names=("rms_norm", "rstd"))[:1]
 
 
@@ -94,7 +89,7 @@ _SHAPE = Guard("shape", _shape)
 _RULES = (
     Rule(
         "rms_norm",
-        op("aten.rms_norm.default", capture("x"), capture("weight"), normalized_shape=ANY, eps=ANY, name="norm"),
+        op("aten.rms_norm.default", capture("x"), capture("weight"), normalized_shape=ANY, eps=_GIVEN, name="norm"),
         ("aten.rms_norm.default",),
         _emit_torch,
         (_SHAPE,),

@@ -1,0 +1,83 @@
+"""raise-rope: both ways of writing the rotation, with and without casts, and each guard broken once."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgraph.passes.raise_rope import RaiseRope
+from tests.passes.raising import assert_same, near_misses, ops, raised
+
+FULL = """
+func @f(%x: bf16[B, 2, S, 8], %cos: bf16[1, S, 8], %sin: bf16[1, S, 8]) {
+  %a: bf16[B, 2, S, 8] = aten.mul.Tensor(%x, %cos)
+  %b: bf16[B, 2, S, 4] = aten.slice.Tensor(%x) {dim = 3, end = 4}
+  %c: bf16[B, 2, S, 4] = aten.slice.Tensor(%x) {dim = 3, start = 4}
+  %d: bf16[B, 2, S, 4] = aten.neg.default(%c)
+  %e: bf16[B, 2, S, 8] = aten.cat.default(%d, %b) {args = ["tensors.0", "tensors.1"], dim = -1}
+  %g: bf16[B, 2, S, 8] = aten.mul.Tensor(%e, %sin)
+  %y: bf16[B, 2, S, 8] = aten.add.Tensor(%a, %g)
+  return %y
+}
+"""
+WIDE = """
+func @f(%x: bf16[B, 2, S, 8], %cos: f32[1, S, 8], %sin: f32[1, S, 8]) {
+  %w: f32[B, 2, S, 8] = cast(%x) {dtype = f32}
+  %a: f32[B, 2, S, 8] = aten.mul.Tensor(%w, %cos)
+  %b: f32[B, 2, S, 4] = aten.slice.Tensor(%w) {dim = 3, end = 4}
+  %c: f32[B, 2, S, 4] = aten.slice.Tensor(%w) {dim = 3, start = 4}
+  %d: f32[B, 2, S, 4] = aten.neg.default(%c)
+  %e: f32[B, 2, S, 8] = aten.cat.default(%d, %b) {args = ["tensors.0", "tensors.1"], dim = 3}
+  %g: f32[B, 2, S, 8] = aten.mul.Tensor(%sin, %e)
+  %h: f32[B, 2, S, 8] = aten.add.Tensor(%g, %a)
+  %y: bf16[B, 2, S, 8] = cast(%h) {dtype = bf16}
+  return %y
+}
+"""
+HALF = """
+func @f(%x: f32[B, 2, S, 8], %cos: f32[1, S, 4], %sin: f32[1, S, 4]) {
+  %a: f32[B, 2, S, 4] = aten.slice.Tensor(%x) {dim = 3, end = 4}
+  %b: f32[B, 2, S, 4] = aten.slice.Tensor(%x) {dim = 3, start = 4}
+  %c: f32[B, 2, S, 4] = aten.mul.Tensor(%a, %cos)
+  %d: f32[B, 2, S, 4] = aten.mul.Tensor(%b, %sin)
+  %e: f32[B, 2, S, 4] = aten.sub.Tensor(%c, %d)
+  %g: f32[B, 2, S, 4] = aten.mul.Tensor(%b, %cos)
+  %h: f32[B, 2, S, 4] = aten.mul.Tensor(%a, %sin)
+  %i: f32[B, 2, S, 4] = aten.add.Tensor(%g, %h)
+  %y: f32[B, 2, S, 8] = aten.cat.default(%e, %i) {args = ["tensors.0", "tensors.1"], dim = -1}
+  return %y
+}
+"""
+
+
+@pytest.mark.parametrize("text", [FULL, WIDE, HALF])
+def test_raises(text: str) -> None:
+    before, after, report = raised(RaiseRope(), text)
+    assert ops(after.functions["f"]) == {"rope": 1}
+    (node,) = after.functions["f"].nodes
+    assert [v.name for v in node.operands] == ["x", "cos", "sin"]
+    assert report.near_misses == []
+    assert_same(before, after)
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new", "expected"),
+    [
+        (FULL, "return %y", "return %y, %e", "`cat` has 2 users, expected 1"),
+        (FULL, "(%c)\n", "(%b)\n", "`slice` has start = None, expected half of the last dim"),
+        (HALF, "(%a, %sin)", "(%a, %cos)", "`mul` reads %cos, expected %sin (sin)"),
+        (HALF, "aten.sub.Tensor(%c, %d)", "aten.sub.Tensor(%c, %d) {alpha = 2}", "`sub` has alpha = 2, expected none"),
+    ],
+)
+def test_near_misses(text: str, old: str, new: str, expected: str) -> None:
+    assert old in text
+    (miss,) = near_misses(RaiseRope(), text.replace(old, new))
+    assert miss.startswith("rope: ")
+    assert expected in miss
+
+
+def test_keeps_an_upcast_that_is_not_undone() -> None:
+    """Without the cast back, the chain is a rope of the upcast x."""
+    text = WIDE.replace("  %y: bf16[B, 2, S, 8] = cast(%h) {dtype = bf16}\n", "").replace("return %y", "return %h")
+    before, after, _ = raised(RaiseRope(), text)
+    assert ops(after.functions["f"]) == {"cast": 1, "rope": 1}
+    assert_same(before, after)
