@@ -103,17 +103,30 @@ def load(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec, ...], mes
     """Fill the persistent tensors of `state`, in place. Raises `CheckpointError` if layout or content do not fit."""
     layout = layout_of(specs)
     check_same(checkpoint.layout, layout, checkpoint.path, "state")
-
-    def verify() -> None:
-        # The ranks share the work of reading: a file is checked by one of them.
-        for name, digest in list(checkpoint.files.items())[mesh.rank :: mesh.world_size]:
-            file = checkpoint.path / name
-            if not file.is_file() or _digest(file) != digest:
-                raise _damaged(checkpoint.path, f"{name} is {'not what was written' if file.exists() else 'missing'}")
-
-    mesh.together(verify)
+    # The ranks share the work of reading: a file is checked by one of them.
+    mesh.together(lambda: _verify(checkpoint, list(checkpoint.files)[mesh.rank :: mesh.world_size]))
     tensors = {name: state[name] for name in layout}
     mesh.together(lambda: _storage(checkpoint.path, lambda: _dcp("load", tensors, checkpoint.path)))
+
+
+def load_parameters(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec, ...]) -> None:
+    """Fill the persistent tensors of `specs` alone, in one process: the weights of a run, for another package.
+
+    Raises `CheckpointError` where the checkpoint lacks one, has it in another shape, or is damaged.
+    """
+    layout = layout_of(specs)
+    check_same({name: checkpoint.layout.get(name) for name in layout}, layout, checkpoint.path, "state")
+    _verify(checkpoint, list(checkpoint.files))
+    tensors = {name: state[name] for name in layout}
+    _storage(checkpoint.path, lambda: _dcp("load", tensors, checkpoint.path))
+
+
+def _verify(checkpoint: Checkpoint, names: list[str]) -> None:
+    """Raise `CheckpointError` unless these files are what was written."""
+    for name in names:
+        file = checkpoint.path / name
+        if not file.is_file() or _digest(file) != checkpoint.files[name]:
+            raise _damaged(checkpoint.path, f"{name} is {'not what was written' if file.exists() else 'missing'}")
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, what: str) -> None:

@@ -35,9 +35,7 @@ def overload(name: str) -> Any:
 @functools.cache
 def tensor_arguments(name: str) -> tuple[str, ...]:
     """Names of the schema's `Tensor` and `Tensor?` arguments, in order; lists are not among them."""
-    return tuple(
-        a.name for a in overload(name)._schema.arguments if str(a.type) in ("Tensor", "Optional[Tensor]")
-    )
+    return tuple(a.name for a in overload(name)._schema.arguments if str(a.type) in ("Tensor", "Optional[Tensor]"))
 
 
 def argument_names(name: str, count: int, attrs: Mapping[str, Any]) -> tuple[str, ...]:
@@ -46,9 +44,7 @@ def argument_names(name: str, count: int, attrs: Mapping[str, Any]) -> tuple[str
     return tuple(named) if named is not None else tensor_arguments(name)[:count]
 
 
-def call_arguments(
-    name: str, operands: Sequence[Any], attrs: Mapping[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
+def call_arguments(name: str, operands: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Positional and keyword arguments of the torch call, from operands (anything) and attrs (kept as they are).
 
     Positional arguments end before the first one left at its default; the rest go by keyword.

@@ -111,9 +111,7 @@ class _Derivation:
         """One cache state; the first attention's are `cache.0.k` and `cache.0.v`."""
         kind = slot.name.rpartition(".")[2]
         index = sum(c.name.endswith(f".{kind}") for c in self.caches)
-        state = State.make(
-            f"cache.{index}.{kind}", slot.tensor, StateKind.CACHE, init=(("zeros_",),), persist=False
-        )
+        state = State.make(f"cache.{index}.{kind}", slot.tensor, StateKind.CACHE, init=(("zeros_",),), persist=False)
         self.caches.append(state)
         return state
 
@@ -138,9 +136,7 @@ class _Derivation:
             self.functions[name] = builder.build([*function.results, *updates])
         return self.functions[name]
 
-    def _attention(
-        self, builder: FunctionBuilder, node: Node, caches: list[Value], start: Value
-    ) -> tuple[Value, ...]:
+    def _attention(self, builder: FunctionBuilder, node: Node, caches: list[Value], start: Value) -> tuple[Value, ...]:
         if not node.attrs.get("causal"):
             raise PassError("attention that is not causal cannot be served token by token", where=str(node.origin))
         query, key, value = node.operands[:3]

@@ -106,7 +106,17 @@ def _plan(fwd: Function, bwd: Function, made_by: str) -> _Plan:
     # Values of the pair are the same objects where the pair was never printed and parsed; by name they always are.
     new_bwd = _by_name(new_bwd, fwd)
     new_fwd = replace(fwd, results=fwd.results[:kept])
-    return _Plan(new_fwd, new_bwd, bwd.params.index(saved[0]), kept, params, slots, len(cotangents), len(bwd.slots), len(accumulators))
+    return _Plan(
+        new_fwd,
+        new_bwd,
+        bwd.params.index(saved[0]),
+        kept,
+        params,
+        slots,
+        len(cotangents),
+        len(bwd.slots),
+        len(accumulators),
+    )
 
 
 def _by_name(function: Function, source: Function) -> Function:

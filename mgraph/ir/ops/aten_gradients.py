@@ -250,9 +250,7 @@ def _cat(request: GradientRequest) -> Sequence[Value | None]:
     made: list[Value | None] = []
     for operand, need in zip(request.node.operands, request.needs, strict=True):
         end = start + operand.tensor.shape[dim]  # type: ignore[index, operator]
-        made.append(
-            _op(request, "slice.Tensor", request.cotangent, dim=dim, start=start, end=end) if need else None
-        )
+        made.append(_op(request, "slice.Tensor", request.cotangent, dim=dim, start=start, end=end) if need else None)
         start = end
     return made
 
@@ -332,5 +330,3 @@ def _topk(request: GradientRequest) -> Sequence[Value | None]:
     return [
         request.builder.one("aten.scatter.src", zeros, request.node.results[1], request.cotangent, dim=dim),
     ]
-
-
