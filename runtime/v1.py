@@ -9,23 +9,75 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from mgraph.runtime import mesh
+from mgraph.runtime.attention import attention, attention_grad
 from mgraph.runtime.kernels import kernels
+from mgraph.runtime.ops import (
+    copy_,
+    cross_entropy,
+    cross_entropy_grad,
+    device,
+    embedding_grad_,
+    global_norm,
+    glu,
+    glu_grad,
+    gradient_scale,
+    grouped_mm,
+    grouped_outer_,
+    kv_append_,
+    moe_combine,
+    moe_combine_grad,
+    moe_dispatch,
+    moe_dispatch_grad,
+    moe_route,
+    moe_route_grad,
+    random,
+    rope,
+    rope_table_grad,
+    scale_,
+    zero_,
+)
 
-__all__ = ["Pending", "adamw_", "all_reduce", "all_reduce_start", "grouped_mm", "kernels", "wait"]
+__all__ = [
+    "Pending",
+    "adamw_",
+    "all_reduce",
+    "all_reduce_start",
+    "attention",
+    "attention_grad",
+    "copy_",
+    "cross_entropy",
+    "cross_entropy_grad",
+    "device",
+    "embedding_grad_",
+    "global_norm",
+    "glu",
+    "glu_grad",
+    "gradient_scale",
+    "grouped_mm",
+    "grouped_outer_",
+    "kernels",
+    "kv_append_",
+    "moe_combine",
+    "moe_combine_grad",
+    "moe_dispatch",
+    "moe_dispatch_grad",
+    "moe_route",
+    "moe_route_grad",
+    "random",
+    "rope",
+    "rope_table_grad",
+    "scale_",
+    "wait",
+    "zero_",
+]
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# The public name came after the private one; both take the same arguments.
-_grouped_mm: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
-_GROUPED_ALIGNMENT = 16  # bytes between rows that the fused grouped product asks for
-_GROUPED_DTYPES = {"cuda": {torch.bfloat16}, "cpu": {torch.bfloat16, torch.float16, torch.float32}}
 
 
 @dataclass(frozen=True)
@@ -71,47 +123,6 @@ def wait(pending: Pending) -> list[Tensor]:
     return pending.tensors
 
 
-def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Matrix products of consecutive groups of rows; `offsets` i32[E] holds the cumulative end of each group.
-
-    With weight [E, K, N], rows [R, K] give [R, N]: `out[r] = rows[r] @ weight[e]` for the group e that r lies in; rows
-    past the last end are zero or undefined. With weight [R, N], rows [K, R] (as in a weight gradient) give [E, K, N]:
-    `out[e] = rows[:, group e] @ weight[group e]`.
-
-    Operands may be transposed views. One fused call where torch has one for the dtype and strides, else one product
-    per group.
-    """
-    aligned = all(_is_aligned(operand) for operand in (rows, weight))
-    if aligned and rows.dtype in _GROUPED_DTYPES.get(rows.device.type, set()):
-        fused: Tensor = _grouped_mm(rows, weight, offs=offsets)
-        return fused
-    ends = offsets.tolist()
-    starts = [0, *ends[:-1]]
-    if weight.dim() == 2:
-        stacked = rows.new_empty(len(ends), rows.shape[0], weight.shape[1])
-        for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            torch.mm(rows[:, start:end], weight[start:end], out=stacked[index])
-        return stacked
-    out = rows.new_empty(rows.shape[0], weight.shape[2])
-    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        torch.mm(rows[start:end], weight[index], out=out[start:end])
-    return out
-
-
-def _is_aligned(operand: Tensor) -> bool:
-    """Whether the last two dims are laid out densely one way round, with 16-byte distances and start."""
-    step = _GROUPED_ALIGNMENT // operand.element_size()
-    inner, outer = sorted(operand.stride()[-2:])
-    batch = operand.stride()[:-2]
-    return (
-        operand.numel() > 0
-        and inner == 1
-        and outer % step == 0
-        and all(stride % step == 0 for stride in batch)
-        and operand.storage_offset() % step == 0
-    )
-
-
 def adamw_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -131,17 +142,15 @@ def adamw_(
         p *= 1 - lr wd;    m += (1 - b1) (g - m);    v += (1 - b2) (g^2 - v)
         p -= lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
 
-    One fused kernel for all tensors where dtypes agree; gradients and moments of another dtype than the parameters
-    take torch's list operations.
+    One fused kernel for all tensors, in the dtype of the moments: gradients, and parameters that are narrower than
+    their moments, are converted for it.
     """
     if not params:
         return
-    if len({tensor.dtype for tensors in (params, grads, exp_avgs, exp_avg_sqs) for tensor in tensors}) > 1:
-        _adamw_lists(params, grads, exp_avgs, exp_avg_sqs, float(step), float(lr), beta1, beta2, eps, weight_decay)
-        return
+    wide = [param.to(moment.dtype) for param, moment in zip(params, exp_avgs, strict=True)]
     torch._fused_adamw_(
-        list(params),
-        list(grads),
+        wide,
+        [grad.to(moment.dtype) for grad, moment in zip(grads, exp_avgs, strict=True)],
         list(exp_avgs),
         list(exp_avg_sqs),
         [],
@@ -154,31 +163,6 @@ def adamw_(
         amsgrad=False,
         maximize=False,
     )
-
-
-def _adamw_lists(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    step: float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """The update of `adamw_` in the dtype of the moments, tensor lists at a time."""
-    params, exp_avgs, exp_avg_sqs = list(params), list(exp_avgs), list(exp_avg_sqs)
-    grads = [grad.to(moment.dtype) for grad, moment in zip(grads, exp_avgs, strict=True)]
-    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
-    torch._foreach_mul_(exp_avg_sqs, beta2)
-    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
-    denominators = torch._foreach_sqrt(exp_avg_sqs)
-    torch._foreach_div_(denominators, (1 - beta2**step) ** 0.5)
-    torch._foreach_add_(denominators, eps)
-    updates = torch._foreach_div(exp_avgs, denominators)
-    wide = [param.to(update.dtype) for param, update in zip(params, updates, strict=True)]
-    decayed = torch._foreach_mul(wide, 1 - lr * weight_decay)
-    torch._foreach_add_(decayed, updates, alpha=-lr / (1 - beta1**step))
-    torch._foreach_copy_(params, decayed)
+    for param, updated in zip(params, wide, strict=True):
+        if updated is not param:  # `to` gave a copy
+            param.copy_(updated)

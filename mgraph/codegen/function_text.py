@@ -1,0 +1,496 @@
+"""The text of one function of step.py: names, statements, loops, and a `del` where a value dies.
+
+Names follow the values and are reused as soon as their value is dead. A comment names the origin of the lines below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+
+from mgraph.codegen.dim_text import DimScope, python_text
+from mgraph.codegen.kernel_sites import KernelSites
+from mgraph.codegen.liveness import Liveness, is_small
+from mgraph.codegen.loops import Carried, Loop, Slot, Stacked, find_loops, template
+from mgraph.codegen.names import NamePool, base_name, identifier, slot_names
+from mgraph.codegen.prepare import KeptType, called
+from mgraph.codegen.source import SourceWriter
+from mgraph.codegen.state_tables import SHORT, StateTables
+from mgraph.codegen.torch_provider import Site, Written, absorbable, overwritable, write, write_accumulated
+from mgraph.ir.graph import Entry, Function, Node, Origin, Value
+from mgraph.ir.types import TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What the functions of one step.py share."""
+
+    functions: Mapping[str, Function]
+    names: Mapping[str, str]
+    kernels: KernelSites
+    tables: StateTables
+
+
+class FunctionText:
+    """Writes one function; `entry` is given for entry points."""
+
+    def __init__(self, function: Function, context: StepContext, entry: Entry | None) -> None:
+        self._function, self._context, self._entry = function, context, entry
+        self._loops = find_loops(function)
+        block = {n: i + 1 for i, loop in enumerate(self._loops) for n in function.nodes[loop.start : loop.end]}
+        self._live = Liveness(function, block, absorbable)
+        unpacked = [v for n in function.nodes if n.op == "unpack" for v in n.results]
+        states = [v for n in function.nodes for v in n.operands if v.is_state]
+        self._dims = DimScope([*function.params, *unpacked, *function.slots, *states])
+        callees = {context.names[called(n)] for n in function.nodes if n.op == "call"}
+        self._pool = NamePool(reserved=self._dims.names | callees | {identifier(s) for s in function.statics})
+        self._names: dict[Value, str] = {}  # by a name of the pool
+        self._texts: dict[Value, str] = {}  # by another expression: state
+        self._started: dict[Value, Value] = {}  # pending value → the tensor it stands for
+        self._pinned: set[Value] = set()
+        self._stacks: dict[Stacked, str] = {}
+        self._preferred = self._carried_names()
+        self._loop: Loop | None = None
+        self._place: dict[Node, int] = {}  # node of the loop's body → its position
+        self._body = SourceWriter()
+        self._origin = Origin()
+        self._uses_device = False
+
+    def write(self, writer: SourceWriter) -> None:
+        """Append the whole function."""
+        self._name_inputs()
+        header = SourceWriter(depth=1)
+        with self._body.indented():
+            self._statements(header)
+            self._return()
+        if self._entry is not None:
+            writer.line("@torch.no_grad()")
+        writer.line(self._signature())
+        with writer.indented():
+            writer.line(f'"""{self._summary()}"""')
+            writer.paste(header)
+            self._dims.bind(writer, self._input_texts)
+            if self._uses_device:
+                writer.line(f"device = {self._device_source()}")
+        writer.paste(self._body)
+
+    def _name_inputs(self) -> None:
+        for value in self._function.params:
+            is_input = self._entry is not None
+            self._names[value] = self._pool.take(identifier(value.name) if is_input else base_name(value.name))
+        short = slot_names(v.name for v in self._function.slots)
+        for value in self._function.slots:
+            self._names[value] = self._pool.take(short[value.name])
+        self._inputs = set(self._function.inputs())
+        self._input_texts = {v: self._names[v] for v in self._function.inputs()}
+        for node in self._function.nodes:
+            self._input_texts |= {v: f'state["{v.name}"]' for v in node.operands if v.is_state}
+
+    def _signature(self) -> str:
+        names = [self._input_texts[v] for v in self._function.inputs()]
+        if self._entry is not None:
+            parts = ["state: State", *(f"{n}: Tensor" for n in names)]
+            return f"def {identifier(self._entry.name)}({', '.join(parts)}) -> tuple[Tensor, ...]:"
+        statics = [identifier(s) for s in self._function.statics]
+        parts = [*names, *(["*", *statics] if statics else [])]
+        return f"def {self._context.names[self._function.name]}({', '.join(parts)}):"
+
+    def _summary(self) -> str:
+        inputs = ", ".join(f"{self._input_texts[v]} {_type_text(v)}" for v in self._function.params)
+        outputs = ", ".join(map(_type_text, self._function.results))
+        if self._entry is not None:
+            outputs = ", ".join(self._entry.outputs)
+            name = f"Entry point {self._entry.name}"
+        else:
+            paths = [n.origin.path.split(".") for n in self._function.nodes if n.origin.path]
+            name = ".".join(commonprefix(paths)) or self._function.name
+        text = f"{name}: {inputs or 'nothing'} → {outputs or 'nothing'}."
+        return text if len(text) < 110 else f"{name}: {len(self._function.params)} inputs → {outputs}."[:110]
+
+    def _device_source(self) -> str:
+        tensors = [v for v in self._function.inputs() if not isinstance(v.type, KeptType)]
+        if self._entry is not None:
+            return "rt.device(state)"
+        return f"{self._input_texts[tensors[0]]}.device"
+
+    def _device(self) -> str:
+        self._uses_device = True
+        return "device"
+
+    def _statements(self, header: SourceWriter) -> None:
+        starts = {loop.start: loop for loop in self._loops}
+        index = 0
+        while index < len(self._function.nodes):
+            loop = starts.get(index)
+            if loop is not None:
+                self._write_loop(loop)
+                index = loop.end
+                continue
+            node = self._function.nodes[index]
+            if node.op == "unpack":
+                self._write_unpack(node, index, header)
+            else:
+                self._write_node(node, index)
+            index += 1
+
+    def _write_unpack(self, node: Node, index: int, header: SourceWriter) -> None:
+        kept = self._names[node.operands[0]]
+        names = [self._pool.take(base_name(v.name)) for v in node.results]
+        for value, name in zip(node.results, names, strict=True):
+            self._names[value] = name
+            self._input_texts[value] = name
+        header.line(f"{', '.join(names)} = {kept}" if len(names) < 12 else f"({', '.join(names)}) = {kept}")
+        header.line(f"{kept}.clear()  # from here on each dies at its last use")
+        unused = [v for v in node.results if self._live.last_use[v] == index]
+        self._bury(unused, set(), final=False)
+
+    def _write_node(self, node: Node, index: int) -> None:
+        """One statement, and the deaths that it brings."""
+        if node.results[0] in self._live.inlined or node.op == "pack":
+            return
+        self._comment(node)
+        if node.op == "call":
+            written = Written(self._call_text(node), {})
+        elif node.op == "wait":
+            pending = self._names[node.operands[0]]
+            written = Written(f"rt.wait({pending})", {i: i for i in range(len(node.results))})
+        else:
+            written = self._node_text(node, index)
+        self._push(node, before=True)
+        for line in written.before:
+            self._body.line(line)
+        for result, operand in written.results.items():
+            self._alias(node.results[result], node, operand)
+        dead = [v for v in self._live.reads(node) if self._live.last_use[v] == index and self._dies_here(v)]
+        freed = self._release(dead)
+        left = self._bind(node, index, written, freed)
+        self._body.line(f"{', '.join(left)} = {written.text}" if left else written.text)
+        self._push(node, before=False)
+        self._bury_names(freed - set(left), final=self._is_last(index))
+
+    def _bind(self, node: Node, index: int, written: Written, freed: set[str]) -> list[str]:
+        """Names of the results that the statement binds."""
+        if node.op == "all_reduce_start":
+            name = self._pool.take("pending")
+            for value, operand in zip(node.results, node.operands, strict=True):
+                self._names[value] = name
+                self._started[value] = operand
+            self._pinned.update(node.results)  # a handle, not a tensor
+            return [name]
+        left = []
+        for position, value in enumerate(node.results):
+            if position in written.results:
+                continue
+            if (
+                self._live.last_use[value] == index
+                and value not in self._pinned
+                and not self._is_pushed(node, position)
+            ):
+                left.append("_")
+                if not is_small(value):
+                    freed.add("_")
+                continue
+            if value not in self._names:
+                self._names[value] = self._pool.take(self._preferred.get(value, base_name(value.name)))
+            left.append(self._names[value])
+        if all(name == "_" for name in left):
+            freed.discard("_")
+            return []
+        return left
+
+    def _dies_here(self, value: Value) -> bool:
+        """Whether the end of a value's life may be written: in a loop, only of what the iteration itself made."""
+        return value not in self._pinned and (self._loop is None or value in self._body_values(self._loop))
+
+    def _alias(self, result: Value, node: Node, position: int) -> None:
+        """`result` is the tensor of an operand, written in place."""
+        operand = node.operands[position]
+        source = self._started.get(operand, operand)
+        if source in self._names:
+            self._names[result] = self._pool.share(self._names[source])
+        else:
+            self._texts[result] = self._operand(node, position) if source is operand else self._text(source)
+
+    def _node_text(self, node: Node, index: int) -> Written:
+        last = node.operands[-1] if node.operands else None
+        if (
+            node.op == "accumulate_"
+            and last in self._live.inlined
+            and absorbable(self._live.inlined[last], node.operands[0])
+        ):
+            part = self._live.inlined[last]
+            return Written(write_accumulated(self._site(part, index), self._operand(node, 0)), {0: 0})
+        return write(self._site(node, index))
+
+    def _site(self, node: Node, index: int) -> Site:
+        overwrite = next((i for i in overwritable(node) if self._may_take(node, i, index)), None)
+        texts = [self._operand(node, i) for i in range(len(node.operands))]
+        return Site(node, texts, self._dims, self._context.kernels, self._device, self._tensors, overwrite)
+
+    def _may_take(self, node: Node, operand: int, index: int) -> bool:
+        value = node.operands[operand]
+        others = [v for i, v in enumerate(node.operands) if i != operand]
+        same = {self._live.group(v) for v in others}
+        return (
+            value in self._names
+            and self._live.group(value) not in same
+            and self._live.last_use[value] == index
+            and self._live.can_overwrite(value, index)
+        )
+
+    def _operand(self, node: Node, position: int) -> str:
+        """The text of an operand: a name, state, or an inlined view."""
+        value = node.operands[position]
+        loop = self._loop
+        if loop is not None:
+            place = self._place.get(node)
+            kind = loop.operands.get((place, position)) if place is not None else None
+            if isinstance(kind, Slot):
+                return f'state[f"{kind.template.format("{i}")}"]'
+            if isinstance(kind, Stacked):
+                return f"{self._stacks[kind]}.pop()"
+            if isinstance(kind, Carried):
+                return self._names[loop.node(0, kind.node).results[kind.result]]
+        return self._text(value)
+
+    def _text(self, value: Value) -> str:
+        if value in self._live.inlined:
+            return write(self._site(self._live.inlined[value], -1)).text
+        if value in self._texts:
+            return self._texts[value]
+        return f'state["{value.name}"]' if value.is_state else self._names[value]
+
+    def _tensors(self, values: Sequence[Value], hint: str) -> str:
+        values = [self._started.get(v, v) for v in values]
+        names = [self._state_name(v) for v in values]
+        if len(values) > SHORT and all(name is not None for name in names):
+            return self._context.tables.tensors([n for n in names if n is not None], hint)
+        return f"[{', '.join(self._text(v) for v in values)}]"
+
+    def _state_name(self, value: Value) -> str | None:
+        text = self._texts.get(value, "")
+        if text.startswith('state["'):
+            return text.removeprefix('state["').removesuffix('"]')
+        return value.name if value.is_state else None
+
+    def _call_text(self, node: Node) -> str:
+        callee = self._context.functions[called(node)]
+        name = self._context.names[callee.name]
+        count = len(callee.params)
+        slots = range(count, len(node.operands))
+        arguments = [self._operand(node, i) for i in range(count)]
+        table = self._slot_table(node, slots, f"{name.upper()}_STATE")
+        arguments += [table] if table else [self._operand(node, i) for i in slots]
+        for static in callee.statics:
+            arguments.append(f"{identifier(static)}={self._static(node, static)}")
+        return f"{name}({', '.join(arguments)})"
+
+    def _slot_table(self, node: Node, slots: range, hint: str) -> str:
+        """All slots of a call in a loop by one table of templates; empty where they are few or not all templates."""
+        if self._loop is None or len(slots) <= SHORT:
+            return ""
+        kinds = [self._loop.operands[self._place[node], i] for i in slots]
+        templates = [kind.template for kind in kinds if isinstance(kind, Slot)]
+        if len(templates) < len(kinds):
+            return ""
+        return f"*[state[name.format(i)] for name in {self._context.tables.add(hint, templates)}]"
+
+    def _static(self, node: Node, static: str) -> str:
+        site = self._site(node, -1)
+        if self._loop is None:
+            return site.literal(node.attrs[f"static.{static}"])
+        place, loop = self._place[node], self._loop
+        values = [site.literal(loop.node(t, place).attrs[f"static.{static}"]) for t in range(loop.count)]
+        if len(set(values)) == 1:
+            return values[0]
+        layers = loop.layers or range(loop.count)
+        first = min(layers)
+        ordered = [v for _, v in sorted(zip(layers, values, strict=True))]
+        return f"({', '.join(ordered)})[{f'i - {first}' if first else 'i'}]"
+
+    def _write_loop(self, loop: Loop) -> None:
+        position = self._loops.index(loop)
+        body = {loop.node(0, m): m for m in range(loop.period)}
+        pushed = [Stacked(position, m, r, False) for m, r in sorted(loop.pushed)]
+        pushed += [Stacked(position, m, o, True) for m, o in sorted(loop.pushed_operands)]
+        for stacked in pushed:
+            node = loop.node(0, stacked.node)
+            value = (node.operands if stacked.of_operand else node.results)[stacked.index]
+            base = self._preferred.get(value, base_name(value.name))
+            self._stacks[stacked] = self._pool.take("saved" if isinstance(value.type, KeptType) else f"{base}_stack")
+            self._body.line(f"{self._stacks[stacked]} = []")
+        self._carry_in(loop)
+        layers = loop.layers or range(loop.count)
+        uses_index = loop.layers is not None or any(k.startswith("static.") for n in body for k in n.attrs)
+        self._body.line(f"for {'i' if uses_index else '_'} in {_range_text(layers)}:")
+        kept_after = self._results_after(loop)
+        self._pinned.update(kept_after)
+        self._loop, self._place = loop, body
+        with self._body.indented():
+            for m, node in enumerate(body):
+                self._write_node(node, loop.start + m)
+        self._loop, self._place = None, {}
+        self._carry_out(loop, kept_after)
+
+    def _carry_in(self, loop: Loop) -> None:
+        """Give what is carried the name of its initial value, or copy that to a new name where it is still needed."""
+        for (m, r), initial in loop.carried().items():
+            result = loop.node(0, m).results[r]
+            name = self._names.get(initial)
+            is_free = initial not in self._pinned and self._only_carried(initial, loop)
+            if is_free and name is not None and self._pool.alone(name):
+                self._names[result] = name
+                if initial in self._inputs:
+                    continue
+                del self._names[initial]
+            else:
+                self._names[result] = self._pool.take(self._preferred.get(result, base_name(result.name)))
+                self._body.line(f"{self._names[result]} = {self._text(initial)}")
+
+    def _only_carried(self, value: Value, loop: Loop) -> bool:
+        """Whether a value is read by name only as the initial value of something that the loop carries."""
+        kinds = {(id(other.node(t, m)), o): kind for other in self._loops for (m, o), kind in other.operands.items()
+                 for t in range(other.count)}  # fmt: skip
+        mine = range(loop.start, loop.end)
+        for index, node in enumerate(self._function.nodes):
+            for o, operand in enumerate(node.operands):
+                kind = kinds.get((id(node), o))
+                is_mine = index in mine and isinstance(kind, Carried) and kind.initial is value
+                if operand is value and index >= loop.start and not is_mine and not isinstance(kind, Stacked):
+                    return False
+        uses = {kind for (m, o), kind in loop.operands.items() if isinstance(kind, Carried) and kind.initial is value}
+        return len(uses) == 1 and value not in self._function.results and value not in self._live.inlined
+
+    def _carried_names(self) -> dict[Value, str]:
+        """What a loop carries is named as the param that takes it, from before the loop on."""
+        names: dict[Value, str] = {}
+        for loop in self._loops:
+            for (m, o), kind in loop.operands.items():
+                node = loop.node(0, m)
+                if isinstance(kind, Carried) and node.op == "call":
+                    callee = self._context.functions[called(node)]
+                    if o < len(callee.params):
+                        name = base_name(callee.params[o].name)
+                        names[kind.initial] = names[loop.node(0, kind.node).results[kind.result]] = name
+        return names
+
+    def _results_after(self, loop: Loop) -> dict[Value, Value]:
+        """Results of the first iteration whose name must outlive it → the last iteration's value."""
+        carried = loop.carried()
+        found = {}
+        for m in range(loop.period):
+            for r, value in enumerate(loop.node(0, m).results):
+                final = loop.node(loop.count - 1, m).results[r]
+                used = self._live.last_use[final] >= loop.end and (m, r) not in loop.pushed
+                if (m, r) in carried or used:
+                    found[value] = final
+        return found
+
+    def _carry_out(self, loop: Loop, kept_after: Mapping[Value, Value]) -> None:
+        freed: set[str] = set()
+        for value, final in kept_after.items():
+            name = self._names.pop(value)
+            if self._live.last_use[final] >= loop.end:
+                self._names[final] = name
+            elif self._pool.release(name):
+                freed.add(name)
+        outside = [
+            v
+            for v in list(self._names)
+            if loop.start <= self._live.last_use[v] < loop.end and v not in self._inputs and v not in self._pinned
+        ]
+        freed |= self._release(outside)
+        left = {n for v, n in self._names.items() if v in self._body_values(loop)}
+        for value in self._body_values(loop):
+            if value in self._names:
+                self._pool.release(self._names.pop(value))
+        self._bury_names(freed | left, final=self._is_last(loop.end - 1))
+
+    def _body_values(self, loop: Loop) -> set[Value]:
+        return {v for m in range(loop.period) for v in loop.node(0, m).results}
+
+    def _is_pushed(self, node: Node, result: int) -> bool:
+        return self._loop is not None and (self._place[node], result) in self._loop.pushed
+
+    def _push(self, node: Node, before: bool) -> None:
+        """Push what later loops pop: operands `before` the statement of the node, results after it."""
+        if self._loop is None:
+            return
+        place = self._place[node]
+        for stacked, name in self._stacks.items():
+            if self._loops[stacked.loop] is self._loop and (stacked.node, stacked.of_operand) == (place, before):
+                text = self._operand(node, stacked.index) if before else self._text(node.results[stacked.index])
+                self._body.line(f"{name}.append({text})")
+
+    def _release(self, dead: Sequence[Value]) -> set[str]:
+        """Give up the names of dead values; those that end up free and matter to memory."""
+        freed = set()
+        for value in dead:
+            if value in self._inputs or value not in self._names:
+                continue
+            name = self._names.pop(value)
+            if self._pool.release(name) and not is_small(value):
+                freed.add(name)
+        return freed
+
+    def _bury(self, dead: Sequence[Value], keep: set[str], final: bool) -> None:
+        self._bury_names(self._release(dead) - keep, final)
+
+    def _bury_names(self, names: set[str], final: bool) -> None:
+        if names and not final:
+            self._body.line(f"del {', '.join(sorted(names))}")
+
+    def _is_last(self, index: int) -> bool:
+        """Whether nothing but the return follows."""
+        return self._loop is None and all(
+            n.op == "pack" or n.results[0] in self._live.inlined for n in self._function.nodes[index + 1 :]
+        )
+
+    def _comment(self, node: Node) -> None:
+        origin = node.origin
+        path = origin.path
+        if self._loop is not None:
+            place, loop = self._place[node], self._loop
+            found = template([loop.node(t, place).origin.path for t in range(loop.count)])
+            path = found[0].format("*") if found is not None else path
+        if origin == self._origin or not (origin.path or origin.file):
+            return
+        self._origin = origin
+        where = f"{origin.file}:{origin.line}" if origin.file else ""
+        self._body.line("# " + "  ".join(part for part in (path, where) if part))
+
+    def _return(self) -> None:
+        results = self._function.results
+        if self._entry is not None:
+            count = len(self._entry.outputs)
+            for name, value in zip(self._entry.updates, results[count:], strict=True):
+                self._update(name, value)
+            texts = [self._text(v) for v in results[:count]]
+            self._body.line(
+                f"return ({', '.join(texts)},)" if len(texts) == 1 else f"return {', '.join(texts) or '()'}"
+            )
+            return
+        packs = {n.results[0]: n for n in self._function.nodes if n.op == "pack"}
+        texts = [
+            f"[{', '.join(self._text(o) for o in packs[v].operands)}]" if v in packs else self._text(v) for v in results
+        ]
+        self._body.line(f"return {', '.join(texts)}" if texts else "return None")
+
+    def _update(self, name: str, value: Value) -> None:
+        """A state's new value, unless it was made in place."""
+        text = self._text(value)
+        if text != f'state["{name}"]':
+            self._body.line(f'state["{name}"].copy_({text})')
+
+
+def _type_text(value: Value) -> str:
+    if not isinstance(value.type, TensorType):
+        return str(value.type)
+    return f"{value.type.dtype.text}[{', '.join(map(python_text, value.type.shape))}]"
+
+
+def _range_text(layers: range) -> str:
+    low, high = min(layers), max(layers) + 1
+    text = f"range({low}, {high})" if low else f"range({high})"
+    return text if layers.step > 0 else f"reversed({text})"

@@ -1,0 +1,170 @@
+"""Which values die where, which may share memory, which are written inline: what emitted code needs to keep memory low.
+
+Two values *may alias* if one may be a view of the other. A tensor can be overwritten by an op that makes a new value if
+the function made it itself, and no value that may alias it is read afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+from mgraph.ir.aten import overload
+from mgraph.ir.graph import Function, Node, Value
+from mgraph.ir.types import TensorType
+
+_MAY_ALIAS = {
+    "cast",
+    "reshape",
+    "aten._unsafe_view.default",
+    "aten.dropout.default",
+    "aten.einsum.default",
+    "aten.meshgrid.default",
+    "aten.meshgrid.indexing",
+    "aten.broadcast_tensors.default",
+    "aten.sum_to_size.default",
+    "aten.type_as.default",
+}
+_INLINE = {
+    "reshape",
+    "aten.t.default",
+    "aten.transpose.int",
+    "aten.permute.default",
+    "aten.view.default",
+    "aten.unsqueeze.default",
+    "aten.squeeze.dim",
+    "aten.expand.default",
+    "aten.slice.Tensor",
+    "aten.select.int",
+}
+"""Views that cost nothing and read well inside the one expression that uses them."""
+
+_OVERLAPPING = {"aten.expand.default", "aten.expand_as.default", "aten.broadcast_to.default", "aten.as_strided.default"}
+
+
+def written_operands(node: Node) -> int:
+    """How many of a node's results are its first operands, written in place.
+
+    Names of in-place ops end in `_`; reductions over ranks work in place, too, and `wait` gives what it waits for.
+    """
+    name = node.op.split(".")[1] if "." in node.op else node.op
+    in_place = name in ("all_reduce", "wait") or (name.endswith("_") and not name.endswith("__"))
+    return len(node.results) if in_place else 0
+
+
+@functools.cache
+def may_alias(op: str) -> bool:
+    """Whether a result of the op may be a view of an operand."""
+    if op in _MAY_ALIAS or op.endswith("_start"):
+        return True
+    return "." in op and any(result.alias_info is not None for result in overload(op)._schema.returns)
+
+
+class Liveness:
+    """Facts about one function.
+
+    `block` gives the loop of a node: nothing is inlined from one into another. `absorbs` says whether a node's text may
+    be part of the `accumulate_` that adds it to a total.
+    """
+
+    def __init__(self, function: Function, block: Mapping[Node, int], absorbs: Callable[[Node, Value], bool]) -> None:
+        self.function = function
+        self._absorbs = absorbs
+        self._parent: dict[Value, Value] = {}
+        self._foreign: set[Value] = set(function.inputs())
+        self._overlapping: set[Value] = set()
+        self._mutated: set[Value] = set()
+        for node in function.nodes:
+            self._alias(node)
+        self.inlined = self._find_inlined(block)
+        self.last_use = self._find_last_uses()
+        self._group_end: dict[Value, int] = {}
+        for value, index in self.last_use.items():
+            root = self.group(value)
+            self._group_end[root] = max(index, self._group_end.get(root, -1))
+        self._foreign = {self.group(v) for v in self._foreign}
+        self._overlapping = {self.group(v) for v in self._overlapping}
+
+    def group(self, value: Value) -> Value:
+        """The representative of all values that may alias `value`."""
+        while (parent := self._parent.get(value)) is not None:
+            value = parent
+        return value
+
+    def reads(self, node: Node) -> list[Value]:
+        """Named values that the text of a node reads: its operands, inlined ones followed to what they read."""
+        found: dict[Value, None] = {}
+        for operand in node.operands:
+            if operand in self.inlined:
+                found.update(dict.fromkeys(self.reads(self.inlined[operand])))
+            else:
+                found[operand] = None
+        return list(found)
+
+    def can_overwrite(self, value: Value, index: int) -> bool:
+        """Whether node `index` may write its result into the memory of its operand `value`."""
+        root = self.group(value)
+        if value.is_state or value in self.inlined or root in self._foreign or root in self._overlapping:
+            return False
+        return self._group_end[root] <= index
+
+    def _alias(self, node: Node) -> None:
+        if node.op in ("call", "unpack"):
+            # A callee may return its params; what a list holds is also known to whoever filled it.
+            self._foreign.update(node.operands, node.results)
+        written = written_operands(node)
+        for result, operand in zip(node.results[:written], node.operands[:written], strict=True):
+            self._join(result, operand)
+            self._mutated.add(operand)
+        if not written and may_alias(node.op):
+            for result in node.results:
+                for operand in node.operands:
+                    self._join(result, operand)
+        if node.op in _OVERLAPPING:
+            self._overlapping.update(node.results)
+        self._foreign.update(v for v in node.operands if v.is_state)
+
+    def _join(self, a: Value, b: Value) -> None:
+        a, b = self.group(a), self.group(b)
+        if a is not b:
+            self._parent[a] = b
+
+    def _find_inlined(self, block: Mapping[Node, int]) -> dict[Value, Node]:
+        users = self.function.users()
+        results = set(self.function.results)
+        mutated = {self.group(v) for v in self._mutated}
+        inlined = {}
+        for node in self.function.nodes:
+            value = node.results[0]
+            readers = users.get(value, [])
+            if len(node.results) != 1 or len(readers) != 1 or value in results or self.group(value) in mutated:
+                continue
+            reader = readers[0]
+            if block.get(node) != block.get(reader):
+                continue
+            is_view = node.op in _INLINE and reader.op not in ("pack", "call")
+            if is_view or (reader.op == "accumulate_" and self._absorbs(node, reader.operands[0])):
+                inlined[value] = node
+        return inlined
+
+    def _find_last_uses(self) -> dict[Value, int]:
+        nodes = self.function.nodes
+        last = dict.fromkeys(self.function.results, len(nodes))
+        for index in range(len(nodes) - 1, -1, -1):
+            node = nodes[index]
+            # The text of an inlined node stands where its value is read.
+            where = last[node.results[0]] if node.results[0] in self.inlined else index
+            for operand in node.operands:
+                last[operand] = max(where, last.get(operand, -1))
+        for index, node in enumerate(nodes):
+            for value in node.results:
+                last.setdefault(value, index)
+        return last
+
+
+def is_small(value: Value) -> bool:
+    """Whether a value is too small for the time of its death to matter."""
+    if not isinstance(value.type, TensorType):
+        return False
+    count = value.type.numel
+    return isinstance(count, int) and count <= 1024

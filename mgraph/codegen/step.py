@@ -1,0 +1,85 @@
+"""step.py of a package: the whole text, and the kernel sites it uses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from mgraph.codegen.function_text import FunctionText, StepContext
+from mgraph.codegen.kernel_sites import KernelSites
+from mgraph.codegen.names import identifier
+from mgraph.codegen.prepare import prepare
+from mgraph.codegen.source import SourceWriter
+from mgraph.codegen.state_tables import SHORT, StateTables
+from mgraph.codegen.triton.kernel import KernelSpec
+from mgraph.ir.graph import Module
+
+
+@dataclass(frozen=True, slots=True)
+class StepText:
+    """The text of step.py, and the kernel sites in the order of their first use."""
+
+    text: str
+    kernels: tuple[KernelSpec, ...]
+
+
+def step_text(module: Module) -> StepText:
+    """Emit a module whose updates of state are in place."""
+    functions = prepare(module)
+    entry_names = {identifier(entry) for entry in module.entries}
+    entry_functions = {entry.function for entry in module.entries.values()}
+    names: dict[str, str] = {}
+    for name in functions:
+        chosen = identifier(name)
+        while chosen in entry_names or chosen in names.values():
+            chosen += "_"
+        names[name] = chosen
+    context = StepContext(functions, names, KernelSites(), StateTables())
+    trainable = [state.name for state in module.state.values() if state.trainable]
+    if len(trainable) > SHORT:
+        context.tables.add("PARAMETERS", trainable)
+    body = SourceWriter()
+    for name, function in functions.items():
+        if name not in entry_functions:
+            body.blank(2)
+            FunctionText(function, context, None).write(body)
+    for entry in module.entries.values():
+        body.blank(2)
+        FunctionText(functions[entry.function], context, entry).write(body)
+    return StepText(_header(module, context, body.text()) + body.text(), tuple(context.kernels.specs))
+
+
+def _header(module: Module, context: StepContext, body: str) -> str:
+    """Docstring, imports and constants; only what the body uses."""
+
+    def uses(name: str) -> bool:
+        return re.search(rf"\b{name}\b", body) is not None
+
+    writer = SourceWriter()
+    writer.line(f'"""The step of {module.name}, from its graph.')
+    writer.blank()
+    for entry in module.entries.values():
+        function = module.functions[entry.function]
+        inputs = ", ".join(["state", *(v.name for v in function.params)])
+        writer.line(f"    {entry.name}({inputs}) -> {', '.join(entry.outputs)}")
+    writer.blank()
+    writer.line("`state` holds every tensor that outlives a call, by name; entries update it in place.")
+    writer.line('"""')
+    writer.blank()
+    writer.line("import torch")
+    if uses("F"):
+        writer.line("import torch.nn.functional as F")
+    writer.line("from torch import Tensor")
+    if uses("rt") or context.kernels.specs:
+        writer.blank()
+        writer.line("from mgraph.runtime import v1 as rt")
+    writer.blank()
+    writer.line("State = dict[str, Tensor]")
+    if context.kernels.specs:
+        writer.line("K = rt.kernels(__file__)")
+    used = StateTables()
+    used.tables = {name: held for name, held in context.tables.tables.items() if uses(name)}
+    if used.tables:
+        writer.blank()
+        used.write(writer)
+    return writer.text()

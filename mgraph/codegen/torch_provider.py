@@ -1,0 +1,264 @@
+"""The torch provider: how each op instance is written as calls of torch, of the runtime's ops, or of a kernel site.
+
+`write` gives the text of one node. The text of a node that only writes into operands is a statement; of any other, an
+expression to be bound to its results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from mgraph.codegen.dim_text import DimScope
+from mgraph.codegen.kernel_sites import KERNEL_OPS, KernelSites
+from mgraph.codegen.liveness import written_operands
+from mgraph.codegen.names import identifier
+from mgraph.codegen.torch_forms import COMMUTATIVE, OVERWRITING, Call, expression
+from mgraph.errors import PassError
+from mgraph.ir.aten import argument_names, call_arguments, overload, takes_device
+from mgraph.ir.graph import Node, Static, Value
+from mgraph.ir.opdef import op_def
+from mgraph.ir.torch_bridge import torch_dtype_name
+from mgraph.ir.types import DType
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What a writer sees of one node: texts of its operands, and how to write the rest.
+
+    `overwrite` is the index of an operand whose memory the node may take for its result, or None. `tensors` writes
+    a list of operands, with a name for the table of state names that it may need.
+    """
+
+    node: Node
+    operands: Sequence[str]
+    dims: DimScope
+    kernels: KernelSites
+    device: Callable[[], str]
+    tensors: Callable[[Sequence[Value], str], str]
+    overwrite: int | None = None
+
+    def literal(self, value: Any) -> str:
+        """An attribute as Python text."""
+        if isinstance(value, Static):
+            return identifier(value.name)
+        if isinstance(value, DType):
+            return f"torch.{torch_dtype_name(value)}"
+        if isinstance(value, tuple | list):
+            return f"[{', '.join(map(self.literal, value))}]"
+        if isinstance(value, sympy.Expr):
+            return self.dims.text(value)
+        if isinstance(value, str):
+            return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        if isinstance(value, float) and not math.isfinite(value):
+            return f'float("{value}")'
+        return repr(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The text of a node. `results` maps results to the operand they are (written in place); all others are bound to
+    `text`, which is a statement if there are none."""
+
+    text: str
+    results: Mapping[int, int]
+    before: tuple[str, ...] = ()
+
+
+def write(site: Site) -> Written:
+    """The text of a node."""
+    node = site.node
+    name = node.op.removesuffix("_")
+    in_place = {i: i for i in range(written_operands(node))}
+    if name == "adamw":
+        return _adamw(site)
+    if node.op in KERNEL_OPS:
+        return Written(f"K.{site.kernels.name(node)}({', '.join(site.operands)})", {})
+    if "." in node.op:
+        return _write_aten(site, in_place)
+    if name in _EXPRESSIONS:
+        return Written(_EXPRESSIONS[name](site), in_place)
+    raise PassError(f"there is no torch form of the op {node.op!r}", where=str(node.origin))
+
+
+def _write_aten(site: Site, in_place: dict[int, int]) -> Written:
+    node = site.node
+    places = dict(zip(argument_names(node.op, len(node.operands), node.attrs), site.operands, strict=True))
+    attrs = {k: v for k, v in node.attrs.items() if k != "args"}
+    texts = {k: site.literal(v) for k, v in attrs.items()}
+    marked = {**texts, **({"args": node.attrs["args"]} if "args" in node.attrs else {})}
+    positional, keywords = call_arguments(node.op, site.operands, marked)
+    arguments = [a.name for a in overload(node.op)._schema.arguments]
+    flags = [i for i, name in enumerate(arguments[: len(positional)]) if i and isinstance(attrs.get(name), bool)]
+    cut = flags[0] if flags else len(positional)
+    keywords = {**dict(zip(arguments[cut : len(positional)], positional[cut:], strict=True)), **keywords}
+    joined = [_joined(a) for a in positional[:cut]]
+    if takes_device(node.op):
+        keywords["device"] = site.device()
+    call = Call(node.op, joined, {k: _joined(v) for k, v in keywords.items()}, node)
+    method = OVERWRITING.get(node.op)
+    if site.overwrite is not None and method is not None:
+        if site.overwrite == 1:
+            assert node.op in COMMUTATIVE and len(places) == 2, f"{node!r} cannot overwrite its second operand"
+            return Written(f"{joined[1]}.{method}({joined[0]})", {0: 1})
+        return Written(f"{joined[0]}.{method}({call.arguments(1)})", {0: 0})
+    return Written(expression(call), in_place)
+
+
+def _joined(argument: Any) -> str:
+    return f"[{', '.join(map(str, argument))}]" if isinstance(argument, list) else str(argument)
+
+
+def overwritable(node: Node) -> tuple[int, ...]:
+    """Operands whose memory the op could take for its only result, best first."""
+    if node.op == "cross_entropy_grad":
+        return (1,)
+    if node.op not in OVERWRITING or "args" in node.attrs or len(node.results) != 1:
+        return ()
+    result = node.result.tensor
+    same = [v.tensor.dtype is result.dtype and v.tensor.shape == result.shape for v in node.operands]
+    wanted = (0, 1) if node.op in COMMUTATIVE and len(node.operands) == 2 and not node.attrs else (0,)
+    return tuple(i for i in wanted if i < len(same) and same[i])
+
+
+def absorbable(part: Node, total: Value) -> bool:
+    """Whether `accumulate(total, part)` has a form that adds a product to the total without making it apart."""
+    if part.result.tensor.dtype is not total.tensor.dtype:
+        return False
+    if part.op == "aten.embedding_dense_backward.default":
+        return part.attrs.get("padding_idx", -1) == -1 and not part.attrs.get("scale_grad_by_freq", False)
+    return part.op in ("aten.mm.default", "grouped_outer")
+
+
+def write_accumulated(part: Site, total: str) -> str:
+    """The statement that adds an absorbable node to `total`."""
+    operands = ", ".join(part.operands)
+    if part.node.op == "aten.mm.default":
+        return f"{total}.addmm_({operands})"
+    name = "grouped_outer_" if part.node.op == "grouped_outer" else "embedding_grad_"
+    return f"rt.{name}({total}, {operands})"
+
+
+def _runtime(drop: Sequence[str] = ()) -> Callable[[Site], str]:
+    """A call of the runtime's op of the same name: operands, then attrs by keyword."""
+
+    def form(site: Site) -> str:
+        parts = list(site.operands)
+        defaults = op_def(site.node.op).attrs
+        given = {k: v for k, v in site.node.attrs.items() if k not in drop and not (k in defaults and defaults[k] == v)}
+        parts += [f"{k}={site.literal(v)}" for k, v in given.items()]
+        if site.overwrite is not None:
+            parts.append(f"out={site.operands[site.overwrite]}")
+        return f"rt.{site.node.op}({', '.join(parts)})"
+
+    return form
+
+
+def _cast(site: Site) -> str:
+    return f"{site.operands[0]}.to({site.literal(site.node.attrs['dtype'])})"
+
+
+def _reshape(site: Site) -> str:
+    shape = site.literal(site.node.attrs["shape"])[1:-1]
+    return f"{site.operands[0]}.reshape({shape or '()'})"
+
+
+def _grouped_matmul(site: Site) -> str:
+    rows, weight, offsets = site.operands
+    weight = f"{weight}.transpose(1, 2)" if site.node.attrs.get("transpose_w") else weight
+    return f"rt.grouped_mm({rows}, {weight}, {offsets})"
+
+
+def _grouped_outer(site: Site) -> str:
+    left, right, offsets = site.operands
+    return f"rt.grouped_mm({left}.t(), {right}, {offsets})"
+
+
+def _accumulate(site: Site) -> str:
+    total, part = site.operands
+    return f"{total}.add{'_' if site.node.op.endswith('_') else ''}({part})"
+
+
+def _zero(site: Site) -> str:
+    assert site.node.op == "zero_", f"{site.node!r}: a reset is emitted in place"
+    return f"rt.zero_({site.tensors(site.node.operands, '')})"
+
+
+def _kv_append(site: Site) -> str:
+    cache, *rest = site.operands
+    cache = cache if site.node.op == "kv_append_" else f"{cache}.clone()"
+    return f"rt.kv_append_({', '.join([cache, *rest])})"
+
+
+def _global_norm(site: Site) -> str:
+    return f"rt.global_norm({site.tensors(site.node.operands, '')})"
+
+
+def _adamw(site: Site) -> Written:
+    """One call per weight decay; the gradients are scaled first, in place: nothing reads them afterwards.
+
+    Operands: n weights (masters, where there are), first and second moments, the low-precision params that masters
+    stand for, gradients, then lr, scale and the old step count.
+    """
+    node = site.node
+    assert node.op == "adamw_", f"{node!r}: the update is emitted in place"
+    count, decays = node.attrs["n"], node.attrs["weight_decays"]
+    assert isinstance(count, int) and isinstance(decays, tuple)
+    masters = bool(node.attrs.get("masters", False))
+    values = [node.operands[i * count : (i + 1) * count] for i in range(5 if masters else 4)]
+    lr, scale, step = site.operands[-3:]
+    weights, firsts, seconds, *low, grads = values
+    lines = [f"rt.scale_({site.tensors(grads, '')}, {scale})", f"new_step = {step} + 1"]
+    options = ", ".join(f"{k}={site.literal(node.attrs[k])}" for k in ("beta1", "beta2", "eps") if k in node.attrs)
+    for decay in dict.fromkeys(decays):
+        hint = "DECAYED" if decay else "NOT_DECAYED"
+        texts = [
+            site.tensors([v for v, d in zip(listed, decays, strict=True) if d == decay], hint)
+            for listed in (weights, grads, firsts, seconds)
+        ]
+        texts += ["new_step", lr, options, f"weight_decay={site.literal(decay)}"]
+        lines.append(f"rt.adamw_({', '.join(texts)})")
+    lines += [f"rt.copy_({site.tensors(params, '')}, {site.tensors(weights, '')})" for params in low]
+    return Written(lines[-1], {i: i for i in range(len(node.results))}, tuple(lines[:-1]))
+
+
+def _all_reduce(site: Site) -> str:
+    node = site.node
+    reduction = node.attrs.get("reduction", "sum")
+    suffix = "" if reduction == "sum" else f", {site.literal(reduction)}"
+    return f"rt.{node.op}({site.tensors(node.operands, '')}, {site.literal(node.attrs['axis'])}{suffix})"
+
+
+_EXPRESSIONS: dict[str, Callable[[Site], str]] = {
+    "accumulate": _accumulate,
+    "all_reduce": _all_reduce,
+    "all_reduce_start": _all_reduce,
+    "attention": _runtime(),
+    "attention_grad": _runtime(),
+    "cast": _cast,
+    "cross_entropy": _runtime(),
+    "cross_entropy_grad": _runtime(),
+    "global_norm": _global_norm,
+    "glu": _runtime(),
+    "glu_grad": _runtime(),
+    "gradient_scale": _runtime(),
+    "grouped_matmul": _grouped_matmul,
+    "grouped_outer": _grouped_outer,
+    "kv_append": _kv_append,
+    "moe_combine": _runtime(),
+    "moe_combine_grad": _runtime(),
+    "moe_dispatch": _runtime(),
+    "moe_dispatch_grad": _runtime(),
+    "moe_route": _runtime(),
+    "moe_route_grad": _runtime(),
+    "random": _runtime(),
+    "reshape": _reshape,
+    "rope": _runtime(drop=("style",)),
+    "rope_table_grad": _runtime(drop=("style",)),
+    "wait": lambda site: f"rt.wait({site.operands[0]})",
+    "zero": _zero,
+}
