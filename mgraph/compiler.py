@@ -13,6 +13,7 @@ from mgraph.ir.graph import Module
 from mgraph.ir.types import DType
 from mgraph.passes.instrument import Instrument, OpCounts, Snapshots, Timer, VerifyEach
 from mgraph.passes.pipeline import PassResult, parse_pipeline, run_pipeline
+from mgraph.passes.spec import print_value
 from mgraph.recipe import Recipe
 
 NORMALIZE = "outline,canonicalize,constant-fold,cse,dce"
@@ -37,12 +38,14 @@ def pipeline_text(recipe: Recipe) -> str:
     if recipe.purpose == "serve":
         return f"{NORMALIZE},{RAISE},derive-serve{{max_length={recipe.max_length}}},cse,dce,in-place"
     options = ",".join(f"{n}={getattr(recipe, n)!r}" for n in ("beta1", "beta2", "eps", "weight_decay", "max_norm"))
-    derive = f"autodiff,recompute{{mode={recipe.recompute}}},adamw{{{options}}}"
+    derive = f"autodiff,recompute{{mode={print_value(recipe.recompute)}}},adamw{{{options}}}"
     shard = "".join(f"data-parallel{{axis={axis},size={size or 0}}}," for axis, size in recipe.mesh_axes().items())
     return f"{NORMALIZE},{RAISE},{derive},{shard}cse,dce,in-place"
 
 
-def build_module(recipe: Recipe, extra: tuple[Instrument, ...] = (), say: Callable[[str], Any] = lambda _: None) -> Compilation:
+def build_module(
+    recipe: Recipe, extra: tuple[Instrument, ...] = (), say: Callable[[str], Any] = lambda _: None
+) -> Compilation:
     """Capture a model and run its pipeline; nothing is written. `say` hears what happens, a line at a time."""
     spec = ModelSpec(
         recipe.model,

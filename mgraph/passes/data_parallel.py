@@ -16,15 +16,17 @@ its dependence on B: a value with B in its shape is sharded there, any other tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mgraph.ir.builder import rebuild
 from mgraph.ir.dims import names_in
 from mgraph.ir.graph import Axis, Function, Module, Phase, State, Value
-from mgraph.ir.types import Partial, PendingType, Placement, Shard, TensorType, Type
+from mgraph.ir.types import Partial, PendingType, Placement, Shard, TensorType
 from mgraph.passes.autodiff import COUNT_TOTAL, LOSS_TOTAL, accumulator_states
 from mgraph.passes.base import Pass, Report, Stage, Tier
+from mgraph.passes.calls import callee
 
 BATCH = "B"
 
@@ -80,12 +82,14 @@ def _place(module: Module, axis: str, partial: set[str]) -> Module:
             mapping[state.value] = value
             state = replace(state, value=value)
         states[name] = state
-    finish = module.entries["finish"].function
-    functions = {
-        name: _place_reset(f, mapping) if name == finish else _place_function(f, axis, dict(mapping))
-        for name, f in module.functions.items()
-    }
-    return replace(module, state=states, functions=functions)
+    placer = _Placer(module, axis, mapping)
+    for entry in module.entries.values():
+        function = module.functions[entry.function]
+        if entry.name == "finish":
+            placer.placed[function.name] = _place_reset(function, mapping)
+        else:
+            placer.place(function, [None] * len(function.inputs()))
+    return replace(module, state=states, functions={n: placer.placed.get(n, f) for n, f in module.functions.items()})
 
 
 def _place_reset(function: Function, mapping: dict[Value, Value]) -> Function:
@@ -98,19 +102,43 @@ def _place_reset(function: Function, mapping: dict[Value, Value]) -> Function:
     return _mapped(function, mapping)
 
 
-def _place_function(function: Function, axis: str, mapping: dict[Value, Value]) -> Function:
-    """Retype the values of a data function; accumulator slots are recognised by the op that reads them."""
-    accumulators = {n.operands[0] for n in function.nodes if n.op == "accumulate"}
-    for value in function.inputs():
-        mapping[value] = _retyped(value, axis, Partial("sum") if value in accumulators else None)
-    depends = {v for v in function.params if _batch_dim(v.type) is not None}
-    for node in function.nodes:
-        touched = any(v in depends or _is_partial(mapping.get(v, v), axis) for v in node.operands)
-        if touched or any(_batch_dim(v.type) is not None for v in node.results):
-            depends.update(node.results)
-            for value in node.results:
-                mapping[value] = _retyped(value, axis, Partial("sum"))
-    return _mapped(function, mapping)
+class _Placer:
+    """Places the values of data functions, callers first: a callee's inputs lie as its first call passes them."""
+
+    def __init__(self, module: Module, axis: str, states: dict[Value, Value]) -> None:
+        self.module, self.axis, self.states = module, axis, states
+        self.placed: dict[str, Function] = {}
+
+    def place(self, function: Function, inputs: Sequence[Placement | None]) -> Function:
+        """The function with its values placed; inputs without B lie as given."""
+        if function.name in self.placed:
+            return self.placed[function.name]
+        mapping = dict(self.states)
+        for value, placement in zip(function.inputs(), inputs, strict=True):
+            mapping[value] = self._retyped(value, placement)
+        for node in function.nodes:
+            operands = [mapping.get(v, v) for v in node.operands]
+            if node.op == "call":
+                body = self.place(self.module.functions[callee(node)], [self._on(v) for v in operands])
+                placements = [self._on(v) for v in body.results]
+            else:
+                depends = any(self._on(v) is not None for v in operands)
+                placements = [Partial("sum") if depends else None] * len(node.results)
+            for value, placement in zip(node.results, placements, strict=True):
+                mapping[value] = self._retyped(value, placement)
+        self.placed[function.name] = _mapped(function, mapping)
+        return self.placed[function.name]
+
+    def _on(self, value: Value) -> Placement | None:
+        return value.type.on(self.axis) if isinstance(value.type, TensorType) else None
+
+    def _retyped(self, value: Value, otherwise: Placement | None) -> Value:
+        """The value sharded along its batch dim, or else placed as given."""
+        if not isinstance(value.type, TensorType):
+            return value
+        dim = _batch_dim(value.type)
+        placement = Shard(dim) if dim is not None else otherwise
+        return value if placement is None else Value(value.name, value.type.place(self.axis, placement), value.is_state)
 
 
 def _mapped(function: Function, mapping: dict[Value, Value]) -> Function:
@@ -129,20 +157,6 @@ def _mapped(function: Function, mapping: dict[Value, Value]) -> Function:
     )
 
 
-def _is_partial(value: Value, axis: str) -> bool:
-    return isinstance(value.type, TensorType) and isinstance(value.type.on(axis), Partial)
-
-
-def _batch_dim(type_: Type) -> int | None:
+def _batch_dim(type_: TensorType) -> int | None:
     """The first dim whose extent depends on the batch."""
-    shape = type_.value.shape if isinstance(type_, PendingType) else type_.shape
-    return next((i for i, d in enumerate(shape) if BATCH in names_in(d)), None)
-
-
-def _retyped(value: Value, axis: str, otherwise: Placement | None) -> Value:
-    """The value sharded along its batch dim, or else placed as given."""
-    if not isinstance(value.type, TensorType):
-        return value
-    dim = _batch_dim(value.type)
-    placement = Shard(dim) if dim is not None else otherwise
-    return value if placement is None else Value(value.name, value.type.place(axis, placement), value.is_state)
+    return next((i for i, d in enumerate(type_.shape) if BATCH in names_in(d)), None)
