@@ -150,8 +150,8 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an attempt failed: how far it got (0: structure, 1: users, 2: guards; then how many nodes had fitted), at
-    which node, by which guard, and what was wrong."""
+    """Why an attempt failed: how far it got (-1: number of operands, 0: structure, 1: users, 2: guards; then how many
+    nodes had fitted), at which node, by which guard, and what was wrong."""
 
     progress: tuple[int, int]
     node: Node
@@ -253,7 +253,7 @@ class Matcher:
             return
         if len(node.operands) != len(pattern.operands):
             detail = f"`{_short(node.op)}` has {len(node.operands)} operands, expected {len(pattern.operands)}"
-            self._fail(state.chain | {node}, node, "operands", detail)
+            self._fail(state.chain | {node}, node, "operands", detail, stage=-1)
             return
         for name in dict.fromkeys((*pattern.attrs, *(a for a in node.attrs if a != "args"))):
             wrong = _wrong_attr(pattern, node, name)

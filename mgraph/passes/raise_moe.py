@@ -172,7 +172,7 @@ _GROUPED_MATMUL = Rule(
 
 def _combine() -> Pattern:
     order = op("aten.sort.stable", capture("flat"), result=1, binds="order", stable=ANY, dim=ANY, shared=True)
-    place = op("aten.argsort.default", order, dim=_LAST_OR_NONE, shared=True)
+    place = op("aten.argsort.default", order, dim=_LAST_OR_NONE)
     rows = op("aten.index.Tensor", capture("rows"), place, args=_ROWS_OF)
     pairs = op("reshape", rows, shape=ANY, name="pairs")
     weights = op("reshape", optional_cast(capture("weights")), shape=ANY, name="column", shared=True)

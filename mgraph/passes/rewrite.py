@@ -63,8 +63,10 @@ def rewrite(function: Function, rules: Sequence[Rule], made_by: str, report: Rep
     """Replace all matches of the rules, longest chains first; the same function where nothing matches."""
     found, failures = _find(function, rules)
     taken = {node for _, match in found for node, _, _ in match.steps}
-    for rule in rules:
-        _report_near_misses(function, rule, failures.get(rule.name, []), taken, report)
+    owned = {node for _, match in found for node in match.owned}
+    for name in dict.fromkeys(rule.name for rule in rules):
+        anchors = {op for rule in rules if rule.name == name for op in rule.anchors}
+        _report_near_misses(function, name, anchors, failures.get(name, []), owned, report)
     if not found:
         return function
     index_of = {node: i for i, node in enumerate(function.nodes)}
@@ -102,17 +104,17 @@ def _find(function: Function, rules: Sequence[Rule]) -> tuple[list[tuple[Rule, M
 
 
 def _report_near_misses(
-    function: Function, rule: Rule, failures: Sequence[Failure], taken: set[Node], report: Report
+    function: Function, name: str, anchors: set[str], failures: Sequence[Failure], owned: set[Node], report: Report
 ) -> None:
     reported: set[Failure] = set()
     for anchor in function.nodes:
-        if anchor.op not in rule.anchors or anchor in taken:
+        if anchor.op not in anchors or anchor in owned:
             continue
         best = max((f for f in failures if anchor in f.touched), key=lambda f: f.progress, default=None)
         if best is not None and best not in reported:
             reported.add(best)
-            detail = f"{rule.name} at {_place(best.node)}: {best.detail}"
-            report.near_miss(function.name, best.node.id, rule.name, best.guard, detail)
+            detail = f"{name} at {_place(best.node)}: {best.detail}"
+            report.near_miss(function.name, best.node.id, name, best.guard, detail)
 
 
 def _place(node: Node) -> str:

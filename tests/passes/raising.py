@@ -66,9 +66,9 @@ def inputs_of(module: Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def assert_same(before: Module, after: Module, **given: Tensor) -> None:
-    """Equal to 1e-12 in float64; in its own dtypes the raised one errs at most 1.5 times as much (plus one rounding)."""
+    """Equal to 1e-12 in float64; in its own dtypes the raised one errs at most 1.5 times as much."""
     inputs = inputs_of(before, given)
-    runs: dict[str, Any] = {}
+    runs: dict[tuple[str, bool], Any] = {}
     for name, module in (("before", before), ("after", after)):
         for lifted in (False, True):
             runs[name, lifted] = run(module, "forward", inputs, {}, lifted=lifted)[0]

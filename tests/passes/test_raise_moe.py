@@ -1,0 +1,115 @@
+"""raise-moe: the router, the sort, grouped products and the weighted sum, and each guard broken once."""
+
+from __future__ import annotations
+
+import pytest
+
+import mgraph.models.grouped  # noqa: F401  (registers the grouped product)
+from mgraph.ir.types import DType
+from mgraph.passes.raise_moe import RaiseMoe
+from tests.passes.raising import assert_same, near_misses, ops, raised
+
+ROUTE = """
+func @f(%logits: f32[B, 4]) {
+  %a: f32[B, 4] = aten.softmax.int(%logits) {dim = -1}
+  %v: f32[B, 2], %i: i64[B, 2] = aten.topk.default(%a) {k = 2}
+  %s: f32[B, 1] = aten.sum.dim_IntList(%v) {dim = [-1], keepdim = true}
+  %w: f32[B, 2] = aten.div.Tensor(%v, %s)
+  return %w, %i
+}
+"""
+AFTER = """
+func @f(%logits: bf16[B, 4]) {
+  %l: f32[B, 4] = cast(%logits) {dtype = f32}
+  %v: f32[B, 2], %i: i64[B, 2] = aten.topk.default(%l) {k = 2, dim = 1}
+  %s: f32[B, 2] = aten.softmax.int(%v) {dim = 1}
+  %w: bf16[B, 2] = cast(%s) {dtype = bf16}
+  return %w, %i
+}
+"""
+PLAIN = ROUTE.replace("%w: f32[B, 2] = aten.div.Tensor(%v, %s)", "%n: f32[B, 1] = aten.neg.default(%s)").replace(
+    "return %w, %i", "return %v, %i, %n"
+)
+EXPERTS = """
+func @f(%x: f32[B, 6], %logits: f32[B, 4], %weight: f32[4, 6, 6]) {
+  %a: f32[B, 4] = aten.softmax.int(%logits) {dim = -1}
+  %v: f32[B, 2], %i: i64[B, 2] = aten.topk.default(%a) {k = 2}
+  %b: i64[2*B] = reshape(%i) {shape = [2*B]}
+  %e: i64[2*B], %order: i64[2*B] = aten.sort.stable(%b) {stable = true}
+  %c: i64[4] = aten.arange.default() {end = 4}
+  %offsets: i32[4] = aten.searchsorted.Tensor(%e, %c) {out_int32 = true, right = true}
+  %d: i64[2*B] = aten.floor_divide.default(%order) {other = 2}
+  %rows: f32[2*B, 6] = aten.index.Tensor(%x, %d) {args = ["self", "indices.0"]}
+  %g: f32[2*B, 6] = zoo.grouped_linear.default(%rows, %weight, %offsets)
+  %t: f32[4, 6, 6] = aten.permute.default(%weight) {dims = [0, 2, 1]}
+  %h: f32[2*B, 6] = zoo.grouped_linear.default(%g, %t, %offsets)
+  %p: i64[2*B] = aten.argsort.default(%order)
+  %q: f32[2*B, 6] = aten.index.Tensor(%h, %p) {args = ["self", "indices.0"]}
+  %r: f32[B, 2, 6] = reshape(%q) {shape = [B, 2, 6]}
+  %u: f32[B, 2, 1] = reshape(%v) {shape = [B, 2, 1]}
+  %m: f32[B, 2, 6] = aten.mul.Tensor(%r, %u)
+  %y: f32[B, 6] = aten.sum.dim_IntList(%m) {dim = [1]}
+  return %y
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "renormalize", "pre_softmax", "dtype"),
+    [(ROUTE, True, True, DType.F32), (PLAIN, False, True, DType.F32), (AFTER, False, False, DType.BF16)],
+)
+def test_raises_the_router(text: str, renormalize: bool, pre_softmax: bool, dtype: DType) -> None:
+    before, after, _ = raised(RaiseMoe(), text)
+    (node,) = (n for n in after.functions["f"].nodes if n.op == "moe_route")
+    assert node.attrs == {"top_k": 2, "renormalize": renormalize, "pre_softmax": pre_softmax, "dtype": dtype}
+    assert "aten.topk.default" not in ops(after.functions["f"])
+    assert_same(before, after)
+
+
+def test_raises_experts() -> None:
+    before, after, report = raised(RaiseMoe(), EXPERTS)
+    assert ops(after.functions["f"]) == {"moe_route": 1, "moe_dispatch": 1, "grouped_matmul": 2, "moe_combine": 1}
+    transposed = [n.attrs["transpose_w"] for n in after.functions["f"].nodes if n.op == "grouped_matmul"]
+    assert transposed == [False, True]
+    assert report.near_misses == []
+    assert_same(before, after)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("softmax.int(%logits) {dim = -1}", "sigmoid.default(%logits)", "`topk` reads `sigmoid`, expected"),
+        (
+            "softmax.int(%logits) {dim = -1}",
+            "softmax.int(%logits) {dim = 0}",
+            "`softmax` has dim = 0, expected the last",
+        ),
+        ("{k = 2}", "{k = 2, largest = false}", "`topk` has largest = False, expected none"),
+        ("f32[", "bf16[", "the softmax is computed in bf16, expected f32"),
+    ],
+)
+def test_near_misses_of_the_router(old: str, new: str, expected: str) -> None:
+    assert old in ROUTE
+    (miss,) = near_misses(RaiseMoe(), ROUTE.replace(old, new))
+    assert miss.startswith("moe_route: ")
+    assert expected in miss
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rule", "expected"),
+    [
+        ("{stable = true}", "{stable = false}", "moe_dispatch", "has stable = False, expected a stable sort"),
+        ("{other = 2}", "{other = 3}", "moe_dispatch", "the order is divided by 3, expected 2"),
+        ("return %y", "return %y, %d", "moe_dispatch", "`floor_divide` has 2 users, expected 1"),
+        ("return %y", "return %y, %m", "moe_combine", "`mul` has 2 users, expected 1"),
+    ],
+)
+def test_near_misses_of_experts(old: str, new: str, rule: str, expected: str) -> None:
+    assert old in EXPERTS
+    before, after, report = raised(RaiseMoe(), EXPERTS.replace(old, new))
+    assert rule not in ops(after.functions["f"])
+    (detail,) = (m.detail for m in report.near_misses if m.pattern == rule)
+    assert expected in detail
+    assert "moe_route" in ops(after.functions["f"]), "the rest is raised all the same"
+    if expected.startswith("`"):
+        assert_same(before, after)
