@@ -5,7 +5,8 @@
     %c: f32[4] = aten.mul.Tensor(%x, %b)
 
 A folded value is one `aten.full.default` where all its elements are equal, else one `constant`. `and` with all true and
-`or` with all false vanish. Positions (`arange`) are not folded: masks are read from them (`mgraph.passes.mask`).
+`or` with all false vanish. Positions (`arange`) and triangles are not folded: masks are read from them
+(`mgraph.passes.mask`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mgraph.ir.opdef import op_def
 from mgraph.ir.types import DType, TensorType
 from mgraph.passes.base import Pass, Report, Stage
 
+_KEPT = {"call", "aten.tril.default", "aten.triu.default"}
 _SOURCES = {"aten.full.default", "constant"}
 # A scalar divisor is a product with its reciprocal on some devices: division is left alone.
 _TAKES_SCALAR = {"aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor"}
@@ -94,7 +96,7 @@ class _Folder:
             yield self.constant(node, value, tensor)
 
     def foldable(self, node: Node) -> bool:
-        if node.op == "call" or "arange" in node.op or not all(v in self.known for v in node.operands):
+        if node.op in _KEPT or not all(v in self.known for v in node.operands):
             return False
         declared = op_def(node.op)
         if declared.random or declared.collective or (not node.operands and node.op not in _SOURCES):

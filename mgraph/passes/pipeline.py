@@ -146,8 +146,8 @@ def run_pipeline(
 ) -> tuple[Module, tuple[PassResult, ...]]:
     """Run the selected passes in order and give the last module with one result per pass.
 
-    The module has a property per entry point, named as it (`forward`), and those in `have`. Raises PassError for a wrong
-    pipeline before any pass runs.
+    The module has a property per entry point, named as it (`forward`), and those in `have`. Raises PassError for a
+    wrong pipeline before any pass runs.
     """
     passes = parse_pipeline(pipeline) if isinstance(pipeline, str) else tuple(pipeline)
     passes = select(passes, disable=disable, only=only, stop_after=stop_after)
