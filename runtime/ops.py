@@ -161,7 +161,7 @@ def moe_route_grad(
     else:
         grad = torch.zeros_like(scores).scatter_(1, indices, grad)
     scores = scores.softmax(-1)
-    dlogits = _aten._softmax_backward_data(grad, scores, -1, scores.dtype)
+    dlogits: Tensor = _aten._softmax_backward_data(grad, scores, -1, scores.dtype)
     if chosen_only:
         dlogits = torch.zeros_like(logits, dtype=dlogits.dtype).scatter_(1, indices, dlogits)
     return dlogits.to(logits.dtype)
@@ -275,7 +275,8 @@ def kv_append_(cache: Tensor, new: Tensor, start: Tensor) -> Tensor:
 def global_norm(tensors: list[Tensor]) -> Tensor:
     """The 2-norm of all tensors together, in at least f32."""
     dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype)))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype)))
+    return norm
 
 
 def gradient_scale(norm: Tensor, count: Tensor, *, max_norm: float) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
+from itertools import takewhile
 
 from mgraph.codegen.dim_text import DimScope, python_text
 from mgraph.codegen.kernel_sites import KernelSites
@@ -104,7 +104,7 @@ class FunctionText:
             name = f"Entry point {self._entry.name}"
         else:
             paths = [n.origin.path.split(".") for n in self._function.nodes if n.origin.path]
-            name = ".".join(commonprefix(paths)) or self._function.name
+            name = ".".join(_common(paths)) or self._function.name
         text = f"{name}: {inputs or 'nothing'} → {outputs or 'nothing'}."
         return text if len(text) < 110 else f"{name}: {len(self._function.params)} inputs → {outputs}."[:110]
 
@@ -482,6 +482,11 @@ class FunctionText:
         text = self._text(value)
         if text != f'state["{name}"]':
             self._body.line(f'state["{name}"].copy_({text})')
+
+
+def _common(paths: Sequence[Sequence[str]]) -> list[str]:
+    """The components that all paths begin with."""
+    return [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
 
 
 def _type_text(value: Value) -> str:

@@ -1,7 +1,7 @@
 """Finds repeated runs of calls that can be written as one `for` loop.
 
-A loop's iterations are the same nodes, each operand of one of five kinds: defined outside and the same in all
-iterations; made earlier in the same iteration; *carried* from the iteration before; a *slot*, state whose name holds the
+A loop's iterations are the same nodes, each operand of one of five kinds: made outside and the same in all iterations;
+made earlier in the same iteration; *carried* from the iteration before; a *slot*, state whose name holds the
 layer number; or *stacked*: made by the iteration of an earlier loop that is as far from its end as this one is from the
 start, so that the earlier loop pushes and this one pops.
 """

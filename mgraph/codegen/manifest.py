@@ -1,0 +1,106 @@
+"""manifest.json of a package: what the runtime must know of it, as plain data (schema 1)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import mgraph
+from mgraph.ir.dims import dim_text
+from mgraph.ir.graph import Module, State, Value
+
+SCHEMA = 1
+MAIN_ENTRIES = ("microbatch", "step")
+"""The entry whose params are the inputs of the package, by kind of package."""
+
+
+def manifest(
+    module: Module,
+    kind: str,
+    pipeline: str,
+    fingerprint: Mapping[str, Any],
+    kernels: Sequence[Mapping[str, Any]],
+    files: Mapping[str, str],
+) -> dict[str, Any]:
+    """The whole manifest of a module; `files` maps the package's files to their SHA-256."""
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "name": module.name,
+        "fingerprint": dict(fingerprint),
+        "pipeline": pipeline,
+        "versions": versions(),
+        "mesh": {axis.name: list(axis.of) if axis.of else axis.size or "*" for axis in module.mesh},
+        "dims": {dim.name: [dim.minimum, dim.maximum] for dim in module.dims.values() if not dim.ragged},
+        "vocab_size": vocabulary_size(module),
+        "inputs": _inputs(module),
+        "state": [_state(state) for state in module.state.values()],
+        "entries": _entries(module),
+        "kernels": list(kernels),
+        "files": dict(files),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a package is made with; triton is absent where it is not installed."""
+    import torch
+
+    found = {"mgraph": mgraph.__version__, "torch": torch.__version__}
+    with suppress(PackageNotFoundError):
+        found["triton"] = version("triton")
+    return found
+
+
+def vocabulary_size(module: Module) -> int | None:
+    """The last extent of the logits that some entry gives; None where none does."""
+    for entry in module.entries.values():
+        if "logits" in entry.outputs:
+            result = module.functions[entry.function].results[entry.outputs.index("logits")]
+            size = result.tensor.shape[-1]
+            return size if isinstance(size, int) else None
+    return None
+
+
+def file_digests(directory: Path, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of files of a directory, by name."""
+    return {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in names}
+
+
+def _type(value: Value) -> dict[str, Any]:
+    return {
+        "dtype": value.tensor.dtype.text,
+        "shape": [d if isinstance(d, int) else dim_text(d) for d in value.tensor.shape],
+    }
+
+
+def _inputs(module: Module) -> list[dict[str, Any]]:
+    name = next((e for e in MAIN_ENTRIES if e in module.entries), None)
+    if name is None:
+        return []
+    return [{"name": v.name, **_type(v)} for v in module.entry_function(name).params]
+
+
+def _state(state: State) -> dict[str, Any]:
+    return {
+        "name": state.name,
+        "kind": state.kind.value,
+        **_type(state.value),
+        "trainable": state.trainable,
+        "persist": state.persist,
+        "init": [[list(a) if isinstance(a, tuple) else a for a in call] for call in state.init],
+        "seed_name": state.seed_name,
+    }
+
+
+def _entries(module: Module) -> dict[str, Any]:
+    return {
+        entry.name: {
+            "inputs": [v.name for v in module.functions[entry.function].params],
+            "outputs": list(entry.outputs),
+        }
+        for entry in module.entries.values()
+    }

@@ -1,0 +1,175 @@
+"""Writes a step package: in a temporary directory beside the target, renamed when it is whole, manifest last.
+
+Where something fails, nothing half-written stays behind and an existing package is untouched. Files of an existing
+package that a person has edited are not overwritten: that is an error, or with `force` they are kept as `*.edited`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mgraph.codegen.fingerprint import fingerprint
+from mgraph.codegen.manifest import file_digests, manifest
+from mgraph.codegen.step import step_text
+from mgraph.codegen.triton.aot import build_kernels
+from mgraph.errors import PackageError, StorageError
+from mgraph.ir.graph import Module
+from mgraph.ir.printer import print_module
+
+MANIFEST = "manifest.json"
+EDITED = ".edited"
+
+
+@dataclass(frozen=True)
+class PackageInfo:
+    """What a package is besides its graph.
+
+    `kind` is `train` or `serve`; `options` the recipe (a dataclass), all of whose fields enter the fingerprint; `archs`
+    the GPU architectures to build kernels for; `write_graphs` writes the snapshots of the passes into a directory.
+    """
+
+    kind: str
+    options: Any
+    pipeline: str
+    archs: Sequence[str] = ()
+    write_graphs: Callable[[Path], Any] | None = None
+
+
+def emit_package(module: Module, info: PackageInfo, out_dir: Path | str, *, force: bool = False) -> Path:
+    """Write the package of a module and return its directory.
+
+    Raises PackageError where `out_dir` is something else than a package or holds edited files (and not `force`), and
+    StorageError where it cannot be written.
+    """
+    target = Path(out_dir).absolute()
+    edited = _edited_files(target)
+    if edited and not force:
+        raise PackageError(
+            f"these files of the package have been edited: {', '.join(edited)}",
+            where=str(target),
+            hint=f"compile into another directory, or use --force, which keeps them as *{EDITED}",
+        )
+    temporary: Path | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        _write(module, info, temporary)
+        _keep_edited(target, temporary, edited)
+        _move_into_place(temporary, target)
+    except OSError as error:
+        raise _storage_error(error, target) from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def _write(module: Module, info: PackageInfo, directory: Path) -> None:
+    """All files of the package, the manifest last."""
+    directory.chmod(0o755)  # temporary directories are private; packages are not
+    step = step_text(module)
+    (directory / "step.py").write_text(step.text, encoding="utf-8")
+    kernels = build_kernels(step.kernels, directory, info.archs)
+    if info.write_graphs is not None:
+        info.write_graphs(directory / "graphs")
+    (directory / f"{info.kind}.py").write_text(driver_text(info.kind, module.name), encoding="utf-8")
+    files = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if _is_source(p))
+    data = manifest(
+        module,
+        info.kind,
+        info.pipeline,
+        fingerprint(print_module(module), info.options),
+        kernels,
+        file_digests(directory, files),
+    )
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def driver_text(kind: str, name: str) -> str:
+    """The text of train.py or serve.py."""
+    does, launch = {
+        "train": ("Train", "torchrun --nproc-per-node N train.py --help"),
+        "serve": ("Generate text with", "python serve.py --help"),
+    }[kind]
+    return f'''"""{does} {name}: `{launch}` lists the options."""
+
+from pathlib import Path
+
+from mgraph.runtime.{kind} import main
+
+if __name__ == "__main__":
+    main(Path(__file__).parent)
+'''
+
+
+def _is_source(path: Path) -> bool:
+    return path.is_file() and "__pycache__" not in path.parts
+
+
+def _edited_files(target: Path) -> list[str]:
+    """Files of an existing package whose content is not what was written; raises where the target is no package."""
+    if not target.exists():
+        return []
+    if not target.is_dir():
+        raise PackageError("the package's directory is a file", where=str(target), hint="give another -o DIR")
+    path = target / MANIFEST
+    if not path.is_file():
+        if any(target.iterdir()):
+            raise PackageError(
+                "the directory is not empty and not a step package", where=str(target), hint="give another -o DIR"
+            )
+        return []
+    try:
+        listed: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["files"]
+        present = [name for name in listed if (target / name).is_file()]
+        now = file_digests(target, present)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PackageError(
+            f"the manifest of the package that is there cannot be read: {error}",
+            where=str(path),
+            hint="remove the directory, or give another -o DIR",
+        ) from error
+    return [name for name in present if now[name] != listed[name]]
+
+
+def _keep_edited(target: Path, temporary: Path, edited: Sequence[str]) -> None:
+    """Carry edited files over under another name, with those that an earlier compilation kept."""
+    if not target.is_dir():
+        return
+    kept = [p.relative_to(target).as_posix() for p in target.rglob(f"*{EDITED}")]
+    for name, new in [*((k, k) for k in kept), *((e, e + EDITED) for e in edited)]:
+        (temporary / new).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(target / name, temporary / new)
+
+
+def _move_into_place(temporary: Path, target: Path) -> None:
+    """Rename; an existing package is moved aside first and comes back if the rename fails."""
+    if not target.exists():
+        os.rename(temporary, target)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+    old = aside / target.name
+    os.rename(target, old)
+    try:
+        os.rename(temporary, target)
+    except OSError:
+        os.rename(old, target)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _storage_error(error: OSError, target: Path) -> StorageError:
+    reason = "the disk is full" if error.errno == errno.ENOSPC else (error.strerror or str(error))
+    return StorageError(
+        f"cannot write the package: {reason}", where=str(target), hint="free space, or give another -o DIR"
+    )
