@@ -232,13 +232,15 @@ class CudaDevice:
     def load(self, cubin: bytes, symbol: str, shared: int) -> Any:
         """See `Device.load`."""
         driver = self._driver
-        library = self._checked(driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0))
-        kernel = self._checked(driver.cuLibraryGetKernel(library, symbol.encode()))
-        if shared > 48 * 1024:  # More than every GPU has must be asked for.
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            index = self._checked(driver.cuDeviceGet(self._index))
-            self._checked(driver.cuKernelSetAttribute(attribute, shared, kernel, index))
-        return driver.CUfunction(int(kernel))  # The launch call takes either handle under this type.
+        with torch.cuda.device(self._index):
+            library = self._checked(driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0))
+            kernel = self._checked(driver.cuLibraryGetKernel(library, symbol.encode()))
+            # Loads the code now: the driver would otherwise load it at the first launch, which may be under capture.
+            function = self._checked(driver.cuKernelGetFunction(kernel))
+            if shared > 48 * 1024:  # More than every GPU has must be asked for.
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self._checked(driver.cuFuncSetAttribute(function, attribute, shared))
+        return function
 
     def launch(self, kernel: Any, grid: Shape, threads: int, shared: int, parameters: int) -> None:
         """See `Device.launch`."""
