@@ -94,7 +94,9 @@ class _Outliner:
 
     def run(self, report: Report) -> tuple[list[Function], Function]:
         """The functions made, and this function with calls in place of the segments; nothing made: unchanged."""
-        segments = self.schedulable([s for s in self.segments() if len(s.nodes) >= self.min_nodes])
+        # A layer that nothing reads would be a call without results: it stays inline, for dce to remove.
+        segments = [s for s in self.segments() if len(s.nodes) >= self.min_nodes and self.escaping(s)]
+        segments = self.schedulable(segments)
         if not segments:
             return [], self.function
         made: list[Function] = []
