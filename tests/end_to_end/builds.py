@@ -1,0 +1,107 @@
+"""Builds that the end-to-end tests share: a package per model, its eager twin, and the eager model in float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mgraph import models
+from mgraph.codegen.package import PackageInfo, emit_package
+from mgraph.compiler import Compilation, build_module, pipeline_text
+from mgraph.recipe import Recipe
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+ZOO: dict[str, Callable[[], nn.Module]] = {
+    "dense-tiny": lambda: models.get("dense", "tiny"),
+    "dense-tiny-geglu": lambda: models.get("dense", "tiny-geglu"),
+    "moe-tiny": lambda: models.get("moe", "tiny"),
+}
+MODELS = [*ZOO, "llama"]
+
+
+@dataclass(frozen=True)
+class Build:
+    """A compiled model: the compilation, the package's directory, and a factory of the eager model."""
+
+    compilation: Compilation
+    path: Path
+    eager: Callable[[], nn.Module]
+
+
+def build(name: str, directory: Path, **options: Any) -> Build:
+    """Compile a model into a package under `directory`, without GPU kernels."""
+    spec, eager = name, ZOO.get(name)
+    if eager is None:
+        config = directory / "llama" / "config.json"
+        config.parent.mkdir(parents=True, exist_ok=True)
+        config.write_text(json.dumps(LLAMA))
+        spec, eager = f"hf:{config}", llama
+    recipe = Recipe(model=spec, output=str(directory / f"{name}-package"), arch="", beta2=0.999, **options)
+    compilation = build_module(recipe)
+    info = PackageInfo(recipe.purpose, recipe, pipeline_text(recipe))
+    return Build(compilation, emit_package(compilation.module, info, recipe.directory, force=True), eager)
+
+
+def llama() -> nn.Module:
+    """The unmodified transformers class."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "architectures"}))
+    model.config.use_cache = False
+    return model
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss sum, as the trainer defines it."""
+    out = model(tokens)
+    logits = getattr(out, "logits", out)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+
+
+def fill(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Give a model the weights of a state."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(state[name])
+
+
+def batches(count: int, batch: int = 3, seq: int = 21, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Random tokens and shifted labels, one label of each batch masked."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        rows = torch.randint(256, (batch, seq + 1), generator=generator)
+        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].clone()
+        labels[0, 0] = -100
+        made.append((tokens, labels))
+    return made
+
+
+class Lift(TorchDispatchMode):
+    """Every cast to a float dtype becomes a cast to float64: eager PyTorch under the lift of the interpreter."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        dtype = kwargs.get("dtype")
+        if dtype is not None and dtype.is_floating_point:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
