@@ -87,9 +87,12 @@ class Liveness:
 
     def group(self, value: Value) -> Value:
         """The representative of all values that may alias `value`."""
-        while (parent := self._parent.get(value)) is not None:
-            value = parent
-        return value
+        root = value
+        while (parent := self._parent.get(root)) is not None:
+            root = parent
+        while value is not root:  # later look-ups are short: entry functions join thousands of states
+            self._parent[value], value = root, self._parent[value]
+        return root
 
     def reads(self, node: Node) -> list[Value]:
         """Named values that the text of a node reads: its operands, inlined ones followed to what they read."""
