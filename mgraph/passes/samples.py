@@ -1,0 +1,185 @@
+"""Random states and inputs for running a module, and the margins of its discontinuous decisions.
+
+Everything is a function of (seed, name), so that two modules that share a state or an input get the same numbers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mgraph.ir.dims import evaluate
+from mgraph.ir.graph import Function, Module, Node, State, StateKind, Value
+from mgraph.ir.mesh import mesh_sizes
+from mgraph.ir.torch_bridge import to_torch_dtype
+from mgraph.ir.types import DType, Partial
+from mgraph.passes.extents import static_extents
+
+IGNORED = -100
+LONGEST = 12  # named dims are at most this, where their ranges allow
+MAX_RANKS = 16
+_CHOICES = {"aten.topk.default": "k", "moe_route": "top_k"}
+_START = 3  # where a chunk begins in a sequence, for entries that are told
+
+Tensors = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The numbers that runs of a module share: named dims and the size of the vocabulary."""
+
+    dims: Mapping[str, int]
+    vocab: int
+
+    @staticmethod
+    def of(module: Module) -> Shapes:
+        """Named dims that differ from each other and from all static extents, within their ranges, where possible."""
+        taken = static_extents(module)
+        dims: dict[str, int] = {}
+        for name, dim in module.dims.items():
+            low = max(dim.minimum, 3 if dims else 2)
+            high = max(low, LONGEST) if dim.maximum is None else min(dim.maximum, max(low, LONGEST))
+            free = [n for n in range(low, high + 1) if n not in taken]
+            dims[name] = min(free[0] if free else low, high)
+            taken = taken | {dims[name]}
+        rows = [n.operands[0].tensor.shape[0] for _, n in module.walk() if n.op == "aten.embedding.default"]
+        return Shapes(dims, min((r for r in rows if isinstance(r, int)), default=2))
+
+
+def generator(seed: int, name: str, rank: int = 0) -> Any:
+    """A random generator of its own for a name (and a rank)."""
+    import torch
+
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()) + 7919 * seed + 104729 * rank)
+
+
+def random_state(module: Module, seed: int, rank: int = 0) -> Tensors:
+    """A value for every state; a state that is partial over the mesh differs from rank to rank."""
+    made: Tensors = {}
+    for name, state in module.state.items():
+        partial = any(isinstance(p, Partial) for _, p in state.type.placement)
+        made[name] = _state(state, generator(seed, name, rank if partial else 0))
+    for name, state in module.state.items():
+        for call in state.init:
+            if call[0] == "copy_from":
+                made[name] = made[str(call[1])].to(made[name].dtype)
+    return made
+
+
+def zero_accumulators(module: Module, state: Tensors) -> Tensors:
+    """The state at the beginning of a step: gradient, loss and count accumulators are zero."""
+    resets = {n for n, s in module.state.items() if not s.persist and s.kind in (StateKind.GRAD, StateKind.SCALAR)}
+    return {n: t.new_zeros(t.shape) if n in resets else t for n, t in state.items()}
+
+
+def _state(state: State, source: Any) -> Any:
+    import torch
+
+    shape, dtype = [int(d) for d in state.type.shape], to_torch_dtype(state.type.dtype)
+    if not state.type.dtype.is_float:
+        number = torch.randint(3, 9, shape, generator=source)
+        return _replayed(state, number, dtype) if state.kind is StateKind.BUFFER else number.to(dtype)
+    noise = torch.randn(shape, generator=source, dtype=torch.float64)
+    if state.kind is StateKind.BUFFER:
+        return _replayed(state, noise, dtype)
+    if state.kind is StateKind.PARAM:
+        # A matrix keeps the size of what it is applied to; a vector is as likely a norm's scale as a bias.
+        noise = noise / max(shape[-1], 1) ** 0.5 if len(shape) > 1 else 1 + 0.3 * noise
+    elif state.kind is StateKind.MOMENT:
+        noise = 0.1 * noise.abs()
+    return noise.to(dtype)
+
+
+def _replayed(state: State, tensor: Any, dtype: Any) -> Any:
+    """A buffer as its recorded initialiser makes it (tables of positions mean something); random calls keep the noise."""
+    import torch
+
+    for call, *arguments in state.init:
+        if call == "copy_":
+            tensor = torch.tensor(arguments[0], dtype=torch.float64).reshape(tensor.shape)
+        elif call == "zeros_":
+            tensor = tensor.zero_()
+        elif call not in ("normal_", "uniform_", "copy_from"):
+            tensor = getattr(tensor, str(call))(*arguments)
+    return tensor.to(dtype)
+
+
+def random_inputs(function: Function, shapes: Shapes, seed: int, rank: int = 0) -> Tensors:
+    """A value for every input: what it is follows from its name and type (token ids, labels, positions, masks)."""
+    return {
+        p.name: _input(p, shapes, generator(seed, p.name, rank if p.tensor.placement else 0)) for p in function.params
+    }
+
+
+def _input(value: Value, shapes: Shapes, source: Any) -> Any:
+    import torch
+
+    shape = [int(evaluate(d, shapes.dims)) for d in value.tensor.shape]
+    dtype = to_torch_dtype(value.tensor.dtype)
+    if value.tensor.dtype.is_float:
+        if not shape:
+            return torch.tensor(0.01, dtype=dtype)
+        masks = value.name.endswith("mask")
+        made = torch.randint(2, shape, generator=source) if masks else torch.randn(shape, generator=source)
+        return made.to(dtype)
+    if value.tensor.dtype is DType.BOOL:
+        return torch.randint(2, shape, generator=source).bool()
+    if not shape:
+        return torch.tensor(_START, dtype=dtype)
+    if value.name == "position_ids":
+        return torch.arange(shape[-1], dtype=dtype).expand(shape).contiguous()
+    if value.name == "segment_ids":
+        return (torch.arange(shape[-1]) >= shape[-1] // 2).to(dtype).expand(shape).contiguous()
+    made = torch.randint(shapes.vocab, shape, generator=source, dtype=dtype)
+    if value.name == "labels":
+        made.flatten()[0] = IGNORED
+    return made
+
+
+def mesh_of(module: Module) -> dict[str, int]:
+    """Axis sizes to run a module on: every axis at most 2. Asserts that this is at most 16 ranks."""
+    basic = {a.name: 2 if a.size is None else min(a.size, 2) for a in module.mesh if not a.of}
+    ranks = ranks_of(basic)
+    assert ranks <= MAX_RANKS, f"{len(basic)} mesh axes give {ranks} ranks"
+    return mesh_sizes(module.mesh, basic, ranks)
+
+
+def ranks_of(sizes: Mapping[str, int]) -> int:
+    """The number of ranks of a mesh."""
+    count = 1
+    for size in sizes.values():
+        count *= size
+    return count
+
+
+@dataclass
+class Margins:
+    """An interpreter hook that finds how near the choices of top-k came to another outcome.
+
+    `least` is the smallest gap between the last chosen score and the first one left; `unknown` tells of choices whose
+    scores were not seen (a function's own input).
+    """
+
+    least: float = float("inf")
+    unknown: bool = False
+    _seen: dict[Value, Sequence[Any]] = field(default_factory=dict)
+
+    def __call__(self, function: Function, node: Node, results: Sequence[Sequence[Any]]) -> None:
+        """Look at one node's results, per rank."""
+        self._seen.update(zip(node.results, results, strict=True))
+        if node.op not in _CHOICES:
+            return
+        scores = self._seen.get(node.operands[0])
+        k = int(str(node.attrs[_CHOICES[node.op]]))
+        if scores is None:
+            self.unknown = True
+            return
+        for rank in scores:
+            score = rank.double()
+            if node.op == "moe_route" and node.attrs.get("pre_softmax", True):
+                score = score.softmax(-1)
+            if k < score.shape[-1]:
+                ordered = score.sort(-1, descending=True).values
+                self.least = min(self.least, float((ordered[..., k - 1] - ordered[..., k]).min()))
