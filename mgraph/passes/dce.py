@@ -50,12 +50,17 @@ def _sweep(module: Module, report: Report) -> Module:
         for node in calls(function):
             read[callee(node)] |= _read_results(function, node)
         functions[name] = function
-    kept = {
-        name: [i for i, v in enumerate(f.inputs()) if name in fixed or v in _read_values(f)]
-        for name, f in functions.items()
-        if name in order
+    keep = {
+        name: _Kept(
+            tuple(
+                i for i, v in enumerate(functions[name].inputs()) if name in fixed or v in _read_values(functions[name])
+            ),
+            None if name in fixed else frozenset(read[name]),
+            _used_statics(functions[name]),
+        )
+        for name in order
     }
-    made = {name: _narrow(functions[name], kept, read, fixed) for name in functions if name in order}
+    made = {name: _narrow(functions[name], keep) for name in functions if name in keep}
     before, after = _size(module.functions.values()), _size(made.values())
     if before == after:
         return module
@@ -100,25 +105,37 @@ def _read_results(function: Function, node: Node) -> set[int]:
     return {i for i, v in enumerate(node.results) if v in read}
 
 
-def _narrow(function: Function, kept: dict[str, list[int]], read: dict[str, set[int]], fixed: set[str]) -> Function:
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What of a function's signature stays: positions of inputs and of results (`None`: all), names of statics."""
+
+    inputs: tuple[int, ...]
+    results: frozenset[int] | None
+    statics: tuple[str, ...]
+
+
+def _used_statics(function: Function) -> tuple[str, ...]:
+    used = {value.name for node in function.nodes for value in node.attrs.values() if isinstance(value, Static)}
+    return tuple(name for name in function.statics if name in used)
+
+
+def _narrow(function: Function, keep: dict[str, _Kept]) -> Function:
     """The function with its unread inputs and statics removed, and its calls likewise."""
-    inputs = set(kept[function.name])
-    params = len(function.params)
-    nodes = tuple(_narrow_call(n, kept, read, fixed) if n.op == "call" else n for n in function.nodes)
-    used = {value.name for node in nodes for value in node.attrs.values() if isinstance(value, Static)}
+    kept, params = keep[function.name], len(function.params)
     return replace(
         function,
-        params=_pick(function.params, inputs),
-        slots=_pick(function.slots, {i - params for i in inputs}),
-        nodes=nodes,
-        statics=tuple(s for s in function.statics if s in used),
+        params=_pick(function.params, kept.inputs),
+        slots=_pick(function.slots, [i - params for i in kept.inputs]),
+        nodes=tuple(_narrow_call(n, keep[callee(n)]) if n.op == "call" else n for n in function.nodes),
+        statics=kept.statics,
     )
 
 
-def _narrow_call(node: Node, kept: dict[str, list[int]], read: dict[str, set[int]], fixed: set[str]) -> Node:
-    name = callee(node)
-    operands = _pick(node.operands, kept[name])
-    results = node.results if name in fixed else _pick(node.results, read[name])
-    if operands == node.operands and results == node.results:
+def _narrow_call(node: Node, kept: _Kept) -> Node:
+    operands = _pick(node.operands, kept.inputs)
+    results = node.results if kept.results is None else _pick(node.results, kept.results)
+    statics = {f"static.{name}" for name in kept.statics}
+    attrs = {k: v for k, v in node.attrs.items() if k in statics or not k.startswith("static.")}
+    if (len(operands), len(results), len(attrs)) == (len(node.operands), len(node.results), len(node.attrs)):
         return node
-    return replace(node, operands=operands, results=results)
+    return replace(node, operands=operands, results=results, attrs=attrs)
