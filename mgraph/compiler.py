@@ -1,23 +1,39 @@
-"""From a recipe to a package: capture, run the pipeline, emit."""
+"""From a recipe to a package: capture, run the pipeline, emit.
+
+`compile_package` is what `mgraph compile` calls; `build_module` stops before anything is written.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mgraph.capture import CaptureReport, ModelSpec, capture_with_report
+from mgraph.codegen.package import PackageInfo, emit_package
 from mgraph.ir.graph import Module
 from mgraph.ir.types import DType
 from mgraph.passes.instrument import Instrument, OpCounts, Snapshots, Timer, VerifyEach
-from mgraph.passes.pipeline import PassResult, parse_pipeline, run_pipeline
+from mgraph.passes.pipeline import (
+    NORMALIZE,
+    PassResult,
+    Pipeline,
+    check_order,
+    parse_pipeline,
+    print_pipeline,
+    run_pipeline,
+    select,
+)
 from mgraph.passes.spec import print_value
 from mgraph.recipe import Recipe
 
-NORMALIZE = "outline,canonicalize,constant-fold,cse,dce"
 RAISE = "raise-norm,raise-rope,raise-attention,raise-glu,raise-moe,raise-loss,cse,dce"
+TIMES = "compilation.json"
+"""The file in a package's graphs/ that keeps the seconds of each stage and the capture's report."""
 _DTYPES = {"fp32": DType.F32, "bf16": DType.BF16}
 
 
@@ -27,14 +43,20 @@ class Compilation:
 
     module: Module
     capture: CaptureReport
-    results: list[PassResult]
+    results: Sequence[PassResult]
     snapshots: Snapshots
     seconds: dict[str, float] = field(default_factory=dict)
     package: Path | None = None
 
+    def write_graphs(self, directory: Path) -> None:
+        """Write the snapshots, the reports and the seconds of each stage."""
+        self.snapshots.write(directory)
+        times = {"seconds": self.seconds, "capture": dataclasses.asdict(self.capture)}
+        (directory / TIMES).write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")
+
 
 def pipeline_text(recipe: Recipe) -> str:
-    """The pipeline that a recipe means."""
+    """The pipeline that a recipe means, before passes are left out."""
     if recipe.purpose == "serve":
         return f"{NORMALIZE},{RAISE},derive-serve{{max_length={recipe.max_length}}},cse,dce,in-place"
     options = ",".join(f"{n}={getattr(recipe, n)!r}" for n in ("beta1", "beta2", "eps", "weight_decay", "max_norm"))
@@ -43,10 +65,18 @@ def pipeline_text(recipe: Recipe) -> str:
     return f"{NORMALIZE},{RAISE},{derive},{shard}cse,dce,in-place"
 
 
+def pipeline_of(recipe: Recipe) -> Pipeline:
+    """The passes that a recipe runs. Raises PassError where it leaves out what others need, or no pass has a name."""
+    passes = select(parse_pipeline(pipeline_text(recipe)), disable=recipe.patterns())
+    check_order(passes, frozenset({"forward"}))
+    return passes
+
+
 def build_module(
     recipe: Recipe, extra: tuple[Instrument, ...] = (), say: Callable[[str], Any] = lambda _: None
 ) -> Compilation:
     """Capture a model and run its pipeline; nothing is written. `say` hears what happens, a line at a time."""
+    pipeline = pipeline_of(recipe)
     spec = ModelSpec(
         recipe.model,
         dtype=_DTYPES[recipe.precision],
@@ -54,12 +84,32 @@ def build_module(
         loss_mask=recipe.loss_mask,
         max_length=recipe.max_length or None,
     )
-    pipeline = parse_pipeline(pipeline_text(recipe))
-    say(f"capturing {recipe.model}")
+    say(f"capture {recipe.model}")
     module, captured = capture_with_report(spec)
     begun = time.perf_counter()
     snapshots = Snapshots()
-    instruments = (VerifyEach(), Timer(), OpCounts(), snapshots, *extra)
-    module, results = run_pipeline(module, pipeline, instruments, disable=recipe.patterns())
+    module, results = run_pipeline(module, pipeline, (VerifyEach(), OpCounts(), snapshots, *extra, Timer()))
     seconds = {"capture": captured.total_seconds, "passes": time.perf_counter() - begun}
     return Compilation(module, captured, results, snapshots, seconds)
+
+
+def compile_package(
+    recipe: Recipe,
+    extra: tuple[Instrument, ...] = (),
+    *,
+    force: bool = False,
+    say: Callable[[str], Any] = lambda _: None,
+) -> Compilation:
+    """Compile a model into a package at `recipe.directory`, whole or not at all.
+
+    With `force`, files of an existing package that a person edited are kept as `*.edited` instead of refused. Raises
+    the `MgraphError` of the stage that fails.
+    """
+    done = build_module(recipe, extra, say)
+    say("emit the package")
+    begun = time.perf_counter()
+    pipeline = print_pipeline(pipeline_of(recipe))
+    info = PackageInfo(recipe.purpose, recipe, pipeline, recipe.archs, done.write_graphs)
+    done.package = emit_package(done.module, info, recipe.directory, force=force)
+    done.seconds["emit"] = time.perf_counter() - begun
+    return done

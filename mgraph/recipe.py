@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mgraph.errors import OptionError, did_you_mean
 
+TARGET_ARCHS = {"h100": "sm_90a", "cpu": ""}
+"""The GPU architectures that kernels of a target are built for."""
 
-def option(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
-    """A recipe field: its default, what it means, and the values it may take."""
-    return dataclasses.field(default=default, metadata={"help": help_text, "choices": choices})
+
+def option(
+    default: Any, help_text: str, choices: tuple[str, ...] = (), within: tuple[float, float] | None = None
+) -> Any:
+    """A recipe field: its default, what it means, and the values or the closed range of values it may take."""
+    return dataclasses.field(default=default, metadata={"help": help_text, "choices": choices, "within": within})
 
 
 @dataclass(frozen=True)
@@ -28,26 +34,33 @@ class Recipe:
     purpose: str = option("train", "what the package is for", ("train", "serve"))
     mesh: str = option("dp=*", "mesh axes and sizes, e.g. dp=2; * binds to the number of processes at launch")
     precision: str = option("fp32", "dtype of the parameters and of the computation", ("fp32", "bf16"))
-    target: str = option("h100", "the machine that kernels are chosen for", ("h100", "cpu"))
-    arch: str = option("sm_90a", "GPU architectures to build kernels for, comma-separated; empty for none")
+    target: str = option("h100", "the machine that kernels are chosen for", tuple(TARGET_ARCHS))
+    arch: str = option(
+        "", "GPU architectures to build kernels for, comma-separated, or none (default: the target's, sm_90a for h100)"
+    )
     output: str = option("", "the package's directory (default: build/MODEL-PURPOSE)")
     recompute: str = option("none", "which layer activations are computed again in the backward", ("none", "full"))
-    weight_decay: float = option(0.01, "AdamW's decoupled weight decay, for parameters of two dims or more")
-    beta1: float = option(0.9, "AdamW's decay of the first moment")
-    beta2: float = option(0.95, "AdamW's decay of the second moment")
-    eps: float = option(1e-8, "AdamW's epsilon")
-    max_norm: float = option(1.0, "clip the gradient's norm to this; 0: never")
+    weight_decay: float = option(0.01, "AdamW's weight decay, for parameters of two dims or more", within=(0, 10))
+    beta1: float = option(0.9, "AdamW's decay of the first moment", within=(0, 1))
+    beta2: float = option(0.95, "AdamW's decay of the second moment", within=(0, 1))
+    eps: float = option(1e-8, "AdamW's epsilon", within=(0, 1))
+    max_norm: float = option(1.0, "clip the gradient's norm to this; 0: never", within=(0, 1e9))
     loss_mask: bool = option(False, "add the input loss_mask f32[B, S], a weight per target")
     position_ids: bool = option(False, "add the input position_ids i64[B, S]")
-    max_length: int = option(0, "the longest sequence, and the size of the cache when serving (0: as the model says)")
+    max_length: int = option(
+        0, "the longest sequence, and the size of the cache when serving (0: as the model says)", within=(0, 2**31)
+    )
     disable: str = option("", "passes to leave out: names or patterns, comma-separated (raise-*)")
     verify: bool = option(False, "check every pass with the interpreter, all ranks, on a reduced twin of the model")
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value, choices = getattr(self, field.name), field.metadata["choices"]
+            value, choices, within = getattr(self, field.name), field.metadata["choices"], field.metadata["within"]
             if choices and value not in choices:
                 hint = did_you_mean(str(value), choices) or f"one of {', '.join(choices)}"
+                raise OptionError(f"{field.name} is {value!r}", where=flag_of(field.name), hint=hint)
+            if within and not within[0] <= value <= within[1]:  # written so that nan fails too
+                hint = f"a value from {within[0]:g} to {within[1]:g}"
                 raise OptionError(f"{field.name} is {value!r}", where=flag_of(field.name), hint=hint)
 
     @property
@@ -80,35 +93,59 @@ class Recipe:
             axes[name] = None if size == "*" else int(size)
         return axes
 
+    @property
+    def archs(self) -> tuple[str, ...]:
+        """GPU architectures to build kernels for."""
+        return _parts("" if self.arch == "none" else self.arch or TARGET_ARCHS[self.target])
+
     def patterns(self) -> tuple[str, ...]:
         """Passes to leave out."""
-        return tuple(p.strip() for p in self.disable.split(",") if p.strip())
+        return _parts(self.disable)
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def flag_of(field: str) -> str:
     """The command line flag of a recipe field."""
-    return {"purpose": "--for", "model": "MODEL", "output": "-o"}.get(field, "--" + field.replace("_", "-"))
+    return {"purpose": "--for", "model": "MODEL"}.get(field, "--" + field.replace("_", "-"))
 
 
 def read_recipe(path: Path | None, flags: Mapping[str, Any]) -> Recipe:
-    """The recipe of a YAML file (none: only defaults) and of the flags given. Raises OptionError with file and field."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        values = _read_yaml(path)
-    fields = {f.name: f for f in dataclasses.fields(Recipe)}
-    for name, value in values.items():
-        if name == "for":
-            continue
-        if name not in fields:
-            raise OptionError(f"unknown field {name!r}", where=str(path), hint=did_you_mean(name, fields))
-        wanted = type(fields[name].default)
-        if wanted is float and type(value) is int:
-            values[name] = float(value)
-        elif type(value) is not wanted:
-            raise OptionError(f"{name} is {value!r}", where=str(path), hint=f"give a value of type {wanted.__name__}")
+    """The recipe of a YAML file (none: the defaults) and of the flags given. Raises OptionError with file and field."""
+    recipe = Recipe() if path is None else _checked(path, _read_yaml(path))
+    recipe = dataclasses.replace(recipe, **flags)
+    if not recipe.model:
+        hint = "mgraph compile MODEL, e.g. dense-tiny, file.py:factory or hf:config.json"
+        raise OptionError("no model is named", where=str(path) if path else "MODEL", hint=hint)
+    return recipe
+
+
+def _checked(path: Path, values: dict[str, Any]) -> Recipe:
+    """The recipe of a file's fields, errors naming the file. `for` is the flag's name for `purpose`."""
     if "for" in values:
         values["purpose"] = values.pop("for")
-    return Recipe(**{**values, **flags})
+    fields = {f.name: f for f in dataclasses.fields(Recipe)}
+    for name, value in values.items():
+        if name not in fields:
+            raise OptionError(f"unknown field {name!r}", where=str(path), hint=did_you_mean(name, fields))
+        values[name] = _fitted(path, name, value, type(fields[name].default))
+    try:
+        return Recipe(**values)
+    except OptionError as error:
+        raise OptionError(error.message, f"{path}, field {error.where}".replace("--", ""), error.hint) from error
+
+
+def _fitted(path: Path, name: str, value: Any, wanted: type) -> Any:
+    if wanted is float and type(value) in (int, str):
+        # YAML 1.1 reads 1e-8, which has no dot, as text.
+        with suppress(ValueError):
+            return float(value)
+    if type(value) is not wanted:
+        kind = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}[wanted]
+        raise OptionError(f"{name} is {value!r}", where=str(path), hint=f"give {kind}")
+    return value
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

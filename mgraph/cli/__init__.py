@@ -1,0 +1,97 @@
+"""The command line: `main` runs one verb and turns every way it can end into an exit code.
+
+0 ok, 1 the graph that was given is wrong, 2 wrong usage, model or package, 3 an error of ours, 130 interrupted. What a
+verb was asked for (IR, JSON, tables, a path) goes to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from mgraph.errors import GraphError, MgraphError, OptionError, StorageError, did_you_mean
+
+__all__ = ["main"]
+
+INTERNAL_ERROR, INTERRUPTED = 3, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (None: that of the process) and return the exit code."""
+    try:
+        _run(list(sys.argv[1:] if arguments is None else arguments))
+        _flush()
+    except MgraphError as error:
+        print(error, file=sys.stderr)
+        return 1 if isinstance(error, GraphError) else error.exit_code
+    except BrokenPipeError:
+        # The reader (`| head`) has all it wants. Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:  # whatever is left is a mistake of ours
+        _report(error)
+        return INTERNAL_ERROR
+    return 0
+
+
+def _run(arguments: list[str]) -> None:
+    import typer
+
+    from mgraph.cli.app import command
+
+    # The base of all usage errors: its own module differs between versions of typer, that of a subclass does not.
+    usage_error = cast(type[Exception], typer.BadParameter.__bases__[0])
+    group: Any = command()
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in group.commands:
+        raise OptionError(f"no verb '{arguments[0]}'", hint=did_you_mean(arguments[0], group.commands))
+    try:
+        group.main(arguments or ["--help"], prog_name="mgraph", standalone_mode=False)
+    except usage_error as error:
+        raise _usage(error) from error
+
+
+def _usage(error: Any) -> OptionError:
+    """The framework's error as one of ours, with the nearest flag for an unknown one."""
+    context = error.ctx
+    verb = context.command_path if context is not None else "mgraph"
+    hint = f"{verb} --help"
+    unknown = getattr(error, "option_name", None)
+    if context is not None and unknown:
+        flags = [flag for item in context.command.params for flag in (*item.opts, *item.secondary_opts)]
+        near = did_you_mean(unknown, flags)
+        hint = near if near.startswith("did you mean") else hint
+        return OptionError(f"{error.message.rstrip('.')}", where=verb, hint=hint)
+    return OptionError(error.format_message().rstrip("."), where=verb, hint=hint)
+
+
+def _flush() -> None:
+    """Write what is buffered for stdout, so that a full disk is an error like any other."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise StorageError(f"cannot write to stdout: {error.strerror}", hint="free space") from error
+
+
+def _report(error: Exception) -> None:
+    """Say that mgraph is at fault; the traceback goes to stderr with MGRAPH_DEBUG, else into a file."""
+    text = "".join(traceback.format_exception(error))
+    summary = str(error).splitlines()[0] if str(error) else ""
+    print(f"internal error: {type(error).__name__}: {summary}; please report it", file=sys.stderr)
+    if os.environ.get("MGRAPH_DEBUG"):
+        print(text, file=sys.stderr, end="")
+        return
+    handle, path = tempfile.mkstemp(prefix="mgraph-error-", suffix=".txt")
+    with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        stream.write(text)
+    print(f"  the traceback is in {Path(path)}; MGRAPH_DEBUG=1 prints it instead", file=sys.stderr)

@@ -1,0 +1,47 @@
+"""`mgraph passes` and `mgraph ops`: what there is."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+
+from mgraph.cli.table import table
+from mgraph.ir.opdef import REQUIRED, declared_ops
+from mgraph.ir.printer import attr_text
+from mgraph.passes import PASSES, pass_class
+from mgraph.passes.base import Pass
+from mgraph.passes.spec import print_value
+
+
+def passes() -> None:
+    """Write the table of passes, in the order of their stages."""
+    rows = []
+    for name in PASSES:
+        found = pass_class(name)
+        about = _first_sentence(inspect.getdoc(found) or "")
+        rows.append((name, str(found.stage), str(found.tier), _options(found), about))
+    sys.stdout.write(table(("pass", "stage", "tier", "options", "what it does"), rows))
+
+
+def ops() -> None:
+    """Write the table of declared ops."""
+    rows = []
+    for op in declared_ops().values():
+        attrs = [f"{n}!" if d is REQUIRED else f"{n}={attr_text(d)}" for n, d in op.attrs.items()]
+        signature = op.signature.text if op.signature is not None else ""
+        gradient = "yes" if op.gradient is not None else ""
+        rows.append((op.name, signature, " ".join(attrs), gradient, _first_sentence(op.doc)))
+    sys.stdout.write(table(("op", "signature", "attributes (! required)", "gradient", "meaning"), rows))
+
+
+def _options(found: type[Pass]) -> str:
+    return " ".join(
+        f"{f.name}!" if f.default is dataclasses.MISSING else f"{f.name}={print_value(f.default)}"
+        for f in dataclasses.fields(found)
+    )
+
+
+def _first_sentence(text: str) -> str:
+    line = " ".join(text.strip().split("\n\n")[0].split())
+    return line.split(". ")[0].rstrip(".:")

@@ -1,0 +1,85 @@
+"""`mgraph compile`: shows the stages while they run, then where the time went."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mgraph.compiler import Compilation, compile_package, pipeline_of
+from mgraph.ir.graph import Module
+from mgraph.passes.instrument import Instrument
+from mgraph.passes.pipeline import PassResult
+from mgraph.recipe import Recipe
+
+
+class _Advance(Instrument):
+    """Moves the bar before every pass."""
+
+    def __init__(self, bar: Progress, task: object) -> None:
+        self.bar, self.task = bar, task
+
+    def before(self, result: PassResult, module: Module) -> None:
+        """The stages behind are the capture and the passes before."""
+        self.bar.update(self.task, completed=result.index, description=result.name)  # type: ignore[arg-type]
+
+
+def run(recipe: Recipe, force: bool) -> None:
+    """Compile, and print the package's directory on stdout."""
+    stages = len(pipeline_of(recipe)) + 2
+    # Line wrapping would cut messages of a terminal that is not there.
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("capture", total=stages)
+
+        def say(stage: str) -> None:
+            completed = stages - 1 if stage.startswith("emit") else 0
+            bar.update(task, completed=completed, description=stage)
+            if not console.is_terminal:
+                print(stage, file=sys.stderr)
+
+        done = compile_package(recipe, (_Advance(bar, task),), force=force, say=say)
+    for line in report_lines(done):
+        print(line, file=sys.stderr)
+    assert done.package is not None
+    here = Path.cwd()
+    print(done.package.relative_to(here) if done.package.is_relative_to(here) else done.package)
+
+
+def report_lines(done: Compilation) -> list[str]:
+    """Seconds of each stage: the capture apart, each pass with its share of all passes, the emission."""
+    captured = done.capture
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in captured.seconds.items())
+    in_passes = sum(result.measured["seconds"] for result in done.results)
+    lines = [f"{'capture':<18}{captured.total_seconds:8.3f} s        {parts}; {captured.nodes} nodes"]
+    for result in done.results:
+        seconds = result.measured["seconds"]
+        lines.append(f"  {result.name:<16}{seconds:8.3f} s {seconds / in_passes:5.0%}  {_summary(result)}".rstrip())
+    lines.append(f"{'passes':<18}{in_passes:8.3f} s")
+    lines.append(f"{'verify, dump':<18}{done.seconds['passes'] - in_passes:8.3f} s")
+    lines.append(f"{'emit':<18}{done.seconds['emit']:8.3f} s")
+    return lines
+
+
+def _summary(result: PassResult) -> str:
+    """What the pass did, in a few words."""
+    if not result.changed:
+        return "no change"
+    report = result.report
+    words = [f"{name} {number}" for name, number in report.counts.items()]
+    if not words and report.matches:
+        words = [f"matches {len(report.matches)}"]
+    if report.near_misses:
+        words.append(f"near misses {len(report.near_misses)}")
+    return ", ".join(words)
