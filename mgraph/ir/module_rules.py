@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 from mgraph.ir.cursor import RESERVED, suggestion
-from mgraph.ir.dims import Dim, Extent, dim_text, names_in
+from mgraph.ir.dims import Dim, Extent, NamedDim, dim_text, names_in
 from mgraph.ir.facts import parse_fact
-from mgraph.ir.graph import Entry, InitCall, Module, State, StateKind
-from mgraph.ir.problem import Problem, Rule
+from mgraph.ir.graph import Entry, Function, InitCall, Module, State, StateKind
+from mgraph.ir.problem import Problem, Rule, Scope
+
+Named: TypeAlias = NamedDim | State | Function | Entry
 
 
 def _number(value: Any) -> bool:
@@ -40,36 +42,39 @@ INIT_CALLS: dict[str, tuple[Callable[[Any], bool], ...]] = {
 """The calls an initialiser may be made of, with a check per argument."""
 
 
-def _names(module: Module) -> Iterator[Problem]:
-    listed = [("dim", key, dim.name) for key, dim in module.dims.items()]
-    listed += [("state", key, state.name) for key, state in module.state.items()]
-    listed += [("function", key, function.name) for key, function in module.functions.items()]
-    listed += [("entry", key, entry.name) for key, entry in module.entries.items()]
-    for what, key, name in listed:
-        if key != name:
-            yield Problem(f"{what} {name!r} is listed under the name {key!r}")
-    for state in module.state.values():
+def _names(scope: Scope) -> Iterator[Problem]:
+    listed: list[tuple[str, Mapping[str, Named]]] = [
+        ("dim", scope.module.dims),
+        ("state", scope.states),
+        ("function", scope.functions),
+        ("entry", scope.entries),
+    ]
+    for what, named in listed:
+        for key, thing in named.items():
+            if key != thing.name:
+                yield Problem(f"{what} {thing.name!r} is listed under the name {key!r}")
+    for state in scope.states.values():
         if state.value.name != state.name or not state.value.is_state:
             yield Problem(f"state @{state.name} has the value {state.value!r}")
 
 
-def _dims(module: Module) -> Iterator[Problem]:
-    for dim in module.dims.values():
+def _dims(scope: Scope) -> Iterator[Problem]:
+    for dim in scope.module.dims.values():
         if not dim.name.isidentifier() or dim.name in RESERVED:
             yield Problem(f"{dim.name!r} cannot be the name of a dim")
         if dim.minimum < 0 or (dim.maximum is not None and dim.maximum < dim.minimum):
             yield Problem(f"dim {dim.name} ranges over {dim.minimum}..{dim.maximum}")
 
 
-def _ragged(module: Module) -> Iterator[Problem]:
-    for dim in module.dims.values():
+def _ragged(scope: Scope) -> Iterator[Problem]:
+    for dim in scope.module.dims.values():
         if dim.bound is None:
             if dim.extent is not None:
                 yield Problem(f"dim {dim.name} has an extent ({dim.extent}) but no bound")
             continue
         if not isinstance(dim.extent, Extent):
             yield Problem(f"ragged dim {dim.name} does not say how its extent is known", hint="bound, budget or host")
-        for name in sorted(_not_plain(dim.bound, module.dims)):
+        for name in sorted(_not_plain(dim.bound, scope.module.dims)):
             yield Problem(f"ragged dim {dim.name} is bounded by {dim_text(dim.bound)}, and {name} is no plain dim")
 
 
@@ -77,9 +82,9 @@ def _not_plain(bound: Dim, dims: Any) -> set[str]:
     return {name for name in names_in(bound) if name not in dims or dims[name].ragged}
 
 
-def _mesh(module: Module) -> Iterator[Problem]:
+def _mesh(scope: Scope) -> Iterator[Problem]:
     seen: set[str] = set()
-    for axis in module.mesh:
+    for axis in scope.module.mesh:
         if not axis.name.isidentifier() or axis.name in seen:
             yield Problem(f"mesh axis {axis.name!r} is declared twice or is no name")
         if axis.of and axis.size is not None:
@@ -92,9 +97,9 @@ def _mesh(module: Module) -> Iterator[Problem]:
         seen.add(axis.name)
 
 
-def _facts(module: Module) -> Iterator[Problem]:
-    known = {*module.dims, *(axis.name for axis in module.mesh)}
-    for fact in module.facts:
+def _facts(scope: Scope) -> Iterator[Problem]:
+    known = {*scope.module.dims, *(axis.name for axis in scope.module.mesh)}
+    for fact in scope.module.facts:
         try:
             unknown = sorted(parse_fact(fact.text).names() - known)
         except ValueError as error:
@@ -104,8 +109,8 @@ def _facts(module: Module) -> Iterator[Problem]:
             yield Problem(f"fact {fact.text!r} speaks of {name!r}", hint=suggestion(name, known))
 
 
-def _state(module: Module) -> Iterator[Problem]:
-    for state in module.state.values():
+def _state(scope: Scope) -> Iterator[Problem]:
+    for state in scope.states.values():
         if not isinstance(state.kind, StateKind):
             yield Problem(f"state @{state.name} is of kind {state.kind!r}")
         if state.trainable and state.kind is not StateKind.PARAM:
@@ -114,13 +119,13 @@ def _state(module: Module) -> Iterator[Problem]:
             yield Problem(f"state @{state.name} has no seed name")
 
 
-def _init(module: Module) -> Iterator[Problem]:
-    for state in module.state.values():
+def _init(scope: Scope) -> Iterator[Problem]:
+    for state in scope.states.values():
         for call in state.init:
             if not _fits(call):
                 yield Problem(f"state @{state.name} cannot be initialised by {call!r}", hint=_init_hint(call))
             elif call[0] == "copy_from":
-                yield from _copied(module, state, str(call[1]))
+                yield from _copied(scope.module, state, str(call[1]))
 
 
 def _fits(call: InitCall) -> bool:
@@ -145,11 +150,11 @@ def _copied(module: Module, state: State, name: str) -> Iterator[Problem]:
         yield Problem(f"state @{state.name}, {state.type}, cannot be a copy of @{name}, {source.type}")
 
 
-def _entries(module: Module) -> Iterator[Problem]:
-    for entry in module.entries.values():
-        function = module.functions.get(entry.function)
+def _entries(scope: Scope) -> Iterator[Problem]:
+    for entry in scope.entries.values():
+        function = scope.module.functions.get(entry.function)
         if function is None:
-            hint = suggestion(entry.function, module.functions)
+            hint = suggestion(entry.function, scope.module.functions)
             yield Problem(f"entry {entry.name} has no function {entry.function!r}", hint=hint)
         elif function.slots or function.statics:
             yield Problem(f"entry {entry.name}: an entry function has no slots and no statics", function)
@@ -158,15 +163,15 @@ def _entries(module: Module) -> Iterator[Problem]:
                 yield Problem(f"entry {entry.name} names {name!r} twice", function)
 
 
-def _entry_results(module: Module) -> Iterator[Problem]:
-    for entry in module.entries.values():
-        function = module.functions[entry.function]
+def _entry_results(scope: Scope) -> Iterator[Problem]:
+    for entry in scope.entries.values():
+        function = scope.module.functions[entry.function]
         expected = len(entry.outputs) + len(entry.updates)
         if len(function.results) != expected:
             message = f"entry {entry.name} has {expected} outputs and updates, but {len(function.results)} results"
             yield Problem(message, function)
         else:
-            yield from _updates(module, entry)
+            yield from _updates(scope.module, entry)
 
 
 def _updates(module: Module, entry: Entry) -> Iterator[Problem]:

@@ -1,11 +1,12 @@
-"""What a verifier rule is, and what it finds."""
+"""What a verifier rule is, what it looks at, and what it finds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from mgraph.ir.graph import Function, Module, Node
+from mgraph.ir.changes import unchanged_functions
+from mgraph.ir.graph import Entry, Function, Module, Node, State, Value
 from mgraph.ir.types import PendingType, TensorType, Type
 
 
@@ -25,7 +26,7 @@ class Rule:
 
     name: str
     says: str
-    check: Callable[[Module], Iterable[Problem]]
+    check: Callable[[Scope], Iterable[Problem]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,16 @@ class Typed:
     """A tensor type of a module with the place where it stands: a state, a function's input, or a node's result."""
 
     type: TensorType
-    what: str
+    value: Value
     function: Function | None = None
     node: Node | None = None
+
+    @property
+    def what(self) -> str:
+        """The place in words."""
+        if self.node is not None:
+            return repr(self.value)
+        return f"input {self.value!r}" if self.function is not None else f"state {self.value!r}"
 
     def problem(self, message: str) -> Problem:
         """A breach at this place."""
@@ -47,13 +55,64 @@ def tensor_type(type_: Type) -> TensorType:
     return type_.value if isinstance(type_, PendingType) else type_
 
 
-def tensor_types(module: Module) -> Iterator[Typed]:
-    """Every type in a module."""
-    for state in module.state.values():
-        yield Typed(state.type, f"state @{state.name}")
-    for function in module.functions.values():
-        for value in function.inputs():
-            yield Typed(tensor_type(value.type), f"input {value!r}", function)
-        for node in function.nodes:
-            for value in node.results:
-                yield Typed(tensor_type(value.type), repr(value), function, node)
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a verification looks at: these parts of a module. Whatever they refer to is looked up in `module`."""
+
+    module: Module
+    states: Mapping[str, State]
+    functions: Mapping[str, Function]
+    entries: Mapping[str, Entry]
+
+    def walk(self) -> Iterator[tuple[Function, Node]]:
+        """All nodes with their function."""
+        for function in self.functions.values():
+            for node in function.nodes:
+                yield function, node
+
+    def types(self) -> Iterator[Typed]:
+        """Every type, where it first stands; values that share a type object are looked at once."""
+        seen: set[int] = set()
+        for value, function, node in self._values():
+            if id(value.type) not in seen:
+                seen.add(id(value.type))
+                yield Typed(tensor_type(value.type), value, function, node)
+
+    def _values(self) -> Iterator[tuple[Value, Function | None, Node | None]]:
+        for state in self.states.values():
+            yield state.value, None, None
+        for function in self.functions.values():
+            for value in function.inputs():
+                yield value, function, None
+            for node in function.nodes:
+                for value in node.results:
+                    yield value, function, node
+
+
+def scope_of(module: Module, known: Module | None = None) -> Scope:
+    """The whole module, or what has changed since a module that is `known` to be right.
+
+    Where something that all functions may refer to has changed (dims, mesh, a state, an entry function that is none any
+    more), that is the whole module again.
+    """
+    if known is None or not _same_surroundings(module, known):
+        return Scope(module, module.state, module.functions, module.entries)
+    unchanged = unchanged_functions(module, known)
+    functions = {name: function for name, function in module.functions.items() if name not in unchanged}
+    states = {name: state for name, state in module.state.items() if known.state.get(name) is not state}
+    entries = {
+        name: entry
+        for name, entry in module.entries.items()
+        if known.entries.get(name) is not entry or entry.function not in unchanged
+    }
+    return Scope(module, states, functions, entries)
+
+
+def _same_surroundings(module: Module, known: Module) -> bool:
+    entries = {entry.function for entry in module.entries.values()}
+    return (
+        module.dims == known.dims
+        and module.mesh == known.mesh
+        and all(entry.function in entries for entry in known.entries.values())
+        and all(module.state.get(name) is state for name, state in known.state.items())
+    )

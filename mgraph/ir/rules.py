@@ -8,25 +8,26 @@ from typing import Any
 
 import sympy
 
+from mgraph.ir.changes import callees
 from mgraph.ir.cursor import suggestion
 from mgraph.ir.dims import Dim, as_dim, dim_text, names_in, product
-from mgraph.ir.graph import AttrValue, Function, Module, Node, Phase, Static, Value
+from mgraph.ir.graph import AttrValue, Function, Node, Phase, Static, Value
 from mgraph.ir.opdef import REQUIRED, declared_ops, is_known_op, op_def
 from mgraph.ir.printer import callee_of
-from mgraph.ir.problem import Problem, Rule, Typed, tensor_type, tensor_types
+from mgraph.ir.problem import Problem, Rule, Scope, Typed, tensor_type
 from mgraph.ir.types import PendingType, Shard, TensorType, Type
 
 _STATIC = "static."
 
 
-def _results(module: Module) -> Iterator[Problem]:
-    for function, node in module.walk():
+def _results(scope: Scope) -> Iterator[Problem]:
+    for function, node in scope.walk():
         if not node.results:
             yield Problem(f"{node.op} has no result", function, node)
 
 
-def _unique(module: Module) -> Iterator[Problem]:
-    for function in module.functions.values():
+def _unique(scope: Scope) -> Iterator[Problem]:
+    for function in scope.functions.values():
         seen = {v.name for v in function.inputs()}
         if len(seen) < len(function.inputs()):
             twice = [name for name, count in Counter(v.name for v in function.inputs()).items() if count > 1]
@@ -38,8 +39,8 @@ def _unique(module: Module) -> Iterator[Problem]:
                 seen.add(value.name)
 
 
-def _defined(module: Module) -> Iterator[Problem]:
-    for function in module.functions.values():
+def _defined(scope: Scope) -> Iterator[Problem]:
+    for function in scope.functions.values():
         defined = set(function.inputs())
         for node in function.nodes:
             for value in node.operands:
@@ -51,37 +52,37 @@ def _defined(module: Module) -> Iterator[Problem]:
                 yield Problem(f"returned value {value!r} is not defined", function)
 
 
-def _states(module: Module) -> Iterator[Problem]:
-    entries = {entry.function for entry in module.entries.values()}
-    for function in module.functions.values():
+def _states(scope: Scope) -> Iterator[Problem]:
+    entries = {entry.function for entry in scope.module.entries.values()}
+    for function in scope.functions.values():
         reads: list[tuple[Value, Node | None]] = [(v, n) for n in function.nodes for v in n.operands if v.is_state]
         reads += [(v, None) for v in function.results if v.is_state]
         for value, node in reads:
-            state = module.state.get(value.name)
+            state = scope.module.state.get(value.name)
             if state is None or state.value is not value:
-                hint = suggestion(value.name, module.state)
+                hint = suggestion(value.name, scope.module.state)
                 yield Problem(f"state {value!r} is not declared by the module", function, node, hint)
             elif function.name not in entries:
                 hint = "give the function a slot, and hand the state in at the call"
                 yield Problem(f"state {value!r} is read outside an entry function", function, node, hint)
 
 
-def _phase(module: Module) -> Iterator[Problem]:
-    for function, node in module.walk():
+def _phase(scope: Scope) -> Iterator[Problem]:
+    for function, node in scope.walk():
         if not isinstance(node.phase, Phase):
             yield Problem(f"{node.phase!r} is no phase", function, node, "one of " + ", ".join(Phase))
 
 
-def _origin(module: Module) -> Iterator[Problem]:
-    for function, node in module.walk():
+def _origin(scope: Scope) -> Iterator[Problem]:
+    for function, node in scope.walk():
         if not node.origin.path and not node.origin.file:
             yield Problem("the node has no origin", function, node, "hand on the origin of the node it stands for")
         if not node.made_by:
             yield Problem("the node does not say which pass made it", function, node)
 
 
-def _statics(module: Module) -> Iterator[Problem]:
-    for function, node in module.walk():
+def _statics(scope: Scope) -> Iterator[Problem]:
+    for function, node in scope.walk():
         for name in _static_names(tuple(node.attrs.values())):
             if name not in function.statics:
                 hint = suggestion(name, function.statics)
@@ -96,14 +97,14 @@ def _static_names(value: AttrValue) -> Iterator[str]:
         yield value.name
 
 
-def _known_op(module: Module) -> Iterator[Problem]:
-    for function, node in module.walk():
+def _known_op(scope: Scope) -> Iterator[Problem]:
+    for function, node in scope.walk():
         if not is_known_op(node.op):
             yield Problem(f"unknown op {node.op!r}", function, node, suggestion(node.op, declared_ops()))
 
 
-def _attrs(module: Module) -> Iterator[Problem]:
-    for function, node in module.walk():
+def _attrs(scope: Scope) -> Iterator[Problem]:
+    for function, node in scope.walk():
         if "." in node.op:
             continue
         op = op_def(node.op)
@@ -116,18 +117,18 @@ def _attrs(module: Module) -> Iterator[Problem]:
                 yield Problem(f"{node.op} has no attribute {name!r}", function, node, hint)
 
 
-def _dims_declared(module: Module) -> Iterator[Problem]:
-    known = frozenset(module.dims)
-    for typed in tensor_types(module):
+def _dims_declared(scope: Scope) -> Iterator[Problem]:
+    known = frozenset(scope.module.dims)
+    for typed in scope.types():
         for name in sorted(_type_names(typed.type) - known):
-            yield _undeclared(module, typed.what, name, typed.function, typed.node)
-    for function, node in module.walk():
+            yield _undeclared(scope, typed.what, name, typed.function, typed.node)
+    for function, node in scope.walk():
         for name in sorted(_attr_names(tuple(node.attrs.values())) - known):
-            yield _undeclared(module, f"an attribute of %{node.id}", name, function, node)
+            yield _undeclared(scope, f"an attribute of %{node.id}", name, function, node)
 
 
-def _undeclared(module: Module, what: str, name: str, function: Function | None, node: Node | None) -> Problem:
-    hint = suggestion(name, module.dims)
+def _undeclared(scope: Scope, what: str, name: str, function: Function | None, node: Node | None) -> Problem:
+    hint = suggestion(name, scope.module.dims)
     return Problem(f"{what}: dim {name!r} is not declared", function, node, hint)
 
 
@@ -146,8 +147,8 @@ def _attr_names(value: AttrValue) -> frozenset[str]:
     return names_in(value) if isinstance(value, sympy.Expr) else frozenset()
 
 
-def _extents(module: Module) -> Iterator[Problem]:
-    for typed in tensor_types(module):
+def _extents(scope: Scope) -> Iterator[Problem]:
+    for typed in scope.types():
         for dim in _all_dims(typed.type):
             if isinstance(dim, int) and dim < 0:
                 yield typed.problem(f"extent {dim} is negative")
@@ -155,9 +156,9 @@ def _extents(module: Module) -> Iterator[Problem]:
                 yield typed.problem(f"extent {dim_text(dim)} is not in normal form ({dim_text(as_dim(dim))})")
 
 
-def _placement(module: Module) -> Iterator[Problem]:
-    parts = {axis.name: axis.of for axis in module.mesh}
-    for typed in tensor_types(module):
+def _placement(scope: Scope) -> Iterator[Problem]:
+    parts = {axis.name: axis.of for axis in scope.module.mesh}
+    for typed in scope.types():
         used: set[str] = set()
         for axis, placement in typed.type.placement:
             if axis not in parts:
@@ -187,8 +188,8 @@ def _shard(typed: Typed, shard: Shard) -> Iterator[Problem]:
         )
 
 
-def _factors(module: Module) -> Iterator[Problem]:
-    for typed in tensor_types(module):
+def _factors(scope: Scope) -> Iterator[Problem]:
+    for typed in scope.types():
         indices = [index for index, _ in typed.type.factors]
         if indices != sorted(set(indices)):
             yield typed.problem(f"factors of {typed.type} are not in the order of its dims")
@@ -200,8 +201,8 @@ def _factors(module: Module) -> Iterator[Problem]:
                 yield typed.problem(f"factors ({text}) do not multiply to {dim_text(typed.type.shape[index])}")
 
 
-def _physical(module: Module) -> Iterator[Problem]:
-    for typed in tensor_types(module):
+def _physical(scope: Scope) -> Iterator[Problem]:
+    for typed in scope.types():
         stored = typed.type.physical
         if stored is None:
             continue
@@ -213,38 +214,45 @@ def _physical(module: Module) -> Iterator[Problem]:
             yield typed.problem(f"{typed.type} has blocks of rank {len(stored.block)}")
 
 
-def _calls(module: Module) -> Iterator[tuple[Function, Node, Function]]:
-    for function, node in module.walk():
+def _calls(scope: Scope) -> Iterator[tuple[Function, Node, Function]]:
+    for function, node in scope.walk():
         callee = callee_of(node)
-        if callee is not None and callee in module.functions:
-            yield function, node, module.functions[callee]
+        if callee is not None and callee in scope.module.functions:
+            yield function, node, scope.module.functions[callee]
 
 
-def _callee(module: Module) -> Iterator[Problem]:
-    for function, node in module.walk():
-        if node.op == "call" and callee_of(node) not in module.functions:
+def _callee(scope: Scope) -> Iterator[Problem]:
+    for function, node in scope.walk():
+        if node.op == "call" and callee_of(node) not in scope.module.functions:
             callee = node.attrs.get("callee")
-            yield Problem(f"no function {callee!r} to call", function, node, suggestion(str(callee), module.functions))
+            yield Problem(
+                f"no function {callee!r} to call", function, node, suggestion(str(callee), scope.module.functions)
+            )
 
 
-def _recursion(module: Module) -> Iterator[Problem]:
-    callees: dict[str, set[str]] = {}
-    for function, _, callee in _calls(module):
-        callees.setdefault(function.name, set()).add(callee.name)
-    for function, node, callee in _calls(module):
-        reached, todo = set[str](), [callee.name]
-        while todo:
-            name = todo.pop()
-            if name not in reached:
-                reached.add(name)
-                todo += callees.get(name, ())
-        if function.name in reached:
-            yield Problem(f"the call of @{callee.name} leads back to @{function.name}", function, node)
+def _recursion(scope: Scope) -> Iterator[Problem]:
+    called = {name: callees(function) for name, function in scope.module.functions.items()}
+    for function in scope.functions.values():
+        leading_back = {name for name in called[function.name] if function.name in _reached(name, called)}
+        node = next((n for n in function.nodes if callee_of(n) in leading_back), None)
+        if node is not None:
+            yield Problem(f"the call of @{callee_of(node)} leads back to @{function.name}", function, node)
             return
 
 
-def _call_operands(module: Module) -> Iterator[Problem]:
-    for function, node, callee in _calls(module):
+def _reached(name: object, called: Mapping[str, set[object]]) -> set[object]:
+    """The function and all that it calls, directly or through others."""
+    reached, todo = set[object](), [name]
+    while todo:
+        name = todo.pop()
+        if name not in reached:
+            reached.add(name)
+            todo += called.get(str(name), ())
+    return reached
+
+
+def _call_operands(scope: Scope) -> Iterator[Problem]:
+    for function, node, callee in _calls(scope):
         inputs = callee.inputs()
         if len(node.operands) != len(inputs):
             message = f"@{callee.name} takes {len(callee.params)} params and {len(callee.slots)} slots"
@@ -256,16 +264,16 @@ def _call_operands(module: Module) -> Iterator[Problem]:
                 yield Problem(message, function, node)
 
 
-def _call_results(module: Module) -> Iterator[Problem]:
-    for function, node, callee in _calls(module):
+def _call_results(scope: Scope) -> Iterator[Problem]:
+    for function, node, callee in _calls(scope):
         given, made = [v.type for v in node.results], [v.type for v in callee.results]
         if given != made:
             texts = ["(" + ", ".join(map(str, types)) + ")" for types in (given, made)]
             yield Problem(f"the call gives {texts[0]}, but @{callee.name} returns {texts[1]}", function, node)
 
 
-def _call_statics(module: Module) -> Iterator[Problem]:
-    for function, node, callee in _calls(module):
+def _call_statics(scope: Scope) -> Iterator[Problem]:
+    for function, node, callee in _calls(scope):
         given = {name.removeprefix(_STATIC) for name in node.attrs if name.startswith(_STATIC)}
         other = sorted(n for n in node.attrs if n != "callee" and not n.startswith(_STATIC))
         for name in sorted(set(callee.statics) - given):
@@ -274,13 +282,12 @@ def _call_statics(module: Module) -> Iterator[Problem]:
             yield Problem(f"the call supplies {name!r}, which is no static of @{callee.name}", function, node)
 
 
-def _pending(module: Module) -> Iterator[Problem]:
-    for function in module.functions.values():
-        users, producers = function.users(), function.producers()
+def _pending(scope: Scope) -> Iterator[Problem]:
+    for function in scope.functions.values():
         values = [*function.inputs(), *(v for n in function.nodes for v in n.results)]
-        for value in values:
-            if not isinstance(value.type, PendingType):
-                continue
+        pending = [value for value in values if isinstance(value.type, PendingType)]
+        users, producers = (function.users(), function.producers()) if pending else ({}, {})
+        for value in pending:
             readers = users.get(value, [])
             if [n.op for n in readers] != ["wait"] or value in function.results:
                 node = next((n for n in readers if n.op != "wait"), producers.get(value))
@@ -290,8 +297,8 @@ def _pending(module: Module) -> Iterator[Problem]:
                 yield Problem(message, function, node)
 
 
-def _inference(module: Module) -> Iterator[Problem]:
-    for function, node in module.walk():
+def _inference(scope: Scope) -> Iterator[Problem]:
+    for function, node in scope.walk():
         if "." in node.op or node.op == "call":
             continue
         op = op_def(node.op)

@@ -12,7 +12,7 @@ from mgraph.errors import GraphError
 from mgraph.ir.graph import Function, Module, Node
 from mgraph.ir.module_rules import ENTRY_RULES, MODULE_RULES
 from mgraph.ir.printer import header_text, node_text
-from mgraph.ir.problem import Problem, Rule
+from mgraph.ir.problem import Problem, Rule, scope_of
 from mgraph.ir.rules import CALL_RULES, FUNCTION_RULES, TYPE_RULES
 
 RULES: tuple[Rule, ...] = (*MODULE_RULES, *FUNCTION_RULES, *TYPE_RULES, *CALL_RULES, *ENTRY_RULES)
@@ -24,11 +24,15 @@ class VerifierError(GraphError):
     """A module breaks a rule of the verifier."""
 
 
-def verify(module: Module) -> None:
-    """Check every rule. Raises VerifierError on the first problem: what, in which function and node, from which source
-    line, and up to ten lines of graph around it."""
+def verify(module: Module, known: Module | None = None) -> None:
+    """Check every rule; what `known`, a module that has passed, holds in the same form is not checked again.
+
+    Raises VerifierError on the first problem: what, in which function and node, from which source line, and up to ten
+    lines of graph around it.
+    """
+    scope = scope_of(module, known)
     for rule in RULES:
-        for problem in rule.check(module):
+        for problem in rule.check(scope):
             raise _error(module, rule, problem)
 
 

@@ -65,7 +65,7 @@ def op_count_lines(ops: dict[str, list[int]]) -> list[str]:
 
 
 class VerifyEach(Instrument):
-    """Run the verifier on the input module and after every pass that changed it."""
+    """Run the verifier on the input module, and after every pass on what it changed."""
 
     def start(self, module: Module) -> None:
         """A wrong input is the caller's mistake: GraphError passes through."""
@@ -80,7 +80,7 @@ class VerifyEach(Instrument):
         if after is before:
             return
         try:
-            verify(after)
+            verify(after, known=before)
         except GraphError as error:
             raise AssertionError(f"pass '{result.spec}' broke the graph\n{error}") from error
 
