@@ -5,7 +5,10 @@ resolve (source) -> build (initialise, recorder) -> export (adapter) -> import (
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mgraph.capture.export import export
@@ -45,13 +48,14 @@ def capture_with_report(spec: ModelSpec | str) -> tuple[Module, CaptureReport]:
     """As `capture`, with the report."""
     spec = ModelSpec(spec) if isinstance(spec, str) else spec
     times = [time.perf_counter()]
-    source = resolve(spec)
-    built = build(source.factory, source.where)
-    times.append(time.perf_counter())
-    exported = export(built.module, spec, source.inputs, source.loss, source.where)
-    times.append(time.perf_counter())
-    module, dropped = import_program(exported, built, source.name)
-    times.append(time.perf_counter())
+    with _no_garbage_collection():
+        source = resolve(spec)
+        built = build(source.factory, source.where)
+        times.append(time.perf_counter())
+        exported = export(built.module, spec, source.inputs, source.loss, source.where)
+        times.append(time.perf_counter())
+        module, dropped = import_program(exported, built, source.name)
+        times.append(time.perf_counter())
     seconds = {
         name: after - before
         for name, before, after in zip(("build", "export", "import"), times, times[1:], strict=False)
@@ -63,3 +67,15 @@ def capture_with_report(spec: ModelSpec | str) -> tuple[Module, CaptureReport]:
         dict(sorted(dropped.items())),
     )
     return module, report
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A trace makes millions of objects that all live to its end; looking for garbage takes a sixth of it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -89,11 +89,18 @@ class Adapter(nn.Module):
             made = self.loss(outputs, batch)
         else:
             made = masked_cross_entropy(self._checked(outputs, logits), batch)
-        if not (
-            isinstance(made, tuple) and len(made) == 2 and all(isinstance(t, Tensor) and t.dim() == 0 for t in made)
-        ):
-            raise ModelError("loss(outputs, batch) must return two 0-d tensors", self.where, "return (sum, count)")
+        self._check_loss(made)
         return made if logits is None else (*made, logits)
+
+    def _check_loss(self, made: Any) -> None:
+        scalars = (
+            isinstance(made, tuple) and len(made) == 2 and all(isinstance(t, Tensor) and t.dim() == 0 for t in made)
+        )
+        hint = "return (sum of the losses, number of targets)"
+        if not scalars:
+            raise ModelError("loss(outputs, batch) must return two 0-d tensors", self.where, hint)
+        if not made[0].is_floating_point() or made[1].dtype != torch.int64:
+            raise ModelError(f"of loss(outputs, batch), the count must be i64, not {made[1].dtype}", self.where, hint)
 
     def _checked(self, outputs: Any, logits: Tensor | None) -> Tensor:
         if logits is None or logits.dim() != 3:

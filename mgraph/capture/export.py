@@ -1,6 +1,6 @@
 """Tracing the adapter with torch.export, on fake tensors, with named dynamic dims B and S.
 
-Torch traces the forward once with hints B = 2, S = 64 and proves the range of each dim for which the trace holds.
+Torch traces the forward once with small hints for B and S and proves the range of each dim for which the trace holds.
 Where it proves a smaller range than asked (a position table of T rows), the export is repeated with that range.
 """
 
@@ -26,7 +26,7 @@ from mgraph.capture.source import InputsFunction, LossFunction, ModelSpec
 from mgraph.errors import CaptureError, MgraphError, ModelError
 from mgraph.ir.dims import as_dim, names_in, symbol
 
-_HINTS = {"B": 2, "S": 64}
+_HINTS = {"B": 2, "S": 16}  # below the length of any position table
 _MINIMA = {"B": 1, "S": 2}
 _ATTEMPTS = 4
 
@@ -78,7 +78,7 @@ def export(
         "B": torch.export.Dim("B", min=_MINIMA["B"]),
         "S": torch.export.Dim("S", min=_MINIMA["S"], max=maximum),
     }
-    hints = {symbol(name): hint for name, hint in _HINTS.items()}
+    hints = {symbol("B"): _HINTS["B"], symbol("S"): min(_HINTS["S"], maximum or _HINTS["S"])}
     arguments = tuple(
         torch.zeros([d if isinstance(d, int) else int(d.subs(hints)) for d in s.shape], dtype=s.dtype) for s in specs
     )

@@ -139,7 +139,9 @@ class _Importer:
         enabled, region, *operands = node.args
         body = getattr(graph_module, region.target)
         parameters = [n for n in body.graph.nodes if n.op == "placeholder"]
-        self.env.update(zip(parameters, (self.env[o] for o in operands if o in self.env), strict=True))
+        for parameter, operand in zip(parameters, operands, strict=True):
+            if operand in self.env:  # sizes are read off the nodes themselves
+                self.env[parameter] = self.env[operand]
         results = self.graph(body)
         return tuple(v if enabled else self.without_gradient(v) for v in results)
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgraph.capture.frames import user_frame
@@ -52,6 +53,7 @@ _FILLS: dict[str, _Fill] = {
     "aten.randn": lambda a, k: (("normal_", 0.0, 1.0),),
     "aten.randn_like": lambda a, k: (("normal_", 0.0, 1.0),),
 }
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _UNINITIALISED = frozenset({"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided"})
 _COPIES = frozenset({"aten.clone", "aten._to_copy"})
 
@@ -74,7 +76,7 @@ class _NotScalar(Exception):
 def _number(args: Sequence[Any], kwargs: Mapping[str, Any], index: int, name: str, default: float) -> float:
     value = _argument(args, kwargs, index, name, default)
     if isinstance(value, Tensor):
-        if value.is_meta or value.numel() != 1:
+        if _on_meta(value) or value.numel() != 1:
             raise _NotScalar
         value = value.item()
     if not isinstance(value, int | float):
@@ -137,9 +139,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = dict(kwargs or {})
         name = f"{func.namespace}.{func._schema.name.split('::')[1]}"
         tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        target = tensors[0] if tensors and func._schema.is_mutable else None
-        if target is not None:
-            return self._mutate(func, name, args, kwargs, target, tensors)
+        written = _written(func, args, kwargs)
+        if written:
+            return self._mutate(func, name, args, kwargs, written, tensors)
         result = self._compute(func, name, args, kwargs, tensors)
         views = any(r.alias_info is not None for r in func._schema.returns)
         for made in torch.utils._pytree.tree_leaves(result):
@@ -158,7 +160,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _together(self, tree: Any, tensors: list[Tensor]) -> Any:
         """One meta operand makes the others meta."""
-        return _to_meta(tree) if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors) else tree
+        return _to_meta(tree) if any(map(_on_meta, tensors)) and not all(map(_on_meta, tensors)) else tree
 
     def _made(
         self, func: Any, name: str, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], made: Tensor
@@ -186,26 +188,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         record.lose(name, random)
 
     def _mutate(
-        self, func: Any, name: str, args: Any, kwargs: dict[str, Any], target: Tensor, tensors: list[Tensor]
+        self, func: Any, name: str, args: Any, kwargs: dict[str, Any], written: list[Tensor], tensors: list[Tensor]
     ) -> Any:
-        """Run an in-place op on a tensor or a view of it."""
-        record = self.record(target)
-        sources = tensors[1:]
+        """Run an op that writes into tensors or views of them (in place, or given as `out`)."""
+        target, sources = written[0], [t for t in tensors if not any(t is w for w in written)]
         random = torch.Tag.nondeterministic_seeded in func.tags or any(self.record(t).random for t in sources)
-        mixed = any(t.is_meta for t in sources) and not target.is_meta
-        if not mixed:
-            func(*(args[0], *self._together(args[1:], tensors)), **self._together(kwargs, tensors))
+        stale = any(map(_on_meta, sources)) and not _on_meta(target)  # unknown values into a real tensor
+        result: Any = target
+        if not stale:
+            result = func(*self._together(args, tensors), **self._together(kwargs, tensors))
+        record = self.record(target)
         try:
             calls = self._overwrite(name, args, kwargs, record, sources)
         except _NotScalar:
             calls = None
-        if calls is None or not _covers(target):
-            record.lose(name, random)
-            record.random |= mixed  # its real values are stale
+        if calls is None or not _covers(target) or len(written) > 1:
+            for each in written:
+                self.record(each).lose(name, random or stale)
         else:
             overwrites = name in _FILLS or name == "aten.copy_"
             record.set(calls, random if overwrites else random or record.random)
-        return target
+        return result
 
     def _overwrite(
         self, name: str, args: Any, kwargs: dict[str, Any], record: Record, sources: list[Tensor]
@@ -215,10 +218,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _FILLS[name](args, kwargs)
         if name == "aten.copy_" and len(sources) == 1 and sources[0].numel() == args[0].numel():
             return self.record(sources[0]).calls if _covers(sources[0]) else None
-        arithmetic = _ARITHMETIC.get(name.removesuffix("_"))
+        arithmetic = _ARITHMETIC.get(name.removesuffix("_")) if name.endswith("_") else None
         if arithmetic is not None and record.calls is not None:
             return (*record.calls, *arithmetic(args, kwargs))
         return None
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an op writes into."""
+    arguments = enumerate(func._schema.arguments)
+    found = [_argument(args, kwargs, i, a.name, None) for i, a in arguments if a.alias_info and a.alias_info.is_write]
+    return [t for t in torch.utils._pytree.tree_leaves(found) if isinstance(t, Tensor)]
+
+
+def _on_meta(tensor: Tensor) -> bool:
+    # Not `is_meta`: inside a recording that always answers no.
+    return tensor.device.type == "meta"
 
 
 def _covers(tensor: Tensor) -> bool:
@@ -227,7 +242,17 @@ def _covers(tensor: Tensor) -> bool:
 
 
 def _to_meta(tree: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, lambda t: t if t.is_meta else t.to("meta"), tree)
+    return torch.utils._pytree.tree_map_only(Tensor, lambda t: t if _on_meta(t) else t.to("meta"), tree)
+
+
+class _NeverMeta(TorchFunctionMode):
+    """Torch's initialisers do nothing to a tensor that says `is_meta`; here they must run to be recorded."""
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer `is_meta` with no; everything else runs as it is."""
+        return False if func == _IS_META else func(*args, **(kwargs or {}))
 
 
 def _truncated_normal(
@@ -248,7 +273,7 @@ def recording() -> Iterator[Recorder]:
     original = nn.init._no_grad_trunc_normal_
     nn.init._no_grad_trunc_normal_ = _truncated_normal
     try:
-        with torch.random.fork_rng(devices=[]), Recorder() as recorder:
+        with torch.random.fork_rng(devices=[]), _NeverMeta(), Recorder() as recorder:
             yield recorder
     finally:
         nn.init._no_grad_trunc_normal_ = original
