@@ -158,6 +158,7 @@ def run_pipeline(
     for index, pass_ in enumerate(passes, start=1):
         result = PassResult(index, pass_.name, pass_.spec, Report())
         for instrument in instruments:
+            instrument.passing(pass_)
             instrument.before(result, module)
         after = pass_.run(module, result.report)
         result.changed = after is not module

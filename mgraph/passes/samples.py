@@ -20,7 +20,7 @@ from mgraph.passes.extents import static_extents
 IGNORED = -100
 LONGEST = 12  # named dims are at most this, where their ranges allow
 MAX_RANKS = 16
-_CHOICES = {"aten.topk.default": "k", "moe_route": "top_k"}
+CHOICES = {"aten.topk.default": "k", "moe_route": "top_k"}
 _START = 3  # where a chunk begins in a sequence, for entries that are told
 
 Tensors = dict[str, Any]
@@ -93,7 +93,7 @@ def _state(state: State, source: Any) -> Any:
 
 
 def _replayed(state: State, tensor: Any, dtype: Any) -> Any:
-    """A buffer as its recorded initialiser makes it (tables of positions mean something); random calls keep the noise."""
+    """A buffer as its recorded initialiser makes it, for tables mean something; where that draws, the noise stays."""
     import torch
 
     for call, *arguments in state.init:
@@ -169,10 +169,10 @@ class Margins:
     def __call__(self, function: Function, node: Node, results: Sequence[Sequence[Any]]) -> None:
         """Look at one node's results, per rank."""
         self._seen.update(zip(node.results, results, strict=True))
-        if node.op not in _CHOICES:
+        if node.op not in CHOICES:
             return
         scores = self._seen.get(node.operands[0])
-        k = int(str(node.attrs[_CHOICES[node.op]]))
+        k = int(str(node.attrs[CHOICES[node.op]]))
         if scores is None:
             self.unknown = True
             return

@@ -1,0 +1,390 @@
+"""Do two modules, before and after a pass, compute the same? Checks by running both with the interpreter.
+
+An entry that both have is run on both, on all ranks of the mesh. An entry that a pass derives has its own reference:
+
+    microbatch          torch's autograd through the interpreted forward, and the forward's own outputs
+    finish              torch.optim.AdamW and clip_grad_norm_, three steps in float64
+    step (serving)      the logits of the whole sequence, against chunks over the cache
+    over a new axis     one rank that runs the microbatches of all ranks
+
+Tiers: `bitwise` is torch.equal in the module's own dtypes. `reassociating` is at most 1e-9 apart, relative to the
+largest element, on the lifted (float64) graph; and in the module's own dtypes the error against the lifted reference
+is at most 1.5 times that of the reference (root mean square over all outputs of the relative 2-norms).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mgraph.ir.graph import Module, StateKind
+from mgraph.ir.interpreter import Hook, run, run_ranks
+from mgraph.passes.autodiff import COUNT_TOTAL, LOSS_TOTAL
+from mgraph.passes.base import Pass, Tier
+from mgraph.passes.derive_serve import START
+from mgraph.passes.samples import (
+    CHOICES,
+    Margins,
+    Shapes,
+    Tensors,
+    generator,
+    mesh_of,
+    random_inputs,
+    random_state,
+    ranks_of,
+    zero_accumulators,
+)
+
+LIFTED_BOUND, NATIVE_BOUND, MARGIN = 1e-9, 1.5, 1e-3
+_DRAWS = 60
+_TINY = 1e-6  # differences are relative to the largest element, or to this where all are smaller
+_CHUNKS = (4, 1, 3, 1)
+_RATES = (0.01, 0.02, 0.005)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What one check measured: the worst error, its bound, and the native error over the reference's own (if run)."""
+
+    method: str
+    error: float
+    bound: float
+    native: float | None = None
+
+
+@dataclass(eq=False)
+class Mismatch(Exception):
+    """An output that differs by more than its bound."""
+
+    entry: str
+    output: str
+    error: float
+    bound: float
+    kind: str
+
+
+class Unverified(Exception):
+    """A check that cannot be made; the message says why."""
+
+
+Runner = Callable[[bool], Tensors]  # lifted -> named tensors
+
+
+def check(pass_: Pass, before: Module, after: Module, shapes: Shapes) -> list[Evidence]:
+    """Check every entry of `after`. Raises Mismatch, or Unverified where an entry has no reference."""
+    new = set(after.entries) - set(before.entries)
+    if "forward" in before.entries and "microbatch" in new:
+        evidence, covered = _training(pass_, before, after, shapes), {"microbatch", "evaluate", "predict"}
+    elif "forward" in before.entries and "step" in new:
+        evidence, covered = [_serving(before, after, shapes)], {"step"}
+    elif len(after.mesh) > len(before.mesh):
+        evidence, covered = _parallel(before, after, shapes), set(after.entries)
+    else:
+        covered = set(after.entries) - new
+        evidence = [_same_entry(pass_.tier, before, after, entry, shapes) for entry in sorted(covered)]
+        if "finish" in new:
+            evidence.append(_optimizer(pass_, after))
+            covered.add("finish")
+    missing = sorted(set(after.entries) - covered)
+    if missing:
+        raise Unverified(f"entry {missing[0]!r} has no independent reference")
+    return evidence
+
+
+# judging
+
+
+def judge(entry: str, tier: Tier, method: str, reference: Runner, actual: Runner) -> Evidence:
+    """Compare what two runners give, by a tier's bounds."""
+    import torch
+
+    if tier is Tier.PRECISION_CHANGING:
+        raise Unverified("passes that change the precision have bounds of their own")
+    if tier is Tier.BITWISE:
+        expected, found = reference(False), actual(False)
+        for name in _shared(entry, expected, found):
+            if not torch.equal(expected[name], found[name]):
+                raise Mismatch(entry, name, _error(expected[name], found[name]), 0.0, "must be bitwise equal")
+        return Evidence(method, 0.0, 0.0)
+    exact, lifted = reference(True), actual(True)
+    worst = compare(entry, exact, lifted)
+    errors = [_native_error(exact, runner(False)) for runner in (reference, actual)]
+    # Where the reference happens to be as good as the dtype allows, one more rounding is no fault.
+    floor = 2 * max((e for e in (_epsilon(t) for t in reference(False).values()) if e), default=0.0)
+    allowed = max(NATIVE_BOUND * errors[0], floor)
+    if not errors[1] <= allowed:
+        raise Mismatch(entry, "all outputs", errors[1], allowed, "error in the module's own dtypes")
+    return Evidence(method, worst, LIFTED_BOUND, errors[1] / errors[0] if errors[0] else None)
+
+
+def compare(entry: str, exact: Tensors, found: Tensors) -> float:
+    """The worst relative difference of lifted tensors; raises Mismatch above the bound. Integers must be equal."""
+    worst = 0.0
+    for name in _shared(entry, exact, found):
+        error = _error(exact[name], found[name])
+        if not error <= (LIFTED_BOUND if exact[name].is_floating_point() else 0.0):
+            raise Mismatch(entry, name, error, LIFTED_BOUND, "relative error on the lifted graph")
+        worst = max(worst, error)
+    return worst
+
+
+def _shared(entry: str, expected: Tensors, found: Tensors) -> list[str]:
+    for name in expected.keys() ^ found.keys():
+        raise Mismatch(entry, name, math.inf, 0.0, "exists on one side only")
+    for name, tensor in expected.items():
+        if tensor.shape != found[name].shape:
+            raise Mismatch(entry, name, math.inf, 0.0, f"shape {list(found[name].shape)}, not {list(tensor.shape)}")
+    return sorted(expected)
+
+
+def _error(expected: Any, found: Any) -> float:
+    if not expected.numel():
+        return 0.0
+    scale = max(float(expected.double().abs().max()), _TINY)
+    error = float((expected.double() - found.double()).abs().max()) / scale
+    return math.inf if math.isnan(error) else error
+
+
+def _native_error(exact: Tensors, native: Tensors) -> float:
+    """Root mean square over the float outputs of the relative 2-norms of their errors."""
+    squares = []
+    for name, tensor in exact.items():
+        if tensor.is_floating_point():
+            scale = max(float(tensor.norm()), _TINY)
+            squares.append((float((native[name].double() - tensor).norm()) / scale) ** 2)
+    return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
+
+
+def _epsilon(tensor: Any) -> float:
+    import torch
+
+    return float(torch.finfo(tensor.dtype).eps) if tensor.is_floating_point() else 0.0
+
+
+# drawing
+
+
+def _steady(module: Module, reference: Callable[[int, Hook], Any]) -> int:
+    """A seed whose lifted reference run makes no choice (top-k) within the margin of another outcome."""
+    if not any(node.op in CHOICES for _, node in module.walk()):
+        return 0
+    for seed in range(_DRAWS):
+        margins = Margins()
+        reference(seed, margins)
+        if margins.unknown:
+            raise Unverified("the scores of a top-k are not seen where it is made")
+        if margins.least > MARGIN:
+            return seed
+    raise Unverified(f"no draw of {_DRAWS} keeps every routing choice {MARGIN} away from another outcome")
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One entry on all ranks with its inputs and states."""
+
+    module: Module
+    entry: str
+    inputs: Sequence[Tensors]
+    states: Sequence[Tensors]
+    sizes: Mapping[str, int]
+
+    def __call__(self, lifted: bool, hook: Hook | None = None) -> Tensors:
+        outputs, updates = self.apart(lifted, hook)
+        return {
+            name if len(outputs) == 1 else f"{name} on rank {rank}": tensor
+            for rank, both in enumerate(zip(outputs, updates, strict=True))
+            for part in both
+            for name, tensor in part.items()
+        }
+
+    def apart(self, lifted: bool, hook: Hook | None = None) -> tuple[list[Tensors], list[Tensors]]:
+        """Outputs and updates per rank."""
+        import torch
+
+        with torch.no_grad():
+            return run_ranks(self.module, self.entry, self.inputs, self.states, self.sizes, lifted=lifted, hook=hook)
+
+
+def _same_entry(tier: Tier, before: Module, after: Module, entry: str, shapes: Shapes) -> Evidence:
+    """The entry of both modules with the same states and inputs."""
+    sizes = mesh_of(after)
+    ranks = range(ranks_of(sizes))
+
+    def of(module: Module, seed: int) -> _Run:
+        inputs = [random_inputs(before.entry_function(entry), shapes, seed, rank) for rank in ranks]
+        states = [{**random_state(after, seed, rank), **random_state(before, seed, rank)} for rank in ranks]
+        return _Run(module, entry, inputs, states, sizes)
+
+    seed = _steady(before, lambda seed, hook: of(before, seed)(True, hook))
+    where = f"both graphs on {len(ranks)} ranks" if len(ranks) > 1 else "both graphs"
+    return judge(entry, tier, where, of(before, seed), of(after, seed))
+
+
+# derived entries
+
+
+def _training(pass_: Pass, before: Module, after: Module, shapes: Shapes) -> list[Evidence]:
+    """Loss, count and every gradient against autograd; evaluate and predict against the forward."""
+    function = before.entry_function("forward")
+
+    def forward(seed: int) -> _Run:
+        return _Run(before, "forward", [random_inputs(function, shapes, seed)], [random_state(before, seed)], {})
+
+    seed = _steady(before, lambda seed, hook: forward(seed)(True, hook))
+    inputs, state = random_inputs(function, shapes, seed), random_state(after, seed)
+
+    def autograd(lifted: bool) -> Tensors:
+        trained = {n: t for n, t in state.items() if n in before.state and before.state[n].trainable}
+        leaves = {n: (t.double() if lifted else t).detach().clone().requires_grad_() for n, t in trained.items()}
+        out, _ = run(before, "forward", inputs, {**state, **leaves}, lifted=lifted)
+        out["loss_sum"].backward()
+        wanted = {"loss_sum": out["loss_sum"].detach(), "count": out["count"]}
+        start = {n: t.double() if lifted and t.is_floating_point() else t for n, t in state.items()}
+        wanted[LOSS_TOTAL] = start[LOSS_TOTAL] + wanted["loss_sum"]
+        wanted[COUNT_TOTAL] = start[COUNT_TOTAL] + wanted["count"]
+        for name, leaf in leaves.items():
+            gradient = 0 if leaf.grad is None else leaf.grad.to(start[f"{name}.grad"].dtype)
+            wanted[f"{name}.grad"] = start[f"{name}.grad"] + gradient
+        return wanted
+
+    derived = _Run(after, "microbatch", [inputs], [state], {})
+    evidence = [judge("microbatch", pass_.tier, "torch autograd of the forward", autograd, derived)]
+    for entry in sorted(set(after.entries) & {"evaluate", "predict"}):
+        outputs = after.entries[entry].outputs
+
+        def wanted(lifted: bool, outputs: tuple[str, ...] = outputs) -> Tensors:
+            made = forward(seed)(lifted)
+            return {name: made[name] for name in outputs}
+
+        own = _Run(after, entry, [inputs], [state], {})
+        evidence.append(judge(entry, Tier.BITWISE, "the forward", wanted, own))
+    return evidence
+
+
+def _optimizer(pass_: Any, after: Module) -> Evidence:
+    """Three steps of `finish` on random accumulators, large and small (so that clipping acts and does not)."""
+    import torch
+
+    state = {n: t.double() if t.is_floating_point() else t for n, t in random_state(after, 0).items()}
+    grads = {n.removesuffix(".grad"): n for n, s in after.state.items() if s.kind is StateKind.GRAD}
+    state |= {n: torch.zeros_like(t) for n, t in state.items() if after.state[n].kind is StateKind.MOMENT}
+    state |= {n: torch.zeros_like(t) for n, t in state.items() if n == "step"}
+    leaves = {n: state[n].clone().requires_grad_() for n in grads}
+    state |= {f"{n}.master": t.detach().clone() for n, t in leaves.items() if f"{n}.master" in state}
+    groups = [
+        {"params": [t for t in leaves.values() if (t.dim() > 1) is decays], "weight_decay": pass_.weight_decay * decays}
+        for decays in (False, True)
+    ]
+    optimizer = torch.optim.AdamW(
+        [g for g in groups if g["params"]], betas=(pass_.beta1, pass_.beta2), eps=pass_.eps, foreach=False
+    )
+    worst = 0.0
+    for step, (rate, size) in enumerate(zip(_RATES, (30.0, 1e-4, 3.0), strict=True)):
+        loss, count = torch.tensor(7.0 + step, dtype=torch.float64), torch.tensor(3 + step)
+        state |= {LOSS_TOTAL: loss, COUNT_TOTAL: count}
+        for name, gradient in grads.items():
+            noise = torch.randn(state[gradient].shape, generator=generator(step, gradient), dtype=torch.float64)
+            state[gradient] = size * noise
+            leaves[name].grad = state[gradient] / count
+        norm = torch.nn.utils.clip_grad_norm_(leaves.values(), pass_.max_norm or math.inf)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        with torch.no_grad():
+            lr = torch.tensor(rate, dtype=torch.float64)
+            out, new = run(after, "finish", {"lr": lr}, state, lifted=True)
+        state = {**state, **new}
+        wanted = {"loss": loss / count, "grad_norm": norm, "count": count}
+        worst = max(worst, compare("finish", wanted, out))
+        expected, found = _after_step(after, optimizer, leaves, grads, state)
+        worst = max(worst, compare("finish", expected, found))
+    return Evidence("torch.optim.AdamW, 3 steps in float64", worst, LIFTED_BOUND)
+
+
+def _after_step(
+    after: Module, optimizer: Any, leaves: Tensors, grads: Mapping[str, str], state: Tensors
+) -> tuple[Tensors, Tensors]:
+    """Parameters, masters, moments and reset accumulators: as torch has them, and as the graph has them."""
+    expected: Tensors = {}
+    for name, leaf in leaves.items():
+        expected[name] = leaf.detach()
+        expected[f"{name}.m"] = optimizer.state[leaf]["exp_avg"]
+        expected[f"{name}.v"] = optimizer.state[leaf]["exp_avg_sq"]
+        if f"{name}.master" in after.state:
+            expected[f"{name}.master"] = leaf.detach()
+    for name in (*grads.values(), LOSS_TOTAL, COUNT_TOTAL):
+        expected[name] = state[name].new_zeros(state[name].shape)
+    return expected, {name: state[name] for name in expected}
+
+
+def _parallel(before: Module, after: Module, shapes: Shapes) -> list[Evidence]:
+    """A step of all ranks, each with its own microbatch, against one rank that runs all the microbatches."""
+    if before.mesh:
+        raise Unverified("the module was already spread over a mesh before this pass")
+    sizes = mesh_of(after)
+    ranks = range(ranks_of(sizes))
+    data = sorted(set(after.entries) - {"finish"})
+
+    def inputs(entry: str, seed: int) -> list[Tensors]:
+        return [random_inputs(after.entry_function(entry), shapes, seed, rank) for rank in ranks]
+
+    def single(seed: int, lifted: bool, hook: Hook | None = None) -> Tensors:
+        state = zero_accumulators(before, random_state(before, seed))
+        made: Tensors = {}
+        for rank in ranks:
+            for entry in data:
+                run_ = _Run(before, entry, [inputs(entry, seed)[rank]], [state], {})
+                outputs, updates = run_.apart(lifted, hook)
+                state = {**state, **updates[0]}
+                made |= {f"{entry} {name} on rank {rank}": t for name, t in outputs[0].items()}
+        outputs, updates = _Run(before, "finish", inputs("finish", seed)[:1], [state], {}).apart(lifted)
+        both = {**outputs[0], **updates[0]}
+        return made | {f"{name} on rank {rank}": t for rank in ranks for name, t in both.items()}
+
+    def spread(seed: int, lifted: bool) -> Tensors:
+        states = [zero_accumulators(after, random_state(after, seed, rank)) for rank in ranks]
+        made: Tensors = {}
+        for entry in (*data, "finish"):
+            outputs, updates = _Run(after, entry, inputs(entry, seed), states, sizes).apart(lifted)
+            states = [{**s, **u} for s, u in zip(states, updates, strict=True)]
+            for rank in ranks:
+                prefix = "" if entry == "finish" else f"{entry} "
+                made |= {f"{prefix}{name} on rank {rank}": t for name, t in outputs[rank].items()}
+        finished = after.entries["finish"].updates
+        return made | {f"{name} on rank {rank}": states[rank][name] for rank in ranks for name in finished}
+
+    seed = _steady(before, lambda seed, hook: single(seed, True, hook))
+    method = f"one rank with the microbatches of {len(ranks)}"
+    return [judge("finish", Tier.REASSOCIATING, method, lambda x: single(seed, x), lambda x: spread(seed, x))]
+
+
+def _serving(before: Module, after: Module, shapes: Shapes) -> Evidence:
+    """Chunks of a sequence over the cache against the whole sequence."""
+    import torch
+
+    length, function = sum(_CHUNKS), before.entry_function("forward")
+    ends = [sum(_CHUNKS[: i + 1]) for i in range(len(_CHUNKS))]
+    one = Shapes({**shapes.dims, "B": 1, "S": length}, shapes.vocab)
+
+    def whole(seed: int, lifted: bool, hook: Hook | None = None) -> Tensors:
+        made = _Run(before, "forward", [random_inputs(function, one, seed)], [random_state(before, seed)], {})(
+            lifted, hook
+        )
+        return {f"logits of position {end - 1}": made["logits"][0, end - 1] for end in ends}
+
+    def chunks(seed: int, lifted: bool) -> Tensors:
+        state = random_state(after, seed)
+        tokens = random_inputs(function, one, seed)["tokens"]
+        made: Tensors = {}
+        for begin, end in zip((0, *ends), ends, strict=False):
+            inputs = {"tokens": tokens[:, begin:end], START: torch.tensor(begin)}
+            outputs, updates = _Run(after, "step", [inputs], [state], {}).apart(lifted)
+            state = {**state, **updates[0]}
+            made[f"logits of position {end - 1}"] = outputs[0]["logits"][0]
+        return made
+
+    seed = _steady(before, lambda seed, hook: whole(seed, True, hook))
+    method = "chunks over the cache against the whole sequence"
+    return judge("step", Tier.REASSOCIATING, method, lambda x: whole(seed, x), lambda x: chunks(seed, x))
