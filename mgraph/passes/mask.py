@@ -178,7 +178,9 @@ def _number(reading: Reading) -> Cases:
 
 
 def _constant(number: Any) -> Cases:
-    return ((sympy.sympify(number), sympy.true),)
+    """A number as it is; whole floats become integers, since sympy holds 0.0 and 0 apart."""
+    whole = isinstance(number, float) and number.is_integer()
+    return ((sympy.sympify(int(number) if whole else number), sympy.true),)
 
 
 class _Reader:
@@ -252,7 +254,7 @@ def _arange(reader: _Reader, node: Node) -> Reading:
 
 def _full(reader: _Reader, node: Node) -> Reading:
     fill = node.attrs["fill_value"]
-    return (sympy.true if fill else sympy.false) if node.result.tensor.dtype is DType.BOOL else _constant(fill)
+    return sympy.sympify(bool(fill)) if node.result.tensor.dtype is DType.BOOL else _constant(fill)
 
 
 def _cast(reader: _Reader, node: Node) -> Reading:
