@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+import torch
 
+from mgraph.capture import capture
 from mgraph.errors import PassError
 from mgraph.ir.graph import Module
 from mgraph.passes.base import Pass, Report, Stage
-from mgraph.passes.instrument import Instrument
+from mgraph.passes.instrument import Instrument, VerifyEach
 from mgraph.passes.outline import Outline
 from mgraph.passes.pipeline import (
     NORMALIZE,
@@ -22,7 +24,7 @@ from mgraph.passes.pipeline import (
     run_pipeline,
     select,
 )
-from tests.passes.build import stacked
+from tests.passes.build import assert_same_results, random_state, stacked
 
 
 def test_text_round_trips() -> None:
@@ -126,3 +128,15 @@ def test_results_and_order_of_instruments() -> None:
     assert set(module.functions) == {"forward", "layer"}
     assert [(r.index, r.spec, r.changed) for r in results] == [(1, "outline", True), (2, "dce", False)]
     assert results[0].to_json()["report"]["counts"] == {"calls": 2, "functions": 1}
+
+
+@pytest.mark.parametrize("model", ["dense-tiny", "moe-tiny"])
+def test_normalized_models_compute_bitwise_the_same(model: str) -> None:
+    module = capture(model)
+    after, results = run_pipeline(module, NORMALIZE, [VerifyEach()])
+    assert results[0].report.counts == {"calls": 2, "functions": 1}
+    assert results[0].changed and results[1].changed
+    inputs = {name: torch.randint(0, 256, (2, 9)) for name in ("tokens", "labels")}
+    assert_same_results(module, after, inputs, random_state(module))
+    again, _ = run_pipeline(after, "canonicalize,constant-fold,cse,dce")
+    assert again is after
