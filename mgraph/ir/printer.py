@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import sympy
 
+from mgraph.ir.changes import unchanged_functions
 from mgraph.ir.dims import NamedDim, dim_text
 from mgraph.ir.fold import Run, fold, template
 from mgraph.ir.graph import AttrValue, Axis, Entry, Function, Module, Node, Origin, State, Static, Value
@@ -25,19 +28,52 @@ _IS_BARE = re.compile(BARE).fullmatch
 NO_FUNCTIONS: Mapping[str, Function] = {}
 
 
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """A module with the text of its parts: the next module, which shares most of them, is printed from it."""
+
+    module: Module
+    state: str
+    functions: Mapping[str, str]
+
+    @property
+    def text(self) -> str:
+        """The whole module as text, ending in a newline."""
+        module = self.module
+        lines = [HEADER, f"module {json.dumps(module.name)}"]
+        lines += [_dim_line(dim) for dim in module.dims.values()]
+        lines += [_axis_line(axis) for axis in module.mesh]
+        lines += [f"fact {json.dumps(fact.text)}{' proved' if fact.proved else ''}" for fact in module.facts]
+        lines += [self.state] if self.state else []
+        for text in self.functions.values():
+            lines += ["", text]
+        if module.entries:
+            lines.append("")
+        lines += [_entry_line(entry) for entry in module.entries.values()]
+        return "\n".join(lines) + "\n"
+
+
+def print_parts(module: Module, known: Printed | None = None) -> Printed:
+    """The text of a module by parts; those that are as in `known` are taken from it."""
+    same = unchanged_functions(module, known.module) if known is not None else set[str]()
+    functions = {
+        name: known.functions[name]
+        if known is not None and name in same
+        else "\n".join(function_lines(function, module.functions))
+        for name, function in module.functions.items()
+    }
+    if known is not None and _same_state(module.state, known.module.state):
+        return Printed(module, known.state, functions)
+    return Printed(module, "\n".join(_state_lines(module.state)), functions)
+
+
+def _same_state(a: Mapping[str, State], b: Mapping[str, State]) -> bool:
+    return a is b or (len(a) == len(b) and all(x is y for x, y in zip(a.values(), b.values(), strict=True)))
+
+
 def print_module(module: Module) -> str:
     """The whole module as text, ending in a newline."""
-    lines = [HEADER, f"module {json.dumps(module.name)}"]
-    lines += [_dim_line(dim) for dim in module.dims.values()]
-    lines += [_axis_line(axis) for axis in module.mesh]
-    lines += [f"fact {json.dumps(fact.text)}{' proved' if fact.proved else ''}" for fact in module.facts]
-    lines += _state_lines(module.state)
-    for function in module.functions.values():
-        lines += ["", *function_lines(function, module.functions)]
-    if module.entries:
-        lines.append("")
-    lines += [_entry_line(entry) for entry in module.entries.values()]
-    return "\n".join(lines) + "\n"
+    return print_parts(module).text
 
 
 def print_function(function: Function, functions: Mapping[str, Function] = NO_FUNCTIONS) -> str:
@@ -88,6 +124,7 @@ def callee_of(node: Node) -> str | None:
     return callee if node.op == "call" and isinstance(callee, str) else None
 
 
+@lru_cache(maxsize=65536)
 def name_text(name: str) -> str:
     """A name, as a JSON string unless it is a plain word."""
     return name if _IS_BARE(name) else json.dumps(name)
@@ -140,6 +177,7 @@ def _typed(value: Value) -> str:
     return f"{reference(value)}: {value.type}"
 
 
+@lru_cache(maxsize=4096)
 def _origin_text(origin: Origin) -> str:
     if origin.file or origin.line:
         return f" at {json.dumps(origin.path)} {json.dumps(origin.file)}:{origin.line}"
@@ -166,14 +204,20 @@ def _entry_line(entry: Entry) -> str:
 
 def _state_lines(states: Mapping[str, State]) -> list[str]:
     listed = list(states.values())
+    inits = [_init_text(state.init) for state in listed]
 
     def form(index: int, ordinal: int, number: int) -> str | None:
         state = listed[index]
         name = _template(state.name, ordinal, number)
-        if name is None or not _IS_BARE(state.seed_name) or _has_brace(state.init):
+        if name is None or not _IS_BARE(state.seed_name):
             return None
         seed = name if state.seed_name == state.name else template(state.seed_name, ordinal, number)
-        return _state_line(state, name, seed, _template_all(state.init, ordinal, number))
+        init = inits[index]
+        if _names_states(state.init):
+            if "{" in init:
+                return None  # braces mark the range
+            init = _init_text(_template_all(state.init, ordinal, number))
+        return _state_line(state, name, seed, init)
 
     lines: list[str] = []
     for item in fold(list(states), form):
@@ -181,24 +225,24 @@ def _state_lines(states: Mapping[str, State]) -> list[str]:
             lines += item.lines()
         else:
             state = listed[item]
-            lines.append(_state_line(state, name_text(state.name), name_text(state.seed_name), state.init))
+            lines.append(_state_line(state, name_text(state.name), name_text(state.seed_name), inits[item]))
     return lines
 
 
-def _state_line(state: State, name: str, seed: str, init: Any) -> str:
+def _state_line(state: State, name: str, seed: str, init: str) -> str:
     marks = f"{' trainable' if state.trainable else ''}{'' if state.persist else ' transient'}"
     if seed != name:
         marks += f" seed {seed}"
-    if init:
-        marks += f" init {attr_text(init)}"
-    return f"state @{name}: {state.value.type} = {state.kind}{marks}"
+    return f"state @{name}: {state.value.type} = {state.kind.value}{marks}{init}"
 
 
-def _has_brace(value: Any) -> bool:
-    """Whether a string inside an initialiser has a brace: its line is never folded, since `{}` marks the range."""
-    if isinstance(value, tuple):
-        return any(map(_has_brace, value))
-    return isinstance(value, str) and "{" in value
+def _init_text(init: Any) -> str:
+    return f" init {attr_text(init)}" if init else ""
+
+
+def _names_states(init: Any) -> bool:
+    """Whether a call of an initialiser has a text besides its own name."""
+    return any(isinstance(argument, str) for call in init for argument in call[1:])
 
 
 def _template_all(value: Any, ordinal: int, number: int) -> Any:

@@ -135,8 +135,8 @@ class Snapshots(Instrument):
         """Write `NNN_<pass>.mg.gz` and `NNN_<pass>.json` per snapshot into a directory (made if needed)."""
         directory.mkdir(parents=True, exist_ok=True)
         written = []
-        # A fixed time makes equal graphs equal files; the lowest level is five times as fast for a tenth more bytes.
-        packed = {t: gzip.compress(t.encode(), compresslevel=1, mtime=0) for t in {s.text for s in self.snapshots}}
+        # A fixed time makes equal graphs equal files; a low level is four times as fast for half more bytes.
+        packed = {t: gzip.compress(t.encode(), compresslevel=3, mtime=0) for t in {s.text for s in self.snapshots}}
         for snapshot in self.snapshots:
             graph = directory / f"{snapshot.stem}.mg.gz"
             graph.write_bytes(packed[snapshot.text])
