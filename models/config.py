@@ -67,6 +67,7 @@ SIZES: dict[str, dict[str, ModelConfig]] = {
     },
     "moe": {
         "tiny": _TINY_MOE,
+        "demo": ModelConfig(d_model=128, num_layers=3, d_ff=128, num_experts=8),
         "100m": ModelConfig(d_model=512, num_layers=8, num_heads=8, num_kv_heads=4, d_ff=1024, num_experts=8),
         "mixtral-8x7b": dataclasses.replace(
             _LLAMA2_7B, num_kv_heads=8, d_ff=14336, rope_theta=1000000.0, num_experts=8

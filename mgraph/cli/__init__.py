@@ -6,11 +6,13 @@ verb was asked for (IR, JSON, tables, a path) goes to stdout, everything else to
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,17 +27,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (None: that of the process) and return the exit code."""
     try:
         _run(list(sys.argv[1:] if arguments is None else arguments))
-        _flush()
+        sys.stdout.flush()
     except MgraphError as error:
         print(error, file=sys.stderr)
         return 1 if isinstance(error, GraphError) else error.exit_code
     except BrokenPipeError:
-        # The reader (`| head`) has all it wants. Python would complain once more when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()  # the reader (`| head`) has all it wants
         return 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            _report(error)
+            return INTERNAL_ERROR
+        _drop_stdout()
+        print("error: cannot write: the disk is full", file=sys.stderr)
+        return StorageError.exit_code
     except Exception as error:  # whatever is left is a mistake of ours
         _report(error)
         return INTERNAL_ERROR
@@ -72,15 +80,10 @@ def _usage(error: Any) -> OptionError:
     return OptionError(error.format_message().rstrip("."), where=verb, hint=hint)
 
 
-def _flush() -> None:
-    """Write what is buffered for stdout, so that a full disk is an error like any other."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
+def _drop_stdout() -> None:
+    """Nothing more can be written; Python would complain once more when it closes stdout."""
+    with suppress(OSError, ValueError):  # stdout may be no file, as in tests
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise StorageError(f"cannot write to stdout: {error.strerror}", hint="free space") from error
 
 
 def _report(error: Exception) -> None:

@@ -129,13 +129,13 @@ class Explainer:
         lines.append(f"  from     {node.origin}" + (f", module {node.origin.path}" if node.origin.path else ""))
         lines.append(f"  made by  {node.made_by}")
         for step, functions in history:
-            lines += [f"  {step.title}: {event}" for event in _events(functions, function.name, node.id)]
-        for step in self.package.snapshots[1:]:
-            lines += [
-                f"  {step.title}: {m.detail}"
+            events = list(_events(functions, function.name, node.id))
+            events += [
+                f"matched {m.detail}"
                 for m in step.report.matches
                 if m.detail and ((m.node, m.function) == (node.id, function.name) or _made(step, m.detail, node))
             ]
+            lines += [f"  {step.title}: {event}" for event in events]
         if snapshot is last:
             lines += [f"  emitted  {line.text}" for line in emitted if line.is_from(function.name, node.origin)]
         kernels = {k["name"]: k for k in self.package.manifest["kernels"]}
@@ -163,7 +163,9 @@ def _names(pattern: str, function: Function, node: Node) -> bool:
     inside, colon, wanted = pattern.replace("@", "").replace("%", "").rpartition(":")
     if colon and not fnmatch.fnmatchcase(function.name, inside):
         return False
-    names = {v.name for v in node.results} | {node.op, node.origin.path}
+    # A call's further results go by the names that they have in the function called: those nodes are meant.
+    named = node.results[:1] if node.op == "call" else node.results
+    names = {v.name for v in named} | {node.op, node.origin.path}
     return any(fnmatch.fnmatchcase(name, wanted) for name in names if name)
 
 
