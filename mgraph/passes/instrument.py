@@ -17,6 +17,7 @@ from mgraph.errors import GraphError
 from mgraph.ir.graph import Module
 
 if TYPE_CHECKING:
+    from mgraph.ir.printer import Printed
     from mgraph.passes.base import Pass
     from mgraph.passes.pipeline import PassResult
 
