@@ -55,7 +55,7 @@ def written_operands(node: Node) -> int:
 @functools.cache
 def may_alias(op: str) -> bool:
     """Whether a result of the op may be a view of an operand."""
-    if op in _MAY_ALIAS or op.endswith("_start"):
+    if op in _MAY_ALIAS:
         return True
     return "." in op and any(result.alias_info is not None for result in overload(op)._schema.returns)
 
@@ -119,7 +119,10 @@ class Liveness:
         for result, operand in zip(node.results[:written], node.operands[:written], strict=True):
             self._join(result, operand)
             self._mutated.add(operand)
-        if not written and may_alias(node.op):
+        if node.op.endswith("_start"):  # each result is what has become of one operand
+            for result, operand in zip(node.results, node.operands, strict=True):
+                self._join(result, operand)
+        elif not written and may_alias(node.op):
             for result in node.results:
                 for operand in node.operands:
                     self._join(result, operand)

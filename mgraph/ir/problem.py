@@ -63,6 +63,7 @@ class Scope:
     states: Mapping[str, State]
     functions: Mapping[str, Function]
     entries: Mapping[str, Entry]
+    types: tuple[Typed, ...]
 
     def walk(self) -> Iterator[tuple[Function, Node]]:
         """All nodes with their function."""
@@ -70,23 +71,27 @@ class Scope:
             for node in function.nodes:
                 yield function, node
 
-    def types(self) -> Iterator[Typed]:
-        """Every type, where it first stands; values that share a type object are looked at once."""
-        seen: set[int] = set()
-        for value, function, node in self._values():
-            if id(value.type) not in seen:
-                seen.add(id(value.type))
-                yield Typed(tensor_type(value.type), value, function, node)
 
-    def _values(self) -> Iterator[tuple[Value, Function | None, Node | None]]:
-        for state in self.states.values():
-            yield state.value, None, None
-        for function in self.functions.values():
-            for value in function.inputs():
-                yield value, function, None
-            for node in function.nodes:
-                for value in node.results:
-                    yield value, function, node
+def _types(states: Mapping[str, State], functions: Mapping[str, Function]) -> Iterator[Typed]:
+    """Every type, where it first stands; values that share a type object are looked at once."""
+    seen: set[int] = set()
+    for value, function, node in _values(states, functions):
+        if id(value.type) not in seen:
+            seen.add(id(value.type))
+            yield Typed(tensor_type(value.type), value, function, node)
+
+
+def _values(
+    states: Mapping[str, State], functions: Mapping[str, Function]
+) -> Iterator[tuple[Value, Function | None, Node | None]]:
+    for state in states.values():
+        yield state.value, None, None
+    for function in functions.values():
+        for value in function.inputs():
+            yield value, function, None
+        for node in function.nodes:
+            for value in node.results:
+                yield value, function, node
 
 
 def scope_of(module: Module, known: Module | None = None) -> Scope:
@@ -96,7 +101,8 @@ def scope_of(module: Module, known: Module | None = None) -> Scope:
     more), that is the whole module again.
     """
     if known is None or not _same_surroundings(module, known):
-        return Scope(module, module.state, module.functions, module.entries)
+        types = tuple(_types(module.state, module.functions))
+        return Scope(module, module.state, module.functions, module.entries, types)
     unchanged = unchanged_functions(module, known)
     functions = {name: function for name, function in module.functions.items() if name not in unchanged}
     states = {name: state for name, state in module.state.items() if known.state.get(name) is not state}
@@ -105,7 +111,7 @@ def scope_of(module: Module, known: Module | None = None) -> Scope:
         for name, entry in module.entries.items()
         if known.entries.get(name) is not entry or entry.function not in unchanged
     }
-    return Scope(module, states, functions, entries)
+    return Scope(module, states, functions, entries, tuple(_types(states, functions)))
 
 
 def _same_surroundings(module: Module, known: Module) -> bool:

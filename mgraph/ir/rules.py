@@ -119,7 +119,7 @@ def _attrs(scope: Scope) -> Iterator[Problem]:
 
 def _dims_declared(scope: Scope) -> Iterator[Problem]:
     known = frozenset(scope.module.dims)
-    for typed in scope.types():
+    for typed in scope.types:
         for name in sorted(_type_names(typed.type) - known):
             yield _undeclared(scope, typed.what, name, typed.function, typed.node)
     for function, node in scope.walk():
@@ -148,7 +148,7 @@ def _attr_names(value: AttrValue) -> frozenset[str]:
 
 
 def _extents(scope: Scope) -> Iterator[Problem]:
-    for typed in scope.types():
+    for typed in scope.types:
         for dim in _all_dims(typed.type):
             if isinstance(dim, int) and dim < 0:
                 yield typed.problem(f"extent {dim} is negative")
@@ -158,7 +158,7 @@ def _extents(scope: Scope) -> Iterator[Problem]:
 
 def _placement(scope: Scope) -> Iterator[Problem]:
     parts = {axis.name: axis.of for axis in scope.module.mesh}
-    for typed in scope.types():
+    for typed in scope.types:
         used: set[str] = set()
         for axis, placement in typed.type.placement:
             if axis not in parts:
@@ -189,7 +189,7 @@ def _shard(typed: Typed, shard: Shard) -> Iterator[Problem]:
 
 
 def _factors(scope: Scope) -> Iterator[Problem]:
-    for typed in scope.types():
+    for typed in scope.types:
         indices = [index for index, _ in typed.type.factors]
         if indices != sorted(set(indices)):
             yield typed.problem(f"factors of {typed.type} are not in the order of its dims")
@@ -202,7 +202,7 @@ def _factors(scope: Scope) -> Iterator[Problem]:
 
 
 def _physical(scope: Scope) -> Iterator[Problem]:
-    for typed in scope.types():
+    for typed in scope.types:
         stored = typed.type.physical
         if stored is None:
             continue

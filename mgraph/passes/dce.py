@@ -42,24 +42,21 @@ def _sweep(module: Module, report: Report) -> Module:
     order = callers_first(module, fixed & set(module.functions))
     functions = dict(module.functions)
     read: dict[str, set[int]] = {name: set() for name in order}  # results that some call's reader needs
+    keep: dict[str, _Kept] = {}
     for name in order:
         function = functions[name]
-        if name not in fixed:
+        if name not in fixed and len(read[name]) < len(function.results):
             function = replace(function, results=_pick(function.results, read[name]))
         function = _live(function)
+        values = _read_values(function)
         for node in calls(function):
-            read[callee(node)] |= _read_results(function, node)
-        functions[name] = function
-    keep = {
-        name: _Kept(
-            tuple(
-                i for i, v in enumerate(functions[name].inputs()) if name in fixed or v in _read_values(functions[name])
-            ),
+            read[callee(node)].update(i for i, v in enumerate(node.results) if v in values)
+        keep[name] = _Kept(
+            frozenset(i for i, v in enumerate(function.inputs()) if name in fixed or v in values),
             None if name in fixed else frozenset(read[name]),
-            _used_statics(functions[name]),
+            _used_statics(function),
         )
-        for name in order
-    }
+        functions[name] = function
     made = {name: _narrow(functions[name], keep) for name in functions if name in keep}
     before, after = _size(module.functions.values()), _size(made.values())
     if before == after:
@@ -100,16 +97,11 @@ def _read_values(function: Function) -> set[Value]:
     return {v for node in function.nodes for v in node.operands} | set(function.results)
 
 
-def _read_results(function: Function, node: Node) -> set[int]:
-    read = _read_values(function)
-    return {i for i, v in enumerate(node.results) if v in read}
-
-
 @dataclass(frozen=True, slots=True)
 class _Kept:
     """What of a function's signature stays: positions of inputs and of results (`None`: all), names of statics."""
 
-    inputs: tuple[int, ...]
+    inputs: frozenset[int]
     results: frozenset[int] | None
     statics: tuple[str, ...]
 
@@ -122,11 +114,14 @@ def _used_statics(function: Function) -> tuple[str, ...]:
 def _narrow(function: Function, keep: dict[str, _Kept]) -> Function:
     """The function with its unread inputs and statics removed, and its calls likewise."""
     kept, params = keep[function.name], len(function.params)
+    nodes = tuple(_narrow_call(n, keep[callee(n)]) if n.op == "call" else n for n in function.nodes)
+    if (nodes, len(kept.inputs), kept.statics) == (function.nodes, len(function.inputs()), function.statics):
+        return function
     return replace(
         function,
         params=_pick(function.params, kept.inputs),
-        slots=_pick(function.slots, [i - params for i in kept.inputs]),
-        nodes=tuple(_narrow_call(n, keep[callee(n)]) if n.op == "call" else n for n in function.nodes),
+        slots=_pick(function.slots, {i - params for i in kept.inputs}),
+        nodes=nodes,
         statics=kept.statics,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from mgraph.errors import PassError
 from mgraph.ir.builder import FunctionBuilder
@@ -32,6 +33,7 @@ VIEWS = frozenset(
 )
 
 
+@cache
 def gradient_type(type_: TensorType) -> TensorType:
     """The type of a gradient accumulator: f32, or f64 for f64."""
     return type_.with_dtype(DType.F64 if type_.dtype is DType.F64 else DType.F32)
@@ -153,6 +155,7 @@ class Sweep:
         self.active = owner.active(function, needs)
         self.cotangents: dict[Value, Value] = {}
         self.accumulators: dict[Value, Value] = {}
+        self._used = {v for n in function.nodes for v in n.operands} | set(function.results)
         self._calls: dict[int, tuple[Derivative, Node]] = {}
         self._forward: list[Node] = []
 
@@ -167,8 +170,7 @@ class Sweep:
     def _forward_call(self, node: Node) -> Node:
         callee = self.owner.module.functions[str(node.attrs["callee"])]
         needs = tuple(self.owner.needed(v, self.active) for v in node.operands)
-        used = {v for n in self.source.nodes for v in n.operands} | set(self.source.results)
-        seeds = tuple(v in self.active and v in used for v in node.results)
+        seeds = tuple(v in self.active and v in self._used for v in node.results)
         derivative = self.owner.function(callee, needs, seeds)
         extra = tuple(Value(self.builder.fresh_like(v), v.type) for v in derivative.saved)
         made = replace(

@@ -15,6 +15,7 @@ functional.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -36,10 +37,12 @@ class InPlace(Pass):
     def run(self, module: Module, report: Report) -> Module:
         """Rewrite the update ops of every function."""
         read_later = _slots_read_after_calls(module)
-        functions = {}
-        for name, function in module.functions.items():
-            functions[name] = _rewrite(function, read_later.get(name, set()), report)
-        return replace(module, functions=functions)
+        functions = {
+            name: _rewrite(function, read_later.get(name, set()), report)
+            for name, function in module.functions.items()
+        }
+        changed = any(functions[name] is not f for name, f in module.functions.items())
+        return replace(module, functions=functions) if changed else module
 
 
 def _rewrite(function: Function, read_later: set[int], report: Report) -> Function:
@@ -61,7 +64,7 @@ def _rewrite(function: Function, read_later: set[int], report: Report) -> Functi
                 culprit = late[0] if late else next(v for v in targets if v not in free)
                 report.near_miss(function.name, node.id, node.op, guard, repr(culprit))
         nodes.append(node)
-    return replace(function, nodes=tuple(nodes))
+    return function if tuple(nodes) == function.nodes else replace(function, nodes=tuple(nodes))
 
 
 def _last_reads(function: Function) -> dict[Value, int]:
@@ -72,13 +75,13 @@ def _slots_read_after_calls(module: Module) -> dict[str, set[int]]:
     """Per function, the slots whose state some caller reads again after a call (or passes twice)."""
     found: dict[str, set[int]] = {}
     for function in module.functions.values():
-        last = _last_reads(function)
+        last, returned = _last_reads(function), set(function.results)
         for index, node in enumerate(function.nodes):
             if node.op != "call":
                 continue
             callee = module.functions[str(node.attrs["callee"])]
+            times = Counter(node.operands)
             for slot, operand in enumerate(node.operands[len(callee.params) :]):
-                twice = node.operands.count(operand) > 1
-                if last[operand] > index or twice or operand in function.results:
+                if last[operand] > index or times[operand] > 1 or operand in returned:
                     found.setdefault(callee.name, set()).add(slot)
     return found
