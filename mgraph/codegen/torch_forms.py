@@ -64,7 +64,7 @@ _OPERATORS = {
 _PREFIXES = {"aten.neg.default": "-", "aten.bitwise_not.default": "~"}
 
 _METHODS = """
-    abs.default amax.default amin.default argmax.default argsort.default bernoulli.p bincount.default ceil.default
+    abs.default amax.default amin.default argmax.default argsort.default bernoulli.p ceil.default
     chunk.default clamp_min.default clone.default contiguous.default cos.default cumsum.default
     detach.default diagonal.default exp.default fill_.Scalar flatten.using_ints flip.default floor.default
     gather.default index_select.default isfinite.default isnan.default log.default logical_and.default

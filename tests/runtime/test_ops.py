@@ -1,0 +1,126 @@
+"""The runtime's semantic ops against the bodies that define them, at awkward sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mgraph.ir.opdef import op_def
+from mgraph.ir.types import DType
+from mgraph.runtime import v1 as rt
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+
+def check(name: str, *operands: Tensor, exact_dtype: Any = None, **attrs: Any) -> None:
+    torch.manual_seed(1)
+    expected = op_def(name).body(*operands, **(attrs | exact_dtype[0] if exact_dtype else attrs))
+    made = getattr(rt, name)(*operands, **(attrs | exact_dtype[1] if exact_dtype else attrs))
+    pairs = zip(made, expected, strict=True) if isinstance(expected, tuple) else [(made, expected)]
+    for ours, theirs in pairs:
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        tolerance = 2e-2 if ours.dtype == torch.bfloat16 else 2e-5
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh", "gelu_erf"])
+def test_glu(act: str, dtype: torch.dtype) -> None:
+    gate, up, dy = (numbers(3, 7, dtype=dtype) for _ in range(3))
+    check("glu", gate, up, act=act)
+    check("glu_grad", dy, gate, up, act=act)
+
+
+@pytest.mark.parametrize("width", [8, 4])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_rope(width: int, inverse: bool) -> None:
+    x, cos, sin = numbers(2, 3, 5, 8).transpose(1, 2), numbers(3, width), numbers(3, width)
+    check("rope", x, cos, sin, inverse=inverse)
+    check("rope", x.bfloat16(), cos, sin, inverse=inverse)
+    check("rope_table_grad", numbers(2, 5, 3, 8), x, cos, sin)
+
+
+@pytest.mark.parametrize("rows", [1, 37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mgraph.runtime.ops._CHUNK_ELEMENTS", 50)
+    logits, labels = numbers(rows, 11, dtype=dtype) * 5, torch.randint(11, (rows,))
+    labels[::3] = -100
+    check("cross_entropy", logits, labels)
+    lse = logits.float().logsumexp(-1)
+    check("cross_entropy_grad", torch.tensor(0.7), logits, labels, lse)
+    expected = rt.cross_entropy_grad(torch.tensor(0.7), logits, labels, lse)
+    assert torch.equal(rt.cross_entropy_grad(torch.tensor(0.7), logits, labels, lse, out=logits), expected)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("pre_softmax", [False, True])
+def test_moe_route(renormalize: bool, pre_softmax: bool) -> None:
+    logits = numbers(13, 6)
+    how = {"renormalize": renormalize, "pre_softmax": pre_softmax}
+    check("moe_route", logits, top_k=2, exact_dtype=({"dtype": DType.BF16}, {"dtype": torch.bfloat16}), **how)
+    _, indices = rt.moe_route(logits, top_k=2, **how)
+    check("moe_route_grad", numbers(13, 2), logits, indices, **how)
+
+
+@pytest.mark.parametrize("dtype", [(DType.F32, torch.float32), (DType.BF16, torch.bfloat16)])
+def test_moe_rows(dtype: tuple[DType, torch.dtype]) -> None:
+    """An expert without tokens among them."""
+    x, indices = numbers(9, 5, dtype=dtype[1]), torch.randint(3, (9, 2)) * 2
+    check("moe_dispatch", x, indices, num_experts=6)
+    rows, order, _ = rt.moe_dispatch(x, indices, num_experts=6)
+    weights = numbers(9, 2, dtype=dtype[1])
+    check("moe_dispatch_grad", rows, order, top_k=2)
+    check("moe_combine", rows, weights, order, exact_dtype=({"dtype": dtype[0]}, {"dtype": dtype[1]}))
+    wide = ({"dtype": DType.F32}, {"dtype": torch.float32})
+    check("moe_combine", rows, weights.float(), order, exact_dtype=wide)
+    check("moe_combine_grad", x, rows, weights, order)
+
+
+def test_grouped_outer() -> None:
+    total, left, right = numbers(4, 5, 3), numbers(7, 5), numbers(7, 3)
+    offsets = torch.tensor([2, 2, 6, 7], dtype=torch.int32)
+    expected = total + op_def("grouped_outer").body(left, right, offsets)
+    made = rt.grouped_outer_(total, left, right, offsets)
+    assert made is total
+    torch.testing.assert_close(total, expected)
+
+
+def test_embedding_grad() -> None:
+    total, grad, indices = numbers(6, 3), numbers(2, 4, 3), torch.randint(6, (2, 4))
+    expected = total + torch.ops.aten.embedding_dense_backward(grad, indices, 6, -1, False)
+    torch.testing.assert_close(rt.embedding_grad_(total, grad, indices), expected)
+
+
+def test_kv_append() -> None:
+    cache, new, start = numbers(2, 3, 9, 4), numbers(2, 3, 2, 4), torch.tensor(5)
+    expected = op_def("kv_append").body(cache, new, start)
+    assert torch.equal(rt.kv_append_(cache, new, start), expected)
+    assert torch.equal(cache, expected)
+
+
+def test_norm_and_scale() -> None:
+    tensors = [numbers(3, 2), numbers(5)]
+    torch.testing.assert_close(rt.global_norm(tensors), op_def("global_norm").body(*tensors))
+    for max_norm in (0.0, 0.1, 100.0):
+        check("gradient_scale", torch.tensor(3.0), torch.tensor(7), max_norm=max_norm)
+    expected = [t * 0.5 for t in tensors]
+    rt.scale_(tensors, torch.tensor(0.5))
+    assert all(map(torch.equal, tensors, expected))
+    targets = [torch.zeros(3, 2, dtype=torch.bfloat16), torch.zeros(5)]
+    rt.copy_(targets, tensors)
+    assert torch.equal(targets[0], tensors[0].bfloat16()) and torch.equal(targets[1], tensors[1])
+    rt.zero_(tensors)
+    assert not any(t.any() for t in tensors)
+
+
+def test_random() -> None:
+    keys = [torch.tensor(i) for i in (3, 4, 5)]
+    expected = op_def("random").body(*keys, shape=(3, 5), dtype=DType.F32, call=2, site="drop")
+    assert torch.equal(rt.random(*keys, shape=[3, 5], dtype=torch.float32, call=2, site="drop"), expected)
