@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 
 from mgraph.ir.dims import Dim, as_dim, dim_text, divide, product
 
@@ -34,6 +35,8 @@ class DType(Enum):
     def __init__(self, text: str, bits: int) -> None:
         self.text = text
         self.bits = bits
+
+    __hash__ = object.__hash__  # members are single objects; Enum's own hash is a slow call, and types are hashed a lot
 
     def __repr__(self) -> str:
         return self.text
@@ -131,8 +134,7 @@ class TensorType:
 
     def place(self, axis: str, placement: Placement | None) -> TensorType:
         """The same tensor with another placement over one axis (`None`: replicated)."""
-        others = tuple(p for p in self.placement if p[0] != axis)
-        return replace(self, placement=others if placement is None else (*others, (axis, placement)))
+        return _placed(self, axis, placement)
 
     def with_shape(self, *shape: Dim) -> TensorType:
         """Same dtype, another logical shape, replicated."""
@@ -157,6 +159,13 @@ class TensorType:
                     raise ValueError(f"dim {placement.dim} of {self} does not divide over {axis}={sizes[axis]}")
                 shape[placement.dim] = part
         return tuple(shape)
+
+
+@lru_cache(maxsize=4096)
+def _placed(type_: TensorType, axis: str, placement: Placement | None) -> TensorType:
+    """Equal types give the same object: the parameters of all layers share a few types."""
+    others = tuple(p for p in type_.placement if p[0] != axis)
+    return replace(type_, placement=others if placement is None else (*others, (axis, placement)))
 
 
 @dataclass(frozen=True, slots=True)

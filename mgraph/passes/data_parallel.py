@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 from mgraph.ir.builder import rebuild
@@ -55,13 +56,14 @@ class DataParallel(Pass):
         builder.phase, builder.origin = Phase.OPTIMIZER, finish.nodes[0].origin
         values = [module.state[s.name].value for s in partial]
         reduced = [v.tensor.place(self.axis, None) for v in values]
+        pending = {t: PendingType(t) for t in dict.fromkeys(reduced)}
         names = [f"sum_{v.name.replace('.', '_')}" for v in values]
         started = builder.emit(
             "all_reduce_start",
             values,
             {"axis": self.axis},
             names=[f"{n}_pending" for n in names],
-            types=[PendingType(t) for t in reduced],
+            types=[pending[t] for t in reduced],
         )
         totals = dict(zip(values, builder.emit("wait", started, names=names, types=reduced), strict=True))
         for node in finish.nodes:
@@ -157,6 +159,7 @@ def _mapped(function: Function, mapping: dict[Value, Value]) -> Function:
     )
 
 
+@lru_cache(maxsize=4096)
 def _batch_dim(type_: TensorType) -> int | None:
     """The first dim whose extent depends on the batch."""
     return next((i for i, d in enumerate(type_.shape) if BATCH in names_in(d)), None)
