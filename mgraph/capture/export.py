@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -22,13 +23,12 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from mgraph.capture.adapter import Adapter, InputSpec
 from mgraph.capture.frames import error_frame
+from mgraph.capture.shapes import MINIMA
 from mgraph.capture.source import InputsFunction, LossFunction, ModelSpec
 from mgraph.errors import CaptureError, MgraphError, ModelError
 from mgraph.ir.dims import as_dim, names_in, symbol
 
 _HINTS = {"B": 2, "S": 16}  # below the length of any position table
-_MINIMA = {"B": 1, "S": 2}
-_ATTEMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def export(
     adapter = Adapter(model.train(spec.training), specs, loss, where).train(spec.training)
     maximum = spec.max_length or getattr(getattr(model, "config", None), "max_position_embeddings", None)
     dims = {
-        "B": torch.export.Dim("B", min=_MINIMA["B"]),
-        "S": torch.export.Dim("S", min=_MINIMA["S"], max=maximum),
+        "B": torch.export.Dim("B", min=MINIMA["B"]),
+        "S": torch.export.Dim("S", min=MINIMA["S"], max=maximum),
     }
     hints = {symbol("B"): _HINTS["B"], symbol("S"): min(_HINTS["S"], maximum or _HINTS["S"])}
     arguments = tuple(
@@ -101,25 +101,34 @@ def _torch_dim(dim: Any, dims: Mapping[str, Any]) -> Any:
 
 
 def _export(adapter: Adapter, arguments: tuple[torch.Tensor, ...], shapes: Any, where: str) -> Any:
-    for attempt in range(_ATTEMPTS):
+    deferred = False
+    while True:
         try:
-            return torch.export.export(adapter, arguments, strict=False, dynamic_shapes=shapes)
+            return torch.export.export(
+                adapter,
+                arguments,
+                strict=False,
+                dynamic_shapes=shapes,
+                prefer_deferred_runtime_asserts_over_guards=deferred,
+            )
         except MgraphError:
             raise
         except UserError as error:
-            narrowed = _narrowed(str(error), shapes) if attempt + 1 < _ATTEMPTS else None
-            if narrowed is None:
+            narrowed = _narrowed(str(error), shapes)
+            if narrowed is not None and str(narrowed) != str(shapes):
+                shapes = narrowed
+            elif not deferred and "Constraints violated" in str(error):
+                deferred = True  # leave conditions that torch cannot prove in the trace: the importer proves them
+            else:
                 raise _explain(error, where) from error
-            shapes = narrowed
         except Exception as error:  # the user's forward may raise anything
             raise _explain(error, where) from error
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _narrowed(message: str, shapes: Any) -> Any:
     """The dims with the ranges torch suggests; `None` where it suggests none, or a single extent."""
     lines = _suggestions(message)
-    if not lines or not all(" = Dim(" in line for line in lines):
+    if not lines or not all(re.fullmatch(r"[BS] = Dim\(.*\)", line) for line in lines):
         return None
     return refine_dynamic_shapes_from_suggested_fixes("Suggested fixes:\n" + "\n".join(lines), shapes)
 

@@ -20,7 +20,7 @@ from mgraph.capture.frames import stack_frame
 from mgraph.capture.initialise import Built, values_program
 from mgraph.capture.mutation import Memory, Piece, tiled
 from mgraph.capture.shapes import ShapeReader
-from mgraph.capture.unsupported import INLINED, argument, check, is_assertion, is_no_dropout, op_name
+from mgraph.capture.unsupported import INLINED, argument, check, check_sizes, is_assertion, is_no_dropout, op_name
 from mgraph.errors import CaptureError
 from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Entry, Module, Origin, State, StateKind, Value
@@ -36,6 +36,7 @@ def import_program(exported: Exported, built: Built, name: str) -> tuple[Module,
     """
     importer = _Importer(exported, built)
     check(exported.program, importer.reader)
+    check_sizes(exported.program, importer.reader)
     return importer.run(name), importer.dropped
 
 

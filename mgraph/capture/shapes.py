@@ -14,6 +14,9 @@ from mgraph.ir.dims import Dim, NamedDim, as_dim, names_in, symbol
 from mgraph.ir.torch_bridge import from_torch_dtype
 from mgraph.ir.types import TensorType
 
+MINIMA = {"B": 1, "S": 2}
+"""The smallest extent of each named dim. A sequence of one has no next token."""
+
 _FUNCTIONS: dict[str, Any] = {
     "FloorDiv": lambda a, b: sympy.floor(a / b),
     "CleanDiv": lambda a, b: a / b,
@@ -52,7 +55,19 @@ class ShapeReader:
 
     def named_dims(self) -> dict[str, NamedDim]:
         """The named dims with the ranges that torch proved."""
-        return {name: NamedDim(name, int(r.lower), _maximum(r.upper)) for name, r in sorted(self._ranges.items())}
+        return {
+            name: NamedDim(name, max(int(r.lower), MINIMA[name]), _maximum(r.upper))
+            for name, r in sorted(self._ranges.items())
+        }
+
+    def unproved(self, condition: torch.SymBool) -> str | None:
+        """A condition on sizes over the named dims, `None` where it holds for all extents; raises `Unnamed`."""
+        converted = self._convert(condition.node.expr)
+        above = {symbol(n): sympy.Symbol(f"{n}_above", integer=True, nonnegative=True) + m for n, m in MINIMA.items()}
+        shifted = converted.xreplace(above)
+        if isinstance(shifted, sympy.Eq):
+            shifted = sympy.Eq(sympy.expand(shifted.lhs - shifted.rhs), 0)
+        return None if shifted == sympy.true else str(converted)
 
     def dim(self, size: Any) -> Dim:
         """An int or SymInt as a dim; raises `Unnamed` where it depends on data."""

@@ -90,6 +90,21 @@ def check(program: Any, reader: ShapeReader) -> None:
     )
 
 
+def check_sizes(program: Any, reader: ShapeReader) -> None:
+    """Raise a CaptureError unless every condition on sizes that the trace left open holds for all extents."""
+    for node, _ in walk(program.graph_module):
+        if op_name(node) != "aten._assert_scalar.default" or not isinstance(node.args[0], torch.fx.Node):
+            continue
+        condition = node.args[0].meta["val"]
+        unproved = reader.unproved(condition) if isinstance(condition, torch.SymBool) else None
+        if unproved is not None:
+            raise CaptureError(
+                f"the model does not take every batch size and length: it needs {unproved}",
+                None,
+                "remove what fixes a size in forward",
+            )
+
+
 def _problem(node: Any, inputs: dict[str, Any], reader: ShapeReader) -> str | None:
     """What is wrong with a node, `None` if nothing."""
     name = op_name(node)

@@ -31,8 +31,16 @@ def check_bitwise(spec: ModelSpec) -> None:
         assert outputs["count"].item() == int((labels != -100).sum())
 
 
-@pytest.mark.parametrize("name", ["dense-tiny", "dense-tiny-geglu", "moe-tiny"])
-@pytest.mark.parametrize("dtype", [None, DType.BF16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("dense-tiny", None),
+        ("dense-tiny", DType.BF16),
+        ("dense-tiny-geglu", None),
+        ("moe-tiny", None),
+        ("moe-tiny", DType.BF16),
+    ],
+)
 def test_zoo(name: str, dtype: DType | None) -> None:
     check_bitwise(ModelSpec(name, dtype=dtype))
 

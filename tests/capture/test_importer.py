@@ -45,7 +45,7 @@ def test_conversions_and_views_have_one_spelling(tmp_path: Path) -> None:
         tmp_path,
         """
 x = x.to(torch.bfloat16).type_as(x)
-x = x.flatten(1).unflatten(1, (tokens.shape[1], 8)).reshape(-1, 8).view(*tokens.shape, 8)
+x = x.flatten(1).unflatten(1, (tokens.shape[1], 8)).reshape(-1, 8).view(tokens.shape[0], -1, 8)
 return self.head(x)
 """,
     )
