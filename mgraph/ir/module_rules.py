@@ -176,16 +176,15 @@ def _entry_results(scope: Scope) -> Iterator[Problem]:
 
 def _updates(module: Module, entry: Entry) -> Iterator[Problem]:
     function = module.functions[entry.function]
-    producers = function.producers()
     for name, value in zip(entry.updates, function.results[len(entry.outputs) :], strict=True):
-        node = producers.get(value)
         state = module.state.get(name)
         if state is None:
             hint = suggestion(name, module.state)
-            yield Problem(f"entry {entry.name} updates @{name}, which is not declared", function, node, hint)
+            message = f"entry {entry.name} updates @{name}, which is not declared"
+            yield Problem(message, function, function.producers().get(value), hint)
         elif value.type != state.type:
             message = f"entry {entry.name} updates @{name}, {state.type}, with {value!r}, {value.type}"
-            yield Problem(message, function, node)
+            yield Problem(message, function, function.producers().get(value))
 
 
 MODULE_RULES: tuple[Rule, ...] = (

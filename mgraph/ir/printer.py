@@ -35,6 +35,7 @@ class Printed:
     module: Module
     state: str
     functions: Mapping[str, str]
+    entries: Mapping[str, str]
 
     @property
     def text(self) -> str:
@@ -49,7 +50,7 @@ class Printed:
             lines += ["", text]
         if module.entries:
             lines.append("")
-        lines += [_entry_line(entry) for entry in module.entries.values()]
+        lines += self.entries.values()
         return "\n".join(lines) + "\n"
 
 
@@ -62,9 +63,15 @@ def print_parts(module: Module, known: Printed | None = None) -> Printed:
         else "\n".join(function_lines(function, module.functions))
         for name, function in module.functions.items()
     }
-    if known is not None and _same_state(module.state, known.module.state):
-        return Printed(module, known.state, functions)
-    return Printed(module, "\n".join(_state_lines(module.state)), functions)
+    entries = {
+        name: known.entries[name]
+        if known is not None and known.module.entries.get(name) is entry
+        else _entry_line(entry)
+        for name, entry in module.entries.items()
+    }
+    same_state = known is not None and _same_state(module.state, known.module.state)
+    state = known.state if known is not None and same_state else "\n".join(_state_lines(module.state))
+    return Printed(module, state, functions, entries)
 
 
 def _same_state(a: Mapping[str, State], b: Mapping[str, State]) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mgraph.ir.changes import unchanged_functions
+from mgraph.ir.dims import Dim
 from mgraph.ir.graph import Entry, Function, Module, Node, State, Value
 from mgraph.ir.types import PendingType, TensorType, Type
 
@@ -72,13 +74,25 @@ class Scope:
                 yield function, node
 
 
+def all_dims(type_: TensorType) -> tuple[Dim, ...]:
+    """Every extent in a type: of its dims, its physical form and its factors."""
+    stored = type_.physical.shape if type_.physical is not None else ()
+    return (*type_.shape, *stored, *(d for _, parts in type_.factors for d in parts))
+
+
 def _types(states: Mapping[str, State], functions: Mapping[str, Function]) -> Iterator[Typed]:
-    """Every type, where it first stands; values that share a type object are looked at once."""
-    seen: set[int] = set()
+    """Every type, where it first stands; types equal down to the form of their extents are looked at once."""
+    objects: set[int] = set()
+    seen: set[tuple[Any, ...]] = set()
     for value, function, node in _values(states, functions):
-        if id(value.type) not in seen:
-            seen.add(id(value.type))
-            yield Typed(tensor_type(value.type), value, function, node)
+        if id(value.type) in objects:
+            continue
+        objects.add(id(value.type))
+        type_ = tensor_type(value.type)
+        key = (type_, *map(type, all_dims(type_)))
+        if key not in seen:
+            seen.add(key)
+            yield Typed(type_, value, function, node)
 
 
 def _values(

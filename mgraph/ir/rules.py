@@ -10,11 +10,11 @@ import sympy
 
 from mgraph.ir.changes import callees
 from mgraph.ir.cursor import suggestion
-from mgraph.ir.dims import Dim, as_dim, dim_text, names_in, product
+from mgraph.ir.dims import as_dim, dim_text, names_in, product
 from mgraph.ir.graph import AttrValue, Function, Node, Phase, Static, Value
 from mgraph.ir.opdef import REQUIRED, declared_ops, is_known_op, op_def
 from mgraph.ir.printer import callee_of
-from mgraph.ir.problem import Problem, Rule, Scope, Typed, tensor_type
+from mgraph.ir.problem import Problem, Rule, Scope, Typed, all_dims, tensor_type
 from mgraph.ir.types import PendingType, Shard, TensorType, Type
 
 _STATIC = "static."
@@ -132,13 +132,8 @@ def _undeclared(scope: Scope, what: str, name: str, function: Function | None, n
     return Problem(f"{what}: dim {name!r} is not declared", function, node, hint)
 
 
-def _all_dims(type_: TensorType) -> tuple[Dim, ...]:
-    stored = type_.physical.shape if type_.physical is not None else ()
-    return (*type_.shape, *stored, *(d for _, parts in type_.factors for d in parts))
-
-
 def _type_names(type_: TensorType) -> frozenset[str]:
-    return frozenset().union(*map(names_in, _all_dims(type_)))
+    return frozenset().union(*map(names_in, all_dims(type_)))
 
 
 def _attr_names(value: AttrValue) -> frozenset[str]:
@@ -149,7 +144,7 @@ def _attr_names(value: AttrValue) -> frozenset[str]:
 
 def _extents(scope: Scope) -> Iterator[Problem]:
     for typed in scope.types:
-        for dim in _all_dims(typed.type):
+        for dim in all_dims(typed.type):
             if isinstance(dim, int) and dim < 0:
                 yield typed.problem(f"extent {dim} is negative")
             elif type(as_dim(dim)) is not type(dim) or as_dim(dim) != dim:
