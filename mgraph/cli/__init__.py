@@ -61,7 +61,10 @@ def _run(arguments: list[str]) -> None:
     if arguments and not arguments[0].startswith("-") and arguments[0] not in group.commands:
         raise OptionError(f"no verb '{arguments[0]}'", hint=did_you_mean(arguments[0], group.commands))
     try:
-        group.main(arguments or ["--help"], prog_name="mgraph", standalone_mode=False)
+        with group.make_context("mgraph", arguments or ["--help"]) as context:
+            group.invoke(context)
+    except typer.Exit:
+        return  # after --help
     except usage_error as error:
         raise _usage(error) from error
 

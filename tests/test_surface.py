@@ -1,0 +1,30 @@
+"""The command line's surface, frozen: a verb, argument or flag that comes or goes is a decision, made here too."""
+
+from __future__ import annotations
+
+from mgraph.cli.app import command
+
+SURFACE = {
+    "compile": "MODEL --for --mesh --precision --target --arch --output/-o --recompute --weight-decay --beta1 --beta2 "
+    "--eps --max-norm --loss-mask/--no-loss-mask --position-ids/--no-position-ids --max-length --disable "
+    "--verify/--no-verify --recipe/-c --force",
+    "dump": "PKG PASS --fn --format",
+    "diff": "PKG PASS_A PASS_B --format --limit",
+    "explain": "PKG NODE|PATTERN --limit",
+    "opt": "FILE --passes/-p --have --print-after --verify-each --time",
+    "passes": "",
+    "ops": "",
+    "env": "",
+    "version": "",
+}
+
+
+def test_surface() -> None:
+    found = {}
+    for name, verb in command().commands.items():
+        words = []
+        for item in verb.params:
+            flags = [*item.opts, *item.secondary_opts]
+            words.append("/".join(flags) if flags[0].startswith("-") else item.metavar.strip("[]"))
+        found[name] = " ".join(words)
+    assert found == SURFACE
