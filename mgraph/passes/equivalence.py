@@ -21,6 +21,7 @@ from typing import Any
 
 from mgraph.ir.graph import Module, StateKind
 from mgraph.ir.interpreter import Hook, run, run_ranks
+from mgraph.ir.torch_bridge import to_torch_dtype
 from mgraph.passes.autodiff import COUNT_TOTAL, LOSS_TOTAL
 from mgraph.passes.base import Pass, Tier
 from mgraph.passes.derive_serve import START
@@ -38,7 +39,8 @@ from mgraph.passes.samples import (
 )
 
 LIFTED_BOUND, NATIVE_BOUND, MARGIN = 1e-9, 1.5, 1e-3
-_DRAWS = 60
+_ROUNDINGS = 4  # a choice must also be so many roundings of the coarsest dtype away from another
+_DRAWS = 200
 _TINY = 1e-6  # differences are relative to the largest element, or to this where all are smaller
 _CHUNKS = (4, 1, 3, 1)
 _RATES = (0.01, 0.02, 0.005)
@@ -74,6 +76,8 @@ Runner = Callable[[bool], Tensors]  # lifted -> named tensors
 
 def check(pass_: Pass, before: Module, after: Module, shapes: Shapes) -> list[Evidence]:
     """Check every entry of `after`. Raises Mismatch, or Unverified where an entry has no reference."""
+    if after is before:
+        return [Evidence("the pass left the graph as it was", 0.0, 0.0)]
     new = set(after.entries) - set(before.entries)
     if "forward" in before.entries and "microbatch" in new:
         evidence, covered = _training(pass_, before, after, shapes), {"microbatch", "evaluate", "predict"}
@@ -110,9 +114,10 @@ def judge(entry: str, tier: Tier, method: str, reference: Runner, actual: Runner
         return Evidence(method, 0.0, 0.0)
     exact, lifted = reference(True), actual(True)
     worst = compare(entry, exact, lifted)
-    errors = [_native_error(exact, runner(False)) for runner in (reference, actual)]
+    native = reference(False)
+    errors = [_native_error(exact, native), _native_error(exact, actual(False))]
     # Where the reference happens to be as good as the dtype allows, one more rounding is no fault.
-    floor = 2 * max((e for e in (_epsilon(t) for t in reference(False).values()) if e), default=0.0)
+    floor = 2 * max(map(_epsilon, native.values()))
     allowed = max(NATIVE_BOUND * errors[0], floor)
     if not errors[1] <= allowed:
         raise Mismatch(entry, "all outputs", errors[1], allowed, "error in the module's own dtypes")
@@ -168,16 +173,20 @@ def _epsilon(tensor: Any) -> float:
 
 def _steady(module: Module, reference: Callable[[int, Hook], Any]) -> int:
     """A seed whose lifted reference run makes no choice (top-k) within the margin of another outcome."""
+    import torch
+
     if not any(node.op in CHOICES for _, node in module.walk()):
         return 0
+    dtypes = {s.type.dtype for s in module.state.values() if s.type.dtype.is_float}
+    margin = max(MARGIN, *(_ROUNDINGS * float(torch.finfo(to_torch_dtype(d)).eps) for d in dtypes))
     for seed in range(_DRAWS):
         margins = Margins()
         reference(seed, margins)
         if margins.unknown:
             raise Unverified("the scores of a top-k are not seen where it is made")
-        if margins.least > MARGIN:
+        if margins.least > margin:
             return seed
-    raise Unverified(f"no draw of {_DRAWS} keeps every routing choice {MARGIN} away from another outcome")
+    raise Unverified(f"no draw of {_DRAWS} keeps every routing choice {margin:.0e} away from another outcome")
 
 
 @dataclass(frozen=True)

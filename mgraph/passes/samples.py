@@ -5,6 +5,7 @@ Everything is a function of (seed, name), so that two modules that share a state
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +16,9 @@ from mgraph.ir.graph import Function, Module, Node, State, StateKind, Value
 from mgraph.ir.mesh import mesh_sizes
 from mgraph.ir.torch_bridge import to_torch_dtype
 from mgraph.ir.types import DType, Partial
-from mgraph.passes.extents import static_extents
 
 IGNORED = -100
-LONGEST = 12  # named dims are at most this, where their ranges allow
+SIZES = (2, 5, 3, 7)  # of the named dims; few tokens make it likely that all routing choices are clear
 MAX_RANKS = 16
 CHOICES = {"aten.topk.default": "k", "moe_route": "top_k"}
 _START = 3  # where a chunk begins in a sequence, for entries that are told
@@ -35,15 +35,11 @@ class Shapes:
 
     @staticmethod
     def of(module: Module) -> Shapes:
-        """Named dims that differ from each other and from all static extents, within their ranges, where possible."""
-        taken = static_extents(module)
-        dims: dict[str, int] = {}
-        for name, dim in module.dims.items():
-            low = max(dim.minimum, 3 if dims else 2)
-            high = max(low, LONGEST) if dim.maximum is None else min(dim.maximum, max(low, LONGEST))
-            free = [n for n in range(low, high + 1) if n not in taken]
-            dims[name] = min(free[0] if free else low, high)
-            taken = taken | {dims[name]}
+        """Small named dims, pairwise distinct where their ranges allow."""
+        dims = {
+            name: max(dim.minimum, size if dim.maximum is None else min(size, dim.maximum))
+            for (name, dim), size in zip(module.dims.items(), itertools.chain(SIZES, itertools.repeat(2)), strict=False)
+        }
         rows = [n.operands[0].tensor.shape[0] for _, n in module.walk() if n.op == "aten.embedding.default"]
         return Shapes(dims, min((r for r in rows if isinstance(r, int)), default=2))
 

@@ -1,16 +1,15 @@
 """The reduced twin of a module: the same graph with small extents and few layers, on which passes are checked.
 
-    reduce(module) -> twin, Reduction("heads 32 -> 6, head_dim 128 -> 8, d_model 4096 -> 48, ..., layers 32 -> 2")
+    reduce(module) -> twin, Reduction("heads 32 -> 6, head_dim 128 -> 8, d_model 4096 -> 48, ..., layers 32 -> 3")
 
 Depth: layers that do the same (they become calls of one function with the same statics) shrink to the shortest walk
-that still has every kind, every pair of neighbours, and the first and last layer. A dropped layer's result becomes
-its input. Width: `mgraph.passes.extents`. The verifier infers every type of the twin anew, so a twin that is not
+that still has every kind between the same neighbours (three layers of one kind), because what a pass does may depend on
+what a layer's inputs come from and its results go to. A dropped layer's result becomes its input. Width: `mgraph.passes.extents`. The verifier infers every type of the twin anew, so a twin that is not
 well typed is refused.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -136,12 +135,13 @@ def _kinds(layers: Sequence[Node]) -> list[tuple[Any, ...]]:
 
 
 def shortest_walk(kinds: Sequence[Any]) -> list[int]:
-    """Indices of a short subsequence with the same ends, the same pairs of neighbours, and kinds in the same order of
-    first appearance: stretches between two equal kinds are cut out, long ones first."""
+    """Indices of a short subsequence in which every kind has the same neighbours, and kinds appear in the same order:
+    stretches between two equal kinds are cut out, long ones first."""
 
     def facts(walk: Sequence[int]) -> tuple[Any, ...]:
         here = [kinds[i] for i in walk]
-        return set(itertools.pairwise(here)), list(dict.fromkeys(here))
+        neighbours = zip([None, *here], here, [*here[1:], None], strict=False)
+        return set(neighbours), list(dict.fromkeys(here))
 
     walk = list(range(len(kinds)))
     wanted = facts(walk)
