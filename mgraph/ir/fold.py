@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _INTEGER = re.compile(r"(?:(?<=\.)|^)(?:0|[1-9]\d*)(?=\.|$)")
@@ -35,12 +36,17 @@ class Run:
 
 def template(text: str, ordinal: int, number: int) -> str:
     """`text` with `{}` for its `ordinal`-th integer component, if that is `number`; else `text` as it is."""
-    if str(number) not in text:
+    spans = _integers(text)
+    if ordinal >= len(spans):
         return text
-    for index, found in enumerate(_INTEGER.finditer(text)):
-        if index == ordinal:
-            return f"{text[: found.start()]}{{}}{text[found.end() :]}" if found.group() == str(number) else text
-    return text
+    start, end = spans[ordinal]
+    return f"{text[:start]}{{}}{text[end:]}" if text[start:end] == str(number) else text
+
+
+@lru_cache(maxsize=65536)
+def _integers(text: str) -> tuple[tuple[int, int], ...]:
+    """Where the integer components of a name stand."""
+    return tuple(found.span() for found in _INTEGER.finditer(text))
 
 
 def fold(names: Sequence[str], form: Form) -> Iterator[Run | int]:
@@ -71,9 +77,9 @@ def fold(names: Sequence[str], form: Form) -> Iterator[Run | int]:
 
 def _longest_run(index: int, names: Sequence[str], position: dict[str, int], form: Form) -> Run | None:
     best: Run | None = None
-    for ordinal, found in enumerate(_INTEGER.finditer(names[index])):
-        number = int(found.group())
-        follower = f"{names[index][: found.start()]}{number + 1}{names[index][found.end() :]}"
+    for ordinal, (start, end) in enumerate(_integers(names[index])):
+        number = int(names[index][start:end])
+        follower = f"{names[index][:start]}{number + 1}{names[index][end:]}"
         period = position.get(follower, index) - index
         if period <= 0:
             continue

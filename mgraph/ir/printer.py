@@ -23,7 +23,7 @@ from mgraph.ir.types import DType
 
 HEADER = "mgraph-ir 1"
 BARE = r"[A-Za-z0-9_.]+(?:-[A-Za-z0-9_.]+)*"
-_IS_BARE = re.compile(BARE).fullmatch
+_IS_BARE = lru_cache(maxsize=65536)(re.compile(BARE).fullmatch)
 
 NO_FUNCTIONS: Mapping[str, Function] = {}
 

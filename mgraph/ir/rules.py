@@ -281,13 +281,15 @@ def _pending(scope: Scope) -> Iterator[Problem]:
     for function in scope.functions.values():
         values = [*function.inputs(), *(v for n in function.nodes for v in n.results)]
         pending = [value for value in values if isinstance(value.type, PendingType)]
-        users, producers = (function.users(), function.producers()) if pending else ({}, {})
+        if not pending:
+            continue
+        users, producers, returned = function.users(), function.producers(), set(function.results)
         for value in pending:
             readers = users.get(value, [])
-            if [n.op for n in readers] != ["wait"] or value in function.results:
+            if [n.op for n in readers] != ["wait"] or value in returned:
                 node = next((n for n in readers if n.op != "wait"), producers.get(value))
                 message = f"pending {value!r} is read {len(readers)} time(s), by {[n.op for n in readers]}"
-                if value in function.results:
+                if value in returned:
                     message += ", and returned"
                 yield Problem(message, function, node)
 
