@@ -22,7 +22,7 @@ class KeptType:
     count: int
 
     def __str__(self) -> str:
-        return f"{self.count} saved"
+        return f"[{self.count} tensors]"
 
 
 Place = tuple[str, int]  # a function and the index of a result or param

@@ -19,6 +19,10 @@ from mgraph.ir.opdef import op_def
 from mgraph.ir.torch_bridge import from_torch_dtype
 from mgraph.ir.types import DType, TensorType
 
+UNARY = """
+    abs ceil clone contiguous cos detach exp floor isfinite isnan round sigmoid sin square squeeze sum mean tanh relu silu
+    ones_like zeros_like tril triu diagonal gelu softplus prod argsort sort
+"""
 
 EXAMPLES: list[tuple[str, str, dict[str, Any]]] = [
     *((f"aten.{op}.Tensor", "x y", {}) for op in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge")),
@@ -35,13 +39,7 @@ EXAMPLES: list[tuple[str, str, dict[str, Any]]] = [
     ("aten.neg.default", "x", {}),
     *((f"aten.{op}.default", "m", {}) for op in ("bitwise_not", "logical_not")),
     ("aten.logical_and.default", "m m", {}),
-    *(
-        (f"aten.{op}.default", "x", {})
-        for op in (
-            *"abs ceil clone contiguous cos detach exp floor isfinite isnan round sigmoid sin square squeeze".split(),
-            *"sum mean tanh relu silu ones_like zeros_like tril triu diagonal gelu softplus prod argsort sort".split(),
-        )
-    ),
+    *((f"aten.{op}.default", "x", {}) for op in UNARY.split()),
     *((f"aten.{op}.default", "p", {}) for op in ("log", "sqrt", "rsqrt", "reciprocal")),
     ("aten.amax.default", "x", {"dim": (-1,), "keepdim": True}),
     ("aten.amin.default", "x", {"dim": (0,)}),

@@ -65,7 +65,7 @@ def test_moe_route(renormalize: bool, pre_softmax: bool) -> None:
     logits = numbers(13, 6)
     how = {"renormalize": renormalize, "pre_softmax": pre_softmax}
     check("moe_route", logits, top_k=2, exact_dtype=({"dtype": DType.BF16}, {"dtype": torch.bfloat16}), **how)
-    _, indices = rt.moe_route(logits, top_k=2, **how)
+    _, indices = rt.moe_route(logits, top_k=2, renormalize=renormalize, pre_softmax=pre_softmax)
     check("moe_route_grad", numbers(13, 2), logits, indices, **how)
 
 

@@ -1,0 +1,40 @@
+"""Named dims as Python text, and the lines that bind them."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgraph.codegen.dim_text import DimScope, python_text
+from mgraph.codegen.source import SourceWriter
+from mgraph.ir.dims import evaluate, parse_dim, symbol
+from mgraph.ir.graph import Value
+from mgraph.ir.types import DType, TensorType
+
+TEXTS = "B*S", "2*B*S+1", "B-S", "(B+1)*S", "S//2", "(B*S)//4+B", "S%7", "Max(B,S)*2", "B**2*S", "ceiling(S/3)"
+
+
+@pytest.mark.parametrize("text", TEXTS[:-1])
+def test_text_means_the_dim(text: str) -> None:
+    dim = parse_dim(text)
+    for sizes in ({"B": 3, "S": 8}, {"B": 16, "S": 5}):
+        assert eval(python_text(dim), {}, dict(sizes)) == evaluate(dim, sizes)
+
+
+def test_unknown_functions_are_refused() -> None:
+    with pytest.raises(AssertionError, match="no Python text"):
+        python_text(parse_dim(TEXTS[-1]))
+
+
+def test_bindings() -> None:
+    batch, length = symbol("B"), symbol("S")
+    both = Value("x", TensorType(DType.F32, (batch, length, 4)))
+    double = Value("y", TensorType(DType.F32, (2 * symbol("T"),)))
+    scope, writer = DimScope([both, double]), SourceWriter()
+    assert scope.text(batch * length) == "B * S"
+    scope.text(symbol("T"))
+    scope.bind(writer, {both: "x", double: "y"})
+    assert writer.text() == "B, S, _ = x.shape\nT = y.shape[0] // 2\n"
+    lost = DimScope([])
+    lost.text(symbol("R"))
+    with pytest.raises(AssertionError, match="no input tells the extent of R"):
+        lost.bind(SourceWriter(), {})

@@ -1,0 +1,33 @@
+"""Functions made ready for emission."""
+
+from __future__ import annotations
+
+from mgraph.codegen.prepare import prepare
+from tests.codegen.mlp import module
+
+
+def test_callees_come_first() -> None:
+    assert list(prepare(module())) == ["layer.fwd", "layer.bwd", "microbatch", "advance"]
+
+
+def test_accumulations_follow_what_they_add() -> None:
+    ops = [(n.op, n.results[0].name) for n in prepare(module())["layer.bwd"].nodes]
+    assert ops[ops.index(("aten.mm.default", "ddown")) + 1] == ("accumulate_", "new_down")
+
+
+def test_saved_values_travel_in_a_list() -> None:
+    functions = prepare(module())
+    forward, backward = functions["layer.fwd"], functions["layer.bwd"]
+    assert forward.nodes[-1].op == "pack" and [v.name for v in forward.results] == ["y", "saved"]
+    assert [v.name for v in forward.nodes[-1].operands] == ["x", "tanh"]
+    assert backward.nodes[0].op == "unpack" and [v.name for v in backward.params] == ["saved", "dy"]
+    calls = [n for n in functions["microbatch"].nodes if n.op == "call"]
+    assert [len(n.results) for n in calls] == [2] * 4 + [1] * 4
+    assert calls[3].results[1] is calls[4].operands[0]
+
+
+def test_accumulators_are_not_returned() -> None:
+    functions = prepare(module())
+    assert [v.name for v in functions["layer.bwd"].results] == ["sum"]
+    names = [v.name for v in functions["microbatch"].results if v.is_state]
+    assert names == [f"layers.{i}.{n}.weight.grad" for i in range(4) for n in ("up", "down")]
