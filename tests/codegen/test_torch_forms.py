@@ -20,8 +20,8 @@ from mgraph.ir.torch_bridge import from_torch_dtype
 from mgraph.ir.types import DType, TensorType
 
 UNARY = """
-    abs ceil clone contiguous cos detach exp floor isfinite isnan round sigmoid sin square squeeze sum mean tanh relu silu
-    ones_like zeros_like tril triu diagonal gelu softplus prod argsort sort
+    abs ceil clone contiguous cos detach exp floor isfinite isnan round sigmoid sin square squeeze sum mean tanh relu
+    silu ones_like zeros_like tril triu diagonal gelu softplus prod argsort sort
 """
 
 EXAMPLES: list[tuple[str, str, dict[str, Any]]] = [
