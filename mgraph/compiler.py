@@ -29,6 +29,7 @@ from mgraph.passes.pipeline import (
     select,
 )
 from mgraph.passes.spec import print_value
+from mgraph.passes.verify import TwinCheck
 from mgraph.recipe import Recipe
 
 RAISE = "raise-norm,raise-rope,raise-attention,raise-glu,raise-moe,raise-loss,cse,dce"
@@ -46,12 +47,14 @@ class Compilation:
     results: Sequence[PassResult]
     snapshots: Snapshots
     seconds: dict[str, float] = field(default_factory=dict)
+    twin: str = ""
+    """With `verify`: how the twin that the passes were checked on is smaller than the model."""
     package: Path | None = None
 
     def write_graphs(self, directory: Path) -> None:
         """Write the snapshots, the reports and the seconds of each stage."""
         self.snapshots.write(directory)
-        times = {"seconds": self.seconds, "capture": dataclasses.asdict(self.capture)}
+        times = {"seconds": self.seconds, "capture": dataclasses.asdict(self.capture), "twin": self.twin}
         (directory / TIMES).write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")
 
 
@@ -87,10 +90,12 @@ def build_module(
     say(f"capture {recipe.model}")
     module, captured = capture_with_report(spec)
     begun = time.perf_counter()
-    snapshots = Snapshots()
-    module, results = run_pipeline(module, pipeline, (VerifyEach(), OpCounts(), snapshots, *extra, Timer()))
+    snapshots, check = Snapshots(), TwinCheck()
+    checks = (check,) if recipe.verify else ()
+    module, results = run_pipeline(module, pipeline, (VerifyEach(), *checks, OpCounts(), snapshots, *extra, Timer()))
     seconds = {"capture": captured.total_seconds, "passes": time.perf_counter() - begun}
-    return Compilation(module, captured, results, snapshots, seconds)
+    twin = str(check.reduction or check.why_not) if recipe.verify else ""
+    return Compilation(module, captured, results, snapshots, seconds, twin)
 
 
 def compile_package(

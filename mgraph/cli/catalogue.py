@@ -16,12 +16,17 @@ from mgraph.passes.spec import print_value
 
 def passes() -> None:
     """Write the table of passes, in the order of their stages."""
+    sys.stdout.write(table(("pass", "stage", "tier", "options", "what it does"), pass_rows()))
+
+
+def pass_rows() -> list[tuple[str, str, str, str, str]]:
+    """Name, stage, tier, options and meaning of every pass."""
     rows = []
     for name in PASSES:
         found = pass_class(name)
         about = _first_sentence(inspect.getdoc(found) or "")
         rows.append((name, str(found.stage), str(found.tier), _options(found), about))
-    sys.stdout.write(table(("pass", "stage", "tier", "options", "what it does"), rows))
+    return rows
 
 
 def ops() -> None:

@@ -12,6 +12,7 @@ from mgraph.compiler import Compilation, compile_package, pipeline_of
 from mgraph.ir.graph import Module
 from mgraph.passes.instrument import Instrument
 from mgraph.passes.pipeline import PassResult
+from mgraph.passes.verify import verify_table
 from mgraph.recipe import Recipe
 
 
@@ -66,8 +67,10 @@ def report_lines(done: Compilation) -> list[str]:
     for result in done.results:
         seconds = result.measured["seconds"]
         lines.append(f"  {result.name:<16}{seconds:8.3f} s {seconds / in_passes:5.0%}  {_summary(result)}".rstrip())
+    if done.twin:
+        lines += ["", f"every pass on the reduced twin: {done.twin}", *verify_table(done.results).splitlines(), ""]
     lines.append(f"{'passes':<18}{in_passes:8.3f} s")
-    lines.append(f"{'verify, dump':<18}{done.seconds['passes'] - in_passes:8.3f} s")
+    lines.append(f"{'checks, graphs':<18}{done.seconds['passes'] - in_passes:8.3f} s")
     lines.append(f"{'emit':<18}{done.seconds['emit']:8.3f} s")
     return lines
 

@@ -53,6 +53,8 @@ def _pass_lines(snapshot: Snapshot, *, details: bool) -> list[str]:
     record, report = snapshot.record, snapshot.report
     seconds = record["measured"].get("seconds", 0.0)
     facts = [f"{seconds:.3f} s", "changed the graph" if record["changed"] else "no change"]
+    if "verify" in record["measured"]:
+        facts.append(record["measured"]["verify"]["status"])
     facts += [f"{name} {number}" for name, number in report.counts.items()]
     if report.near_misses:
         facts.append(f"{len(report.near_misses)} near misses")

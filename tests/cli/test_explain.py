@@ -62,6 +62,16 @@ def test_why_a_fusion_did_not_fire(mgraph: Mgraph, near: Path) -> None:
     assert by_pattern.strip().splitlines()[-1] in mgraph("explain", near, node).out
 
 
+def test_verified_passes_say_so(mgraph: Mgraph, near: Path, tmp_path: Path) -> None:
+    model = f"{near.parent}/near.py:build"
+    run = mgraph("compile", model, "--arch", "none", "--verify", "-o", tmp_path / "out")
+    assert run.code == 0
+    assert "every pass on the reduced twin: " in run.err
+    lines = mgraph("explain", tmp_path / "out").out.splitlines()
+    passes = [line for line in lines if re.match(r" *\d+ ", line)]
+    assert len(passes) == 20 and all(", verified" in line for line in passes)
+
+
 def test_unknown_name(mgraph: Mgraph, compiled: Path) -> None:
     run = mgraph("explain", compiled, "rms_nrm")
     assert (run.code, run.out) == (2, "")
