@@ -47,7 +47,6 @@ check: lint test  ## lint, then the fast suite: what has to pass before a commit
 bench: $(STAMP)  ## run the benchmarks this machine can run and write their table
 	$(PYTHON) -m benchmarks
 
-docs: $(STAMP)  ## write the generated reference pages docs/ops.txt and docs/passes.txt
-	mkdir -p docs
-	$(PYTHON) -m mgraph ops > docs/ops.txt
-	$(PYTHON) -m mgraph passes > docs/passes.txt
+docs: $(STAMP)  ## write the generated tables of docs/ir.md and docs/cli.md
+	$(PYTHON) -m mgraph.ir.docs
+	$(PYTHON) -m mgraph.cli.docs
