@@ -95,6 +95,11 @@ def _neg(request: GradientRequest) -> Sequence[Value | None]:
     return [_op(request, "neg.default", request.cotangent)]
 
 
+@_rule("detach.default")
+def _detach(request: GradientRequest) -> Sequence[Value | None]:
+    return [None]
+
+
 @_rule("silu.default")
 def _silu(request: GradientRequest) -> Sequence[Value | None]:
     return [_op(request, "silu_backward.default", request.cotangent, request.node.operands[0])]
