@@ -14,8 +14,10 @@ is at most 1.5 times that of the reference (root mean square over all outputs of
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +42,7 @@ from mgraph.passes.samples import (
 
 LIFTED_BOUND, NATIVE_BOUND, MARGIN = 1e-9, 1.5, 1e-3
 _ROUNDINGS = 4  # a choice must also be so many roundings of the coarsest dtype away from another
-_DRAWS = 200
+_DRAWS, _MORE = 200, 7
 _TINY = 1e-6  # differences are relative to the largest element, or to this where all are smaller
 _CHUNKS = (4, 1, 3, 1)
 _RATES = (0.01, 0.02, 0.005)
@@ -72,6 +74,7 @@ class Unverified(Exception):
 
 
 Runner = Callable[[bool], Tensors]  # lifted -> named tensors
+Trial = Callable[[int], tuple[Runner, Runner]]  # seed -> reference and actual
 
 
 def check(pass_: Pass, before: Module, after: Module, shapes: Shapes) -> list[Evidence]:
@@ -100,28 +103,38 @@ def check(pass_: Pass, before: Module, after: Module, shapes: Shapes) -> list[Ev
 # judging
 
 
-def judge(entry: str, tier: Tier, method: str, reference: Runner, actual: Runner) -> Evidence:
-    """Compare what two runners give, by a tier's bounds."""
+def judge(entry: str, tier: Tier, method: str, seeds: Iterator[int], trial: Trial) -> Evidence:
+    """Compare what the two runners of a trial give, by a tier's bounds.
+
+    A native error beyond its bound is measured again over more seeds, for one draw may be lucky.
+    """
     import torch
 
     if tier is Tier.PRECISION_CHANGING:
         raise Unverified("passes that change the precision have bounds of their own")
-    if tier is Tier.BITWISE:
-        expected, found = reference(False), actual(False)
-        for name in _shared(entry, expected, found):
-            if not torch.equal(expected[name], found[name]):
-                raise Mismatch(entry, name, _error(expected[name], found[name]), 0.0, "must be bitwise equal")
-        return Evidence(method, 0.0, 0.0)
-    exact, lifted = reference(True), actual(True)
-    worst = compare(entry, exact, lifted)
+    reference, actual = trial(next(seeds))
     native = reference(False)
-    errors = [_native_error(exact, native), _native_error(exact, actual(False))]
+    if tier is Tier.BITWISE:
+        found = actual(False)
+        for name in _shared(entry, native, found):
+            if not torch.equal(native[name], found[name]):
+                raise Mismatch(entry, name, _error(native[name], found[name]), 0.0, "must be bitwise equal")
+        return Evidence(method, 0.0, 0.0)
+    exact = reference(True)
+    worst = compare(entry, exact, actual(True))
+    errors = [_native_error(exact, native)], [_native_error(exact, actual(False))]
     # Where the reference happens to be as good as the dtype allows, one more rounding is no fault.
     floor = 2 * max(map(_epsilon, native.values()))
-    allowed = max(NATIVE_BOUND * errors[0], floor)
-    if not errors[1] <= allowed:
-        raise Mismatch(entry, "all outputs", errors[1], allowed, "error in the module's own dtypes")
-    return Evidence(method, worst, LIFTED_BOUND, errors[1] / errors[0] if errors[0] else None)
+    if not errors[1][0] <= max(NATIVE_BOUND * errors[0][0], floor):
+        for reference, actual in map(trial, itertools.islice(seeds, _MORE)):
+            exact = reference(True)
+            for measured, runner in zip(errors, (reference, actual), strict=True):
+                measured.append(_native_error(exact, runner(False)))
+    before, after = (math.sqrt(sum(e * e for e in measured) / len(measured)) for measured in errors)
+    allowed = max(NATIVE_BOUND * before, floor)
+    if not after <= allowed:
+        raise Mismatch(entry, "all outputs", after, allowed, "error in the module's own dtypes")
+    return Evidence(method, worst, LIFTED_BOUND, after / before if before else None)
 
 
 def compare(entry: str, exact: Tensors, found: Tensors) -> float:
@@ -171,22 +184,26 @@ def _epsilon(tensor: Any) -> float:
 # drawing
 
 
-def _steady(module: Module, reference: Callable[[int, Hook], Any]) -> int:
-    """A seed whose lifted reference run makes no choice (top-k) within the margin of another outcome."""
+def _steady(module: Module, reference: Callable[[int, Hook], Any]) -> Iterator[int]:
+    """Seeds whose lifted reference run makes no choice (top-k) within the margin of another outcome."""
     import torch
 
     if not any(node.op in CHOICES for _, node in module.walk()):
-        return 0
+        yield from range(_DRAWS)
+        return
     dtypes = {s.type.dtype for s in module.state.values() if s.type.dtype.is_float}
     margin = max(MARGIN, *(_ROUNDINGS * float(torch.finfo(to_torch_dtype(d)).eps) for d in dtypes))
+    found = False
     for seed in range(_DRAWS):
         margins = Margins()
         reference(seed, margins)
         if margins.unknown:
             raise Unverified("the scores of a top-k are not seen where it is made")
         if margins.least > margin:
-            return seed
-    raise Unverified(f"no draw of {_DRAWS} keeps every routing choice {margin:.0e} away from another outcome")
+            found = True
+            yield seed
+    if not found:
+        raise Unverified(f"no draw of {_DRAWS} keeps every routing choice {margin:.0e} away from another outcome")
 
 
 @dataclass(frozen=True)
@@ -226,9 +243,9 @@ def _same_entry(tier: Tier, before: Module, after: Module, entry: str, shapes: S
         states = [{**random_state(after, seed, rank), **random_state(before, seed, rank)} for rank in ranks]
         return _Run(module, entry, inputs, states, sizes)
 
-    seed = _steady(before, lambda seed, hook: of(before, seed)(True, hook))
+    seeds = _steady(before, lambda seed, hook: of(before, seed)(True, hook))
     where = f"both graphs on {len(ranks)} ranks" if len(ranks) > 1 else "both graphs"
-    return judge(entry, tier, where, of(before, seed), of(after, seed))
+    return judge(entry, tier, where, seeds, lambda seed: (of(before, seed), of(after, seed)))
 
 
 # derived entries
@@ -241,35 +258,41 @@ def _training(pass_: Pass, before: Module, after: Module, shapes: Shapes) -> lis
     def forward(seed: int) -> _Run:
         return _Run(before, "forward", [random_inputs(function, shapes, seed)], [random_state(before, seed)], {})
 
-    seed = _steady(before, lambda seed, hook: forward(seed)(True, hook))
-    inputs, state = random_inputs(function, shapes, seed), random_state(after, seed)
+    def gradients(seed: int) -> tuple[Runner, Runner]:
+        inputs, state = random_inputs(function, shapes, seed), random_state(after, seed)
+        reference = functools.partial(_autograd, before, inputs, state)
+        return reference, _Run(after, "microbatch", [inputs], [state], {})
 
-    def autograd(lifted: bool) -> Tensors:
-        trained = {n: t for n, t in state.items() if n in before.state and before.state[n].trainable}
-        leaves = {n: (t.double() if lifted else t).detach().clone().requires_grad_() for n, t in trained.items()}
-        out, _ = run(before, "forward", inputs, {**state, **leaves}, lifted=lifted)
-        out["loss_sum"].backward()
-        wanted = {"loss_sum": out["loss_sum"].detach(), "count": out["count"]}
-        start = {n: t.double() if lifted and t.is_floating_point() else t for n, t in state.items()}
-        wanted[LOSS_TOTAL] = start[LOSS_TOTAL] + wanted["loss_sum"]
-        wanted[COUNT_TOTAL] = start[COUNT_TOTAL] + wanted["count"]
-        for name, leaf in leaves.items():
-            gradient = 0 if leaf.grad is None else leaf.grad.to(start[f"{name}.grad"].dtype)
-            wanted[f"{name}.grad"] = start[f"{name}.grad"] + gradient
-        return wanted
+    def seeds() -> Iterator[int]:
+        return _steady(before, lambda seed, hook: forward(seed)(True, hook))
 
-    derived = _Run(after, "microbatch", [inputs], [state], {})
-    evidence = [judge("microbatch", pass_.tier, "torch autograd of the forward", autograd, derived)]
+    evidence = [judge("microbatch", pass_.tier, "torch autograd of the forward", seeds(), gradients)]
     for entry in sorted(set(after.entries) & {"evaluate", "predict"}):
         outputs = after.entries[entry].outputs
 
-        def wanted(lifted: bool, outputs: tuple[str, ...] = outputs) -> Tensors:
-            made = forward(seed)(lifted)
-            return {name: made[name] for name in outputs}
+        def parts(seed: int, entry: str = entry, outputs: tuple[str, ...] = outputs) -> tuple[Runner, Runner]:
+            run_ = forward(seed)
+            own = _Run(after, entry, run_.inputs, [random_state(after, seed)], {})
+            return lambda lifted: {n: t for n, t in run_(lifted).items() if n in outputs}, own
 
-        own = _Run(after, entry, [inputs], [state], {})
-        evidence.append(judge(entry, Tier.BITWISE, "the forward", wanted, own))
+        evidence.append(judge(entry, Tier.BITWISE, "the forward", seeds(), parts))
     return evidence
+
+
+def _autograd(before: Module, inputs: Tensors, state: Tensors, lifted: bool) -> Tensors:
+    """What `microbatch` should give: the forward's loss and count, and accumulators with torch's gradients added."""
+    trained = {n: t for n, t in state.items() if n in before.state and before.state[n].trainable}
+    leaves = {n: (t.double() if lifted else t).detach().clone().requires_grad_() for n, t in trained.items()}
+    out, _ = run(before, "forward", inputs, {**state, **leaves}, lifted=lifted)
+    out["loss_sum"].backward()
+    wanted = {"loss_sum": out["loss_sum"].detach(), "count": out["count"]}
+    start = {n: t.double() if lifted and t.is_floating_point() else t for n, t in state.items()}
+    wanted[LOSS_TOTAL] = start[LOSS_TOTAL] + wanted["loss_sum"]
+    wanted[COUNT_TOTAL] = start[COUNT_TOTAL] + wanted["count"]
+    for name, leaf in leaves.items():
+        gradient = 0 if leaf.grad is None else leaf.grad.to(start[f"{name}.grad"].dtype)
+        wanted[f"{name}.grad"] = start[f"{name}.grad"] + gradient
+    return wanted
 
 
 def _optimizer(pass_: Any, after: Module) -> Evidence:
@@ -364,9 +387,10 @@ def _parallel(before: Module, after: Module, shapes: Shapes) -> list[Evidence]:
         finished = after.entries["finish"].updates
         return made | {f"{name} on rank {rank}": states[rank][name] for rank in ranks for name in finished}
 
-    seed = _steady(before, lambda seed, hook: single(seed, True, hook))
+    seeds = _steady(before, lambda seed, hook: single(seed, True, hook))
     method = f"one rank with the microbatches of {len(ranks)}"
-    return [judge("finish", Tier.REASSOCIATING, method, lambda x: single(seed, x), lambda x: spread(seed, x))]
+    pair = functools.partial(_pair, single, spread)
+    return [judge("finish", Tier.REASSOCIATING, method, seeds, pair)]
 
 
 def _serving(before: Module, after: Module, shapes: Shapes) -> Evidence:
@@ -394,6 +418,10 @@ def _serving(before: Module, after: Module, shapes: Shapes) -> Evidence:
             made[f"logits of position {end - 1}"] = outputs[0]["logits"][0]
         return made
 
-    seed = _steady(before, lambda seed, hook: whole(seed, True, hook))
+    seeds = _steady(before, lambda seed, hook: whole(seed, True, hook))
     method = "chunks over the cache against the whole sequence"
-    return judge("step", Tier.REASSOCIATING, method, lambda x: whole(seed, x), lambda x: chunks(seed, x))
+    return judge("step", Tier.REASSOCIATING, method, seeds, functools.partial(_pair, whole, chunks))
+
+
+def _pair(reference: Callable[..., Tensors], actual: Callable[..., Tensors], seed: int) -> tuple[Runner, Runner]:
+    return functools.partial(reference, seed), functools.partial(actual, seed)

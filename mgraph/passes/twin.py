@@ -3,9 +3,9 @@
     reduce(module) -> twin, Reduction("heads 32 -> 6, head_dim 128 -> 8, d_model 4096 -> 48, ..., layers 32 -> 3")
 
 Depth: layers that do the same (they become calls of one function with the same statics) shrink to the shortest walk
-that still has every kind between the same neighbours (three layers of one kind), because what a pass does may depend on
-what a layer's inputs come from and its results go to. A dropped layer's result becomes its input. Width: `mgraph.passes.extents`. The verifier infers every type of the twin anew, so a twin that is not
-well typed is refused.
+that still has every kind between the same neighbours (three layers of one kind), because what a pass does may depend
+on where a layer's inputs come from and its results go to. A dropped layer's result becomes its input. Width:
+`mgraph.passes.extents`. The verifier infers every type of the twin anew: one that is not well typed is refused.
 """
 
 from __future__ import annotations
