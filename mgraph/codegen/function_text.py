@@ -147,7 +147,7 @@ class FunctionText:
 
     def _write_node(self, node: Node, index: int) -> None:
         """One statement, and the deaths that it brings."""
-        if node.results[0] in self._live.inlined or node.op == "pack":
+        if self._live.is_inlined(node) or node.op == "pack":
             return
         self._comment(node)
         if node.op == "call":
@@ -444,7 +444,7 @@ class FunctionText:
     def _is_last(self, index: int) -> bool:
         """Whether nothing but the return follows."""
         return self._loop is None and all(
-            n.op == "pack" or n.results[0] in self._live.inlined for n in self._function.nodes[index + 1 :]
+            n.op == "pack" or self._live.is_inlined(n) for n in self._function.nodes[index + 1 :]
         )
 
     def _comment(self, node: Node) -> None:

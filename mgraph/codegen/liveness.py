@@ -94,6 +94,10 @@ class Liveness:
             self._parent[value], value = root, self._parent[value]
         return root
 
+    def is_inlined(self, node: Node) -> bool:
+        """Whether the text of a node stands where its value is read. A call may have no result: all were in place."""
+        return len(node.results) == 1 and node.results[0] in self.inlined
+
     def reads(self, node: Node) -> list[Value]:
         """Named values that the text of a node reads: its operands, inlined ones followed to what they read."""
         found: dict[Value, None] = {}
@@ -141,9 +145,11 @@ class Liveness:
         mutated = {self.group(v) for v in self._mutated}
         inlined = {}
         for node in self.function.nodes:
+            if len(node.results) != 1:
+                continue
             value = node.results[0]
             readers = users.get(value, [])
-            if len(node.results) != 1 or len(readers) != 1 or value in results or self.group(value) in mutated:
+            if len(readers) != 1 or value in results or self.group(value) in mutated:
                 continue
             reader = readers[0]
             if block.get(node) != block.get(reader):
@@ -159,7 +165,7 @@ class Liveness:
         for index in range(len(nodes) - 1, -1, -1):
             node = nodes[index]
             # The text of an inlined node stands where its value is read.
-            where = last[node.results[0]] if node.results[0] in self.inlined else index
+            where = last[node.results[0]] if self.is_inlined(node) else index
             for operand in node.operands:
                 last[operand] = max(where, last.get(operand, -1))
         for index, node in enumerate(nodes):
