@@ -118,7 +118,7 @@ class Record:
         self.calls, self.random, self.written = None, self.random or random, True
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(TorchDispatchMode):
     """The dispatch mode in which a model is built."""
 
     def __init__(self) -> None:

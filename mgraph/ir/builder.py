@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgraph.ir.graph import Function, Node, Origin, Phase, Value
 from mgraph.ir.opdef import op_def
-from mgraph.ir.types import TensorType, Type
+from mgraph.ir.types import Type
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,7 +73,7 @@ class FunctionBuilder:
         types: Sequence[Type] | None = None,
         names: Sequence[str] | None = None,
     ) -> tuple[Value, ...]:
-        """Append a node and give its results. Types are inferred unless given; names derive from the op unless given."""
+        """Append a node and give its results. Types are inferred, and names derived from the op, unless given."""
         attrs = dict(attrs or {})
         operands = tuple(self.value(v) for v in operands)
         if types is None:
@@ -140,8 +140,3 @@ def rebuild(function: Function, made_by: str) -> FunctionBuilder:
     builder.params, builder.slots = list(function.params), list(function.slots)
     builder.statics = function.statics
     return builder
-
-
-def scalar(dtype_like: TensorType) -> TensorType:
-    """The 0-d type of the same dtype."""
-    return TensorType(dtype_like.dtype)

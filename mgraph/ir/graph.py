@@ -45,7 +45,7 @@ class Static:
     name: str
 
 
-AttrValue: TypeAlias = "int | float | bool | str | None | DType | Dim | Static | tuple[AttrValue, ...]"
+AttrValue: TypeAlias = "int | float | bool | str | DType | Dim | Static | tuple[AttrValue, ...] | None"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -36,7 +36,7 @@ def run(
     lifted: bool = False,
     hook: Hook | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run an entry point on one rank: named outputs, and the states it updates (new tensors; `state` is not changed)."""
+    """Run an entry point on one rank: named outputs and updated states (new tensors; `state` is not changed)."""
     outputs, updates = run_ranks(module, entry, [inputs], [state], {}, lifted=lifted, hook=hook)
     return outputs[0], updates[0]
 

@@ -60,7 +60,7 @@ class Signature:
     results: tuple[Pattern, ...]
 
     def infer(self, types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
-        """Result types from operand types; raises ValueError saying which dim disagrees. Missing trailing operands are optional."""
+        """Result types from operand types; trailing operands may be missing. ValueError says which dim disagrees."""
         bound: dict[str, tuple[Dim, ...]] = {}
         for position, (pattern, type_) in enumerate(zip(self.operands, types, strict=False)):
             _bind(pattern, type_.shape, bound, attrs, f"operand {position} of {self.text!r}")

@@ -39,7 +39,7 @@ class SymbolicShapes:
             from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
             hint = torch.empty(_HINTS[len(self._ints)], device="meta")
-            context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])  # type: ignore[no-untyped-call]
+            context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
             fake = self.mode.from_tensor(hint, symbolic_context=context, source=ConstantSource(f"dim_{name}"))
             size = fake.shape[0]
             self._ints[name] = size

@@ -16,7 +16,6 @@ from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Node, Value
 from mgraph.ir.opdef import GradientRequest
 from mgraph.ir.symbolic import SymbolicShapes, symbolic_shapes
-from mgraph.ir.types import TensorType
 
 _DROPPED = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 _IDENTITY = ("aten.detach.default", "aten.alias.default", "aten.clone.default", "aten.contiguous.default")
@@ -173,8 +172,3 @@ def _attr(a: Any, dim: Any) -> Any:
     if isinstance(a, torch.dtype):
         return from_torch_dtype(a)
     return a if isinstance(a, bool | int | float | str | None) else dim(a)
-
-
-def zeros_like_type(type_: TensorType) -> dict[str, Any]:
-    """Attrs of `aten.zeros.default` for a type."""
-    return {"size": type_.shape, "dtype": type_.dtype}

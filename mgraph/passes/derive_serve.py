@@ -228,7 +228,7 @@ def _substituted(function: Function, values: Mapping[str, Dim], mapping: dict[Va
     def attr(item: object) -> object:
         if isinstance(item, tuple):
             return tuple(attr(i) for i in item)
-        return substitute(item, values) if hasattr(item, "free_symbols") else item  # type: ignore[arg-type]
+        return substitute(item, values) if hasattr(item, "free_symbols") else item
 
     nodes = tuple(
         replace(

@@ -249,8 +249,8 @@ class Sweep:
     def _cotangent_or_zero(self, value: Value) -> Value:
         if value not in self.cotangents:
             type_ = value.tensor
-            attrs = {"size": type_.shape, "dtype": type_.dtype}
-            self.cotangents[value] = self.builder.one("aten.zeros.default", **attrs)
+            zeros = self.builder.one("aten.zeros.default", size=type_.shape, dtype=type_.dtype)
+            self.cotangents[value] = zeros
         return self.cotangents[value]
 
 

@@ -38,8 +38,7 @@ class InPlace(Pass):
         """Rewrite the update ops of every function."""
         read_later = _slots_read_after_calls(module)
         functions = {
-            name: _rewrite(function, read_later.get(name, set()), report)
-            for name, function in module.functions.items()
+            name: _rewrite(function, read_later.get(name, set()), report) for name, function in module.functions.items()
         }
         changed = any(functions[name] is not f for name, f in module.functions.items())
         return replace(module, functions=functions) if changed else module

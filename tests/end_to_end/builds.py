@@ -17,7 +17,7 @@ from mgraph.codegen.package import PackageInfo, emit_package
 from mgraph.compiler import Compilation, build_module, pipeline_text
 from mgraph.recipe import Recipe
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 64,

@@ -43,7 +43,7 @@ def test_lifted_gradients_equal_autograd_in_float64(built: Build) -> None:
     model = built.eager().double()
     fill(model, state)
     (tokens, labels), *_ = batches(1)
-    with Lift():
+    with Lift():  # type: ignore[no-untyped-call]
         loss = loss_of(model, tokens, labels)
         loss.backward()
     out, new = run(module, "microbatch", {"tokens": tokens, "labels": labels}, state, lifted=True)

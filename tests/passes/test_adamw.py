@@ -14,12 +14,14 @@ from mgraph.passes.data_parallel import DataParallel
 from mgraph.passes.in_place import InPlace
 from tests.passes.models import mlp_module, random_batch, random_state
 
+Tensors = dict[str, torch.Tensor]
+
 
 def trainer(**options: float) -> Module:
     return AdamW(**options).run(Autodiff().run(mlp_module(), Report()), Report())
 
 
-def step(module: Module, state, batches, lr: float):
+def step(module: Module, state: Tensors, batches: list[Tensors], lr: float) -> tuple[Tensors, Tensors]:
     """One optimizer step over microbatches; in float64 where the state is."""
     lifted = state["embed"].dtype == torch.float64
     for batch in batches:

@@ -49,7 +49,7 @@ def test_losses_equal_autograd_and_torch_optim(
         logits = [torch.tanh(embed[tokens] @ hidden.T) @ head.T for tokens, _ in batches]
         loss = F.cross_entropy(torch.cat(logits).flatten(0, 1), torch.cat([labels for _, labels in batches]).flatten())
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         expected.append(loss.item())

@@ -145,7 +145,7 @@ def _spread(request: GradientRequest, scale: Dim | None) -> list[Value | None]:
     node, operand = request.node, request.node.operands[0].tensor
     dims, grad = node.attrs.get("dim"), request.cotangent
     rank = len(operand.shape)
-    reduced = {d % rank for d in dims} if isinstance(dims, tuple) else set(range(rank))  # type: ignore[operator]
+    reduced = {d % rank for d in dims} if isinstance(dims, tuple) else set(range(rank))
     kept = tuple(1 if i in reduced else d for i, d in enumerate(operand.shape))
     if grad.tensor.shape != kept:
         grad = request.builder.one("reshape", grad, shape=kept)
@@ -164,7 +164,7 @@ def _sum(request: GradientRequest) -> Sequence[Value | None]:
 @_rule("mean.dim", "mean.default")
 def _mean(request: GradientRequest) -> Sequence[Value | None]:
     shape, dims = request.node.operands[0].tensor.shape, request.node.attrs.get("dim")
-    count = product(shape[d] for d in dims) if isinstance(dims, tuple) else product(shape)  # type: ignore[index]
+    count = product(shape[d] for d in dims) if isinstance(dims, tuple) else product(shape)
     return _spread(request, count)
 
 
@@ -234,7 +234,7 @@ def _permute(request: GradientRequest) -> Sequence[Value | None]:
     dims = request.node.attrs["dims"]
     assert isinstance(dims, tuple)
     rank = len(dims)
-    positive = [int(d) % rank for d in dims]  # type: ignore[arg-type]
+    positive = [int(d) % rank for d in dims]
     return [_op(request, "permute.default", request.cotangent, dims=tuple(positive.index(i) for i in range(rank)))]
 
 
@@ -254,7 +254,7 @@ def _cat(request: GradientRequest) -> Sequence[Value | None]:
     start: Dim = 0
     made: list[Value | None] = []
     for operand, need in zip(request.node.operands, request.needs, strict=True):
-        end = start + operand.tensor.shape[dim]  # type: ignore[index, operator]
+        end = start + operand.tensor.shape[dim]
         made.append(_op(request, "slice.Tensor", request.cotangent, dim=dim, start=start, end=end) if need else None)
         start = end
     return made
@@ -320,9 +320,9 @@ def _masked_fill(request: GradientRequest) -> Sequence[Value | None]:
 def _gather(request: GradientRequest) -> Sequence[Value | None]:
     operand = request.node.operands[0].tensor
     zeros = _op(request, "zeros.default", size=operand.shape, dtype=operand.dtype)
-    attrs = {"dim": request.node.attrs["dim"]}
+    dim = request.node.attrs["dim"]
     return [
-        request.builder.one("aten.scatter_add.default", zeros, request.node.operands[1], request.cotangent, **attrs),
+        request.builder.one("aten.scatter_add.default", zeros, request.node.operands[1], request.cotangent, dim=dim),
         None,
     ]
 

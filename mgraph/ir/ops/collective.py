@@ -86,7 +86,7 @@ reduce_scatter_start = define_op(
 
 
 def _all_to_all(*groups: Any, axis: str, split_dim: int, join_dim: int) -> Any:
-    """Rank i sends its j-th chunk along `split_dim` to rank j, which joins along `join_dim`: `S(join)` to `S(split)`."""
+    """Rank i sends chunk j along `split_dim` to rank j, which joins along `join_dim`: `S(join)` to `S(split)`."""
     import torch
 
     made = []
