@@ -137,7 +137,7 @@ class Explainer:
                 for m in step.report.matches
                 if m.detail and ((m.node, m.function) == (node.id, function.name) or _made(step, m.detail, node))
             ]
-            lines += [f"  {step.title}: {event}" for event in events]
+            lines += [f"  {step.title}: {event}" for event in dict.fromkeys(events)]
         if snapshot is last:
             lines += [f"  emitted  {line.text}" for line in emitted if line.is_from(function.name, node.origin)]
         kernels = {k["name"]: k for k in self.package.manifest["kernels"]}

@@ -1,0 +1,47 @@
+"""The driver: which pipeline a recipe means, and what a compilation gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgraph.compiler import RAISE, build_module, pipeline_of, pipeline_text
+from mgraph.errors import PassError
+from mgraph.ir.printer import print_module
+from mgraph.passes.pipeline import NORMALIZE, parse_pipeline, print_pipeline
+from mgraph.recipe import Recipe
+
+
+def test_pipelines_of_both_purposes() -> None:
+    train = print_pipeline(pipeline_of(Recipe(model="m", mesh="dp=2", recompute="full")))
+    assert train == (
+        f"{NORMALIZE},{RAISE},autodiff,recompute{{mode=full}},adamw{{beta2=0.95}},"
+        "data-parallel{size=2},cse,dce,in-place"
+    )
+    serve = print_pipeline(pipeline_of(Recipe(model="m", purpose="serve", max_length=64)))
+    assert serve == f"{NORMALIZE},{RAISE},derive-serve{{max_length=64}},cse,dce,in-place"
+
+
+def test_text_and_passes_agree() -> None:
+    recipe = Recipe(model="m", weight_decay=0.1)
+    assert parse_pipeline(pipeline_text(recipe)) == pipeline_of(recipe)
+
+
+def test_passes_left_out() -> None:
+    names = [p.name for p in pipeline_of(Recipe(model="m", disable="raise-*,outline"))]
+    assert not [n for n in names if n.startswith("raise-") or n == "outline"]
+    with pytest.raises(PassError, match="requires"):
+        pipeline_of(Recipe(model="m", disable="autodiff"))
+    with pytest.raises(PassError, match="raise-nrom"):
+        pipeline_of(Recipe(model="m", disable="raise-nrom"))
+
+
+def test_module_and_what_was_measured() -> None:
+    said: list[str] = []
+    done = build_module(Recipe(model="dense-tiny"), say=said.append)
+    assert said == ["capture dense-tiny"]
+    assert set(done.module.entries) == {"microbatch", "finish", "evaluate", "predict"}
+    assert done.snapshots.snapshots[-1].text == print_module(done.module)
+    assert [r.name for r in done.results] == [p.name for p in pipeline_of(Recipe(model="dense-tiny"))]
+    in_passes = sum(r.measured["seconds"] for r in done.results)
+    assert 0 < in_passes <= done.seconds["passes"]
+    assert done.package is None and done.twin == ""

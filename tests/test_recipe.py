@@ -1,0 +1,62 @@
+"""Recipes: names, axes, architectures, files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mgraph.errors import OptionError
+from mgraph.recipe import Recipe, flag_of, read_recipe
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("dense-tiny", "dense-tiny"),
+        ("some/file.py:build", "build"),
+        ("hf:models/llama/config.json", "llama"),
+        ("hf:models/llama.json", "llama"),
+    ],
+)
+def test_directory_follows_the_model(model: str, name: str) -> None:
+    assert Recipe(model=model).directory == Path("build") / f"{name}-train"
+    assert Recipe(model=model, purpose="serve").directory == Path("build") / f"{name}-serve"
+    assert Recipe(model=model, output="here").directory == Path("here")
+
+
+@pytest.mark.parametrize(
+    ("fields", "archs"),
+    [
+        ({}, ("sm_90a",)),
+        ({"target": "cpu"}, ()),
+        ({"arch": "none"}, ()),
+        ({"arch": "sm_80, sm_90a"}, ("sm_80", "sm_90a")),
+        ({"target": "cpu", "arch": "sm_80"}, ("sm_80",)),
+    ],
+)
+def test_architectures(fields: dict[str, str], archs: tuple[str, ...]) -> None:
+    assert Recipe(**fields).archs == archs  # type: ignore[arg-type]
+
+
+def test_mesh() -> None:
+    assert Recipe().mesh_axes() == {"dp": None}
+    assert Recipe(mesh="dp=4").mesh_axes() == {"dp": 4}
+    for wrong in ("dp", "dp=", "dp=-1", "dp=0", "dp=x", "tp=2", "dp=2,dp=2"):
+        with pytest.raises(OptionError, match="mesh axis"):
+            Recipe(mesh=wrong).mesh_axes()
+
+
+def test_values_are_checked() -> None:
+    for field, value in (("beta2", 1.5), ("eps", float("nan")), ("max_norm", -1.0), ("max_length", -1)):
+        with pytest.raises(OptionError) as caught:
+            Recipe(**{field: value})  # type: ignore[arg-type]
+        assert caught.value.where == flag_of(field)
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: dense-tiny\neps: 1e-6\nmax-norm: 2\nverify: true\nfor: serve\n")
+    found = read_recipe(path, {"eps": 1e-5})
+    assert found == Recipe(model="dense-tiny", eps=1e-5, max_norm=2.0, verify=True, purpose="serve")
+    assert read_recipe(None, {"model": "dense-tiny"}) == Recipe(model="dense-tiny")
