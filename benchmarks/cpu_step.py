@@ -2,14 +2,15 @@
 
     python3 -m benchmarks.cpu_step [--models dense-tiny,moe-100m] [--threads 2] [--results FILE]
 
-Both sides do one whole step on the same batch from the same weights: forward, backward, clipping to norm 1, AdamW. Eager
-is the model class as it stands, with `cross_entropy`, `clip_grad_norm_`, the fused `torch.optim.AdamW` and
+Both sides do one whole step on the same batch from the same weights: forward, backward, clipping to norm 1, AdamW.
+Eager is the model class as it stands, with `cross_entropy`, `clip_grad_norm_`, the fused `torch.optim.AdamW` and
 `zero_grad(set_to_none=True)`.
 
 * Gate: loss and every gradient agree with autograd to 1e-4 (relative, 2-norm); otherwise nothing is timed.
 * Time: medians of single steps, the sides in turn (A B B A) in one process with the same number of threads.
 * Memory: each side in a process of its own. After one warm-up step, the largest resident memory over two more, less
-  what was resident before weights were made: weights, moments, gradients and activations all count. Needs Linux.
+  what was resident before weights were made: weights, moments, gradients and activations all count. Before that both
+  processes run one eager step of a small model, so that what torch loads on first use counts for neither. Needs Linux.
 
 Ratios are eager / emitted for time (above 1: the emitted step is faster) and emitted / eager for memory.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import platform
 import statistics
@@ -193,8 +195,9 @@ def forget_peak() -> None:
 def measure_memory(case: Case, side: str, path: Path) -> int:
     """Peak bytes of one side, in this process."""
     package = load_package(path, "cpu")
-    if side == "eager":
-        models.get("dense", "tiny", num_layers=1)(torch.zeros(1, 2, dtype=torch.int64))  # loads what torch loads lazily
+    small = CASES[0]
+    eager_step(small, small.eager())()
+    gc.collect()
     before = resident("VmRSS")
     if side == "eager":
         step = eager_step(case, case.eager())

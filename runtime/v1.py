@@ -134,8 +134,12 @@ def adamw_(
     beta2: float,
     eps: float,
     weight_decay: float,
+    scale: Tensor | None = None,
 ) -> None:
     """One AdamW update of `params` and both moments, in place; `step` is the number of this update, from 1.
+
+    With `scale` (f32[]) the gradients are first multiplied by it, in the same pass over memory; what they hold
+    afterwards is undefined.
 
     Loshchilov and Hutter, "Decoupled weight decay regularization" (2019):
 
@@ -162,6 +166,8 @@ def adamw_(
         eps=eps,
         amsgrad=False,
         maximize=False,
+        # The kernel divides by what a loss scaler multiplied by.
+        grad_scale=None if scale is None else scale.reciprocal(),
     )
     for param, updated in zip(params, wide, strict=True):
         if updated is not param:  # `to` gave a copy

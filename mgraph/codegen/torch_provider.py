@@ -199,7 +199,7 @@ def _global_norm(site: Site) -> str:
 
 
 def _adamw(site: Site) -> Written:
-    """One call per weight decay; the gradients are scaled first, in place: nothing reads them afterwards.
+    """One call per weight decay; it also scales the gradients, which nothing reads afterwards.
 
     Operands: n weights (masters, where there are), first and second moments, the low-precision params that masters
     stand for, gradients, then lr, scale and the old step count.
@@ -212,7 +212,7 @@ def _adamw(site: Site) -> Written:
     values = [node.operands[i * count : (i + 1) * count] for i in range(5 if masters else 4)]
     lr, scale, step = site.operands[-3:]
     weights, firsts, seconds, *low, grads = values
-    lines = [f"rt.scale_({site.tensors(grads, '')}, {scale})", f"new_step = {step} + 1"]
+    lines = [f"new_step = {step} + 1"]
     options = ", ".join(f"{k}={site.literal(node.attrs[k])}" for k in ("beta1", "beta2", "eps") if k in node.attrs)
     for decay in dict.fromkeys(decays):
         hint = "DECAYED" if decay else "NOT_DECAYED"
@@ -220,7 +220,7 @@ def _adamw(site: Site) -> Written:
             site.tensors([v for v, d in zip(listed, decays, strict=True) if d == decay], hint)
             for listed in (weights, grads, firsts, seconds)
         ]
-        texts += ["new_step", lr, options, f"weight_decay={site.literal(decay)}"]
+        texts += ["new_step", lr, options, f"weight_decay={site.literal(decay)}", f"scale={scale}"]
         lines.append(f"rt.adamw_({', '.join(texts)})")
     lines += [f"rt.copy_({site.tensors(params, '')}, {site.tensors(weights, '')})" for params in low]
     return Written(lines[-1], {i: i for i in range(len(node.results))}, tuple(lines[:-1]))

@@ -81,6 +81,17 @@ def test_adamw_of_mixed_dtypes() -> None:
         torch.testing.assert_close(param.double(), reference.data, rtol=1e-5, atol=1e-6)
 
 
+def test_adamw_scales_gradients() -> None:
+    params, grads = adamw_inputs(torch.float32)
+    expected = [param.clone() for param in params]
+    moments, wanted = ([[torch.zeros_like(param) for param in params] for _ in range(2)] for _ in range(2))
+    for index, step_grads in enumerate(grads):
+        scale, options = torch.tensor(0.3 + index), (torch.tensor(index + 1), 0.01, 0.9, 0.95, 1e-8, 0.1)
+        v1.adamw_(expected, [grad * scale for grad in step_grads], *wanted, *options)
+        v1.adamw_(params, step_grads, *moments, *options, scale=scale)
+    torch.testing.assert_close([params, *moments], [expected, *wanted], rtol=1e-5, atol=1e-7)
+
+
 def test_adamw_of_low_precision_parameters_and_of_none() -> None:
     params, grads = adamw_inputs(torch.bfloat16)
     before = [param.clone() for param in params]
