@@ -13,7 +13,7 @@ rm -rf "$run"
 
 echo "== train it: 2 processes, each with its own batches, gradients summed over the axis dp"
 OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --nproc-per-node 2 "$package/train.py" --out "$run" \
-  --steps 300 --batch-size 4 --seq-len 128 --lr 3e-3 --warmup 30 --eval-every 50 --log-every 20 "$@"
+  --steps 400 --batch-size 4 --seq-len 128 --lr 3e-3 --warmup 40 --eval-every 100 --log-every 20 "$@"
 
 echo "== look at it"
 echo "loss curve:   $run/loss.png"
