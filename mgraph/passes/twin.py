@@ -1,9 +1,9 @@
 """The reduced twin of a module: the same graph with small extents and few layers, on which passes are checked.
 
-    reduce(module) -> twin, Reduction("heads 32 -> 6, head_dim 128 -> 8, d_model 4096 -> 48, ..., layers 32 -> 3")
+    reduce(module) -> twin, Reduction("heads 32 -> 6, head_dim 128 -> 8, d_model 4096 -> 48, ..., layers 32 -> 4")
 
 Depth: layers that do the same (they become calls of one function with the same statics) shrink to the shortest walk
-that still has every kind between the same neighbours (three layers of one kind), because what a pass does may depend
+that still has every kind between the same neighbours (four layers of one kind), because what a pass does may depend
 on where a layer's inputs come from and its results go to. A dropped layer's result becomes its input. Width:
 `mgraph.passes.extents`. The verifier infers every type of the twin anew: one that is not well typed is refused.
 """
@@ -139,7 +139,8 @@ def shortest_walk(kinds: Sequence[Any]) -> list[int]:
     stretches between two equal kinds are cut out, long ones first."""
 
     def facts(walk: Sequence[int]) -> tuple[Any, ...]:
-        here = [kinds[i] for i in walk]
+        # The first layer is a kind of its own: only its input may need no gradient.
+        here = [kinds[i] if i else (kinds[i], "first") for i in walk]
         neighbours = zip([None, *here], here, [*here[1:], None], strict=False)
         return set(neighbours), list(dict.fromkeys(here))
 

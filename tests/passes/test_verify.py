@@ -31,7 +31,7 @@ LLAMA = {
     "model_type": "llama",
     "hidden_size": 40,
     "intermediate_size": 56,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 5,
     "num_attention_heads": 5,
     "num_key_value_heads": 5,
     "head_dim": 16,
@@ -258,5 +258,5 @@ def test_deep_models_are_checked_on_few_layers() -> None:
     text = "outline,autodiff,recompute{mode=full},adamw,data-parallel,cse,dce,in-place"
     _, results = run_pipeline(deep(12), text, [check])
     assert check.reduction is not None
-    assert check.reduction.layers == (12, 3)
+    assert check.reduction.layers == (12, 4)
     assert {r.measured["verify"]["status"] for r in results} == {"verified"}, verify_table(results)
