@@ -34,8 +34,8 @@ demo: $(STAMP)  ## compile the mixture-of-experts model, train it on real text w
 test: $(STAMP)  ## the fast suite (at most 15 minutes on 2 cores)
 	$(PYTEST)
 
-test-full: $(STAMP)  ## every test that needs no GPU
-	$(PYTEST) -m "not gpu and not multi_gpu"
+test-full: $(STAMP)  ## every test that needs no GPU; writes docs/test-results.md
+	$(PYTEST) -m "not gpu and not multi_gpu" --table docs/test-results.md
 
 lint: $(STAMP)  ## ruff, format check, mypy --strict
 	$(PYTHON) -m ruff check .

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from tests import results_table
 
 # Before any import of transformers: its configurations must never be looked up online.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,3 +19,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 def _seeded() -> None:
     """Each test draws the same numbers, whatever ran before it."""
     torch.manual_seed(0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--table FILE` writes the results per test file."""
+    parser.addoption("--table", type=Path, help="write a table of the results per test file")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Write the table, once, where the results of all workers are known."""
+    target = config.getoption("--table")
+    if target is None:
+        return
+    counts: dict[str, list[int]] = {}
+    for outcome, column in (("passed", 0), ("failed", 1), ("error", 1), ("skipped", 2)):
+        for report in terminalreporter.stats.get(outcome, []):
+            counts.setdefault(report.nodeid.partition("::")[0], [0, 0, 0])[column] += 1
+    target.write_text(results_table.render(counts), encoding="utf-8")

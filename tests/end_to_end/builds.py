@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgraph import models
-from mgraph.codegen.package import PackageInfo, emit_package
-from mgraph.compiler import Compilation, build_module, pipeline_text
+from mgraph.compiler import Compilation, compile_package
 from mgraph.recipe import Recipe
 
 LLAMA: dict[str, Any] = {
@@ -55,10 +54,10 @@ def build(name: str, directory: Path, **options: Any) -> Build:
         config.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(json.dumps(LLAMA))
         spec, eager = f"hf:{config}", llama
-    recipe = Recipe(model=spec, output=str(directory / f"{name}-package"), arch="", beta2=0.999, **options)
-    compilation = build_module(recipe)
-    info = PackageInfo(recipe.purpose, recipe, pipeline_text(recipe))
-    return Build(compilation, emit_package(compilation.module, info, recipe.directory, force=True), eager)
+    recipe = Recipe(model=spec, output=str(directory / f"{name}-package"), arch="none", beta2=0.999, **options)
+    compilation = compile_package(recipe)
+    assert compilation.package is not None
+    return Build(compilation, compilation.package, eager)
 
 
 def llama() -> nn.Module:
