@@ -23,7 +23,7 @@ from mgraph.ir.types import DType
 
 HEADER = "mgraph-ir 1"
 BARE = r"[A-Za-z0-9_.]+(?:-[A-Za-z0-9_.]+)*"
-_IS_BARE = lru_cache(maxsize=65536)(re.compile(BARE).fullmatch)
+_IS_BARE = re.compile(BARE).fullmatch
 
 NO_FUNCTIONS: Mapping[str, Function] = {}
 
@@ -211,16 +211,21 @@ def _entry_line(entry: Entry) -> str:
 
 def _state_lines(states: Mapping[str, State]) -> list[str]:
     listed = list(states.values())
-    inits = [_init_text(state.init) for state in listed]
+    texts: dict[int, str] = {}  # most states share the object that says how they begin
+    inits = [texts.get(id(s.init)) or texts.setdefault(id(s.init), _init_text(s.init)) for s in listed]
+    naming = {id(s.init) for s in listed if _names_states(s.init)}
 
     def form(index: int, ordinal: int, number: int) -> str | None:
         state = listed[index]
         name = _template(state.name, ordinal, number)
-        if name is None or not _IS_BARE(state.seed_name):
+        if name is None:
             return None
-        seed = name if state.seed_name == state.name else template(state.seed_name, ordinal, number)
-        init = inits[index]
-        if _names_states(state.init):
+        seed, init = name, inits[index]
+        if state.seed_name != state.name:
+            if not _IS_BARE(state.seed_name):
+                return None
+            seed = template(state.seed_name, ordinal, number)
+        if id(state.init) in naming:
             if "{" in init:
                 return None  # braces mark the range
             init = _init_text(_template_all(state.init, ordinal, number))
