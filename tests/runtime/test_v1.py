@@ -84,12 +84,14 @@ def test_adamw_of_mixed_dtypes() -> None:
 def test_adamw_scales_gradients() -> None:
     params, grads = adamw_inputs(torch.float32)
     expected = [param.clone() for param in params]
-    moments, wanted = ([[torch.zeros_like(param) for param in params] for _ in range(2)] for _ in range(2))
+    means, squares, wanted_means, wanted_squares = ([torch.zeros_like(param) for param in params] for _ in range(4))
     for index, step_grads in enumerate(grads):
-        scale, options = torch.tensor(0.3 + index), (torch.tensor(index + 1), 0.01, 0.9, 0.95, 1e-8, 0.1)
-        v1.adamw_(expected, [grad * scale for grad in step_grads], *wanted, *options)
-        v1.adamw_(params, step_grads, *moments, *options, scale=scale)
-    torch.testing.assert_close([params, *moments], [expected, *wanted], rtol=1e-5, atol=1e-7)
+        scale, step = torch.tensor(0.3 + index), torch.tensor(index + 1)
+        scaled = [grad * scale for grad in step_grads]
+        v1.adamw_(expected, scaled, wanted_means, wanted_squares, step, 0.01, 0.9, 0.95, 1e-8, 0.1)
+        v1.adamw_(params, step_grads, means, squares, step, 0.01, 0.9, 0.95, 1e-8, 0.1, scale=scale)
+    found, wanted = [params, means, squares], [expected, wanted_means, wanted_squares]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_adamw_of_low_precision_parameters_and_of_none() -> None:
