@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mgraph.capture import CaptureReport, ModelSpec, capture_with_report
-from mgraph.codegen.package import PackageInfo, emit_package
+from mgraph.codegen.package import PackageInfo, check_target, emit_package
 from mgraph.ir.graph import Module
 from mgraph.ir.types import DType
 from mgraph.passes.instrument import Instrument, OpCounts, Snapshots, Timer, VerifyEach
@@ -75,6 +77,17 @@ def pipeline_of(recipe: Recipe) -> Pipeline:
     return passes
 
 
+@contextmanager
+def collector_spared() -> Iterator[None]:
+    """Keep the garbage collector from walking what was there before: what capture leaves is half a million objects, and
+    a deep graph makes it go over them again and again."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def build_module(
     recipe: Recipe, extra: tuple[Instrument, ...] = (), say: Callable[[str], Any] = lambda _: None
 ) -> Compilation:
@@ -92,7 +105,9 @@ def build_module(
     begun = time.perf_counter()
     snapshots, check = Snapshots(), TwinCheck()
     checks = (check,) if recipe.verify else ()
-    module, results = run_pipeline(module, pipeline, (VerifyEach(), *checks, OpCounts(), snapshots, *extra, Timer()))
+    instruments = (VerifyEach(), *checks, OpCounts(), snapshots, *extra, Timer())
+    with collector_spared():
+        module, results = run_pipeline(module, pipeline, instruments)
     seconds = {"capture": captured.total_seconds, "passes": time.perf_counter() - begun}
     twin = str(check.reduction or check.why_not) if recipe.verify else ""
     return Compilation(module, captured, results, snapshots, seconds, twin)
@@ -110,11 +125,16 @@ def compile_package(
     With `force`, files of an existing package that a person edited are kept as `*.edited` instead of refused. Raises
     the `MgraphError` of the stage that fails.
     """
+    check_target(recipe.directory.absolute(), force=force)
     done = build_module(recipe, extra, say)
     say("emit the package")
     begun = time.perf_counter()
     pipeline = print_pipeline(pipeline_of(recipe))
-    info = PackageInfo(recipe.purpose, recipe, pipeline, recipe.archs, done.write_graphs)
-    done.package = emit_package(done.module, info, recipe.directory, force=force)
+    verification = {
+        f"{r.index:03d}_{r.name}": r.measured["verify"]["status"] for r in done.results if "verify" in r.measured
+    }
+    info = PackageInfo(recipe.purpose, recipe, pipeline, recipe.archs, done.write_graphs, verification)
+    with collector_spared():
+        done.package = emit_package(done.module, info, recipe.directory, force=force)
     done.seconds["emit"] = time.perf_counter() - begun
     return done

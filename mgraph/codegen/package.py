@@ -11,8 +11,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ class PackageInfo:
     """What a package is besides its graph.
 
     `kind` is `train` or `serve`; `options` the recipe (a dataclass), all of whose fields enter the fingerprint; `archs`
-    the GPU architectures to build kernels for; `write_graphs` writes the snapshots of the passes into a directory.
+    the GPU architectures to build kernels for; `write_graphs` writes the snapshots of the passes into a directory;
+    `verification` says of each pass whether it was `verified` or is `unverified` (empty: --verify was not asked for).
     """
 
     kind: str
@@ -41,6 +42,7 @@ class PackageInfo:
     pipeline: str
     archs: Sequence[str] = ()
     write_graphs: Callable[[Path], Any] | None = None
+    verification: Mapping[str, str] = field(default_factory=dict)
 
 
 def emit_package(module: Module, info: PackageInfo, out_dir: Path | str, *, force: bool = False) -> Path:
@@ -50,13 +52,7 @@ def emit_package(module: Module, info: PackageInfo, out_dir: Path | str, *, forc
     StorageError where it cannot be written.
     """
     target = Path(out_dir).absolute()
-    edited = _edited_files(target)
-    if edited and not force:
-        raise PackageError(
-            f"these files of the package have been edited: {', '.join(edited)}",
-            where=str(target),
-            hint=f"compile into another directory, or use --force, which keeps them as *{EDITED}",
-        )
+    edited = check_target(target, force=force)
     temporary: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -70,6 +66,18 @@ def emit_package(module: Module, info: PackageInfo, out_dir: Path | str, *, forc
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
     return target
+
+
+def check_target(target: Path, *, force: bool = False) -> list[str]:
+    """The edited files of a package that is there already; raises as `emit_package` does, before any work is done."""
+    edited = _edited_files(target)
+    if edited and not force:
+        raise PackageError(
+            f"these files of the package have been edited: {', '.join(edited)}",
+            where=str(target),
+            hint=f"compile into another directory, or use --force, which keeps them as *{EDITED}",
+        )
+    return edited
 
 
 def _write(module: Module, info: PackageInfo, directory: Path) -> None:
@@ -86,6 +94,7 @@ def _write(module: Module, info: PackageInfo, directory: Path) -> None:
         module,
         info.kind,
         info.pipeline,
+        info.verification,
         fingerprint(print_module(module), info.options),
         kernels,
         file_digests(directory, files),

@@ -28,6 +28,7 @@ PASSES: dict[str, str] = {
     # derive
     "autodiff": "mgraph.passes.autodiff:Autodiff",
     "recompute": "mgraph.passes.recompute:Recompute",
+    "derive-serve": "mgraph.passes.derive_serve:DeriveServe",
     "adamw": "mgraph.passes.adamw:AdamW",
     # shard
     "data-parallel": "mgraph.passes.data_parallel:DataParallel",

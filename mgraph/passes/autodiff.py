@@ -15,14 +15,15 @@ After (backward seeded with 1 on the loss *sum*; every trainable param gets an a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mgraph.errors import PassError
-from mgraph.ir.graph import Entry, Function, Module, Phase, State, StateKind, Value
+from mgraph.ir.graph import Entry, Function, Module, Phase, State, StateKind
 from mgraph.ir.types import DType, TensorType
 from mgraph.passes.base import Pass, Report, Stage, Tier
+from mgraph.passes.calls import part_of
 from mgraph.passes.differentiation import Differentiator, Sweep, gradient_type
 
 LOSS, COUNT = "loss_sum", "count"
@@ -51,7 +52,7 @@ class Autodiff(Pass):
         updates = (LOSS_TOTAL, COUNT_TOTAL, *(s.name for s in state if s.kind is StateKind.GRAD))
         report.count("gradients", len(updates) - 2)
         functions = {n: f for n, f in module.functions.items() if n != function.name}
-        evaluate = _select(function, "evaluate", function.results[:2])
+        evaluate = part_of(function, "evaluate", function.results[:2])
         functions |= {**differentiator.functions, "microbatch": microbatch, "evaluate": evaluate}
         entries = {
             "microbatch": Entry("microbatch", "microbatch", (LOSS, COUNT), updates),
@@ -59,7 +60,7 @@ class Autodiff(Pass):
         }
         if "logits" in entry.outputs:
             logits = function.results[entry.outputs.index("logits")]
-            functions["predict"] = _select(function, "predict", (logits,))
+            functions["predict"] = part_of(function, "predict", (logits,))
             entries["predict"] = Entry("predict", "predict", ("logits",))
         declared = {**module.state, **{s.name: s for s in state}}
         return replace(module, functions=functions, entries=entries, state=declared)
@@ -67,7 +68,7 @@ class Autodiff(Pass):
 
 def _microbatch(differentiator: Differentiator, module: Module, function: Function) -> tuple[Function, list[State]]:
     """Forward and backward of one microbatch, and the accumulator states it needs."""
-    trimmed = _select(function, "microbatch", function.results[:2])
+    trimmed = part_of(function, "microbatch", function.results[:2])
     loss, count = trimmed.results
     needs = tuple(False for _ in trimmed.inputs())
     sweep = Sweep(differentiator, trimmed, "microbatch", needs)
@@ -107,18 +108,6 @@ def _accumulators(module: Module, loss_dtype: DType) -> list[State]:
             type_ = gradient_type(state.type)
             made.append(State.make(f"{state.name}.grad", type_, StateKind.GRAD, init=zeros, persist=False))
     return made
-
-
-def _select(function: Function, name: str, results: Sequence[Value]) -> Function:
-    """The part of an entry function that some of its results need; params that nothing reads are dropped."""
-    needed = set(results)
-    nodes = []
-    for node in reversed(function.nodes):
-        if any(v in needed for v in node.results):
-            nodes.append(node)
-            needed.update(node.operands)
-    params = tuple(p for p in function.params if p in needed)
-    return Function(name, params, function.slots, tuple(reversed(nodes)), tuple(results), function.statics)
 
 
 def accumulator_states(state: Mapping[str, State]) -> list[State]:

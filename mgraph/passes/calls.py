@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from mgraph.ir.graph import Function, Module, Node, Value
 
@@ -59,3 +59,15 @@ def resolve_argument(module: Module, function: Function, value: Value) -> tuple[
             break
         ((_, value), function) = passed.popitem()
     return function, value
+
+
+def part_of(function: Function, name: str, results: Sequence[Value]) -> Function:
+    """The part of an entry function that some of its results need, under another name; unread params are dropped."""
+    needed = set(results)
+    nodes = []
+    for node in reversed(function.nodes):
+        if any(v in needed for v in node.results):
+            nodes.append(node)
+            needed.update(node.operands)
+    params = tuple(p for p in function.params if p in needed)
+    return Function(name, params, function.slots, tuple(reversed(nodes)), tuple(results), function.statics)

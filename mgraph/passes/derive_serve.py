@@ -29,7 +29,7 @@ from mgraph.ir.dims import Dim, NamedDim, names_in, substitute
 from mgraph.ir.graph import Entry, Function, Module, Node, Phase, State, StateKind, Value
 from mgraph.ir.types import DType, TensorType
 from mgraph.passes.base import Pass, Report, Stage, Tier
-from mgraph.passes.calls import callee
+from mgraph.passes.calls import callee, part_of
 
 SEQUENCE, BATCH = "S", "B"
 START = "start"
@@ -173,17 +173,11 @@ def _cache_type(value: Value, length: int) -> TensorType:
 
 def _only_logits(function: Function, index: int) -> Function:
     """The part of the forward function that makes the logits."""
-    needed = {function.results[index]}
-    nodes = []
-    for node in reversed(function.nodes):
-        if any(v in needed for v in node.results):
-            nodes.append(node)
-            needed.update(node.operands)
-    params = tuple(p for p in function.params if p in needed)
-    if [p.name for p in params] != ["tokens"]:
-        names = ", ".join(p.name for p in params)
+    part = part_of(function, function.name, (function.results[index],))
+    if [p.name for p in part.params] != ["tokens"]:
+        names = ", ".join(p.name for p in part.params)
         raise PassError(f"serving takes the input tokens, but the model also reads: {names}", where=function.name)
-    return replace(function, params=params, nodes=tuple(reversed(nodes)), results=(function.results[index],))
+    return part
 
 
 def _last_position(builder: FunctionBuilder, logits: Value) -> Value:
