@@ -1,0 +1,53 @@
+"""Run the benchmarks that this machine can run: `make bench`, or `python -m benchmarks [ID ...] [--again]`.
+
+Each id keeps its result as JSON in benchmarks/results; one that is there already is not run again without `--again`.
+What needs a GPU is named, with the command that runs it there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import subprocess
+import sys
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+BENCHMARKS = {
+    "compile_time": "compile time against depth",
+    "cpu_step": "the emitted CPU step against eager PyTorch",
+}
+ON_A_GPU = {
+    "rms_norm_h100": "benchmarks.gpu.build_rms_norm DIR (anywhere), then benchmarks.gpu.check_rms_norm DIR FILE",
+    "training_h100": "mgraph compile (anywhere), then benchmarks.gpu.check_training FILE PACKAGE FAMILY:SIZE",
+}
+
+
+def main() -> int:
+    """Run what is asked for; exit status 1 where one fails."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("ids", nargs="*", metavar="ID", help=f"of {', '.join(BENCHMARKS)} (default: all)")
+    parser.add_argument("--again", action="store_true", help="run also what has a result")
+    options = parser.parse_args()
+    unknown = [i for i in options.ids if i not in BENCHMARKS]
+    if unknown:
+        parser.error(f"unknown benchmark {unknown[0]}; there are {', '.join(BENCHMARKS)}")
+    status = {}
+    for name in options.ids or BENCHMARKS:
+        file = RESULTS / f"{name}.json"
+        if file.exists() and not options.again:
+            status[name] = f"kept from {datetime.date.fromtimestamp(file.stat().st_mtime)}"
+            continue
+        print(f"== {name}: {BENCHMARKS[name]}", flush=True)
+        done = subprocess.run([sys.executable, "-m", f"benchmarks.{name}", "--results", str(file)])
+        status[name] = "done" if done.returncode == 0 else f"failed with exit code {done.returncode}"
+    print("\n| benchmark | what | status |\n|---|---|---|")
+    for name, state in status.items():
+        print(f"| {name} | {BENCHMARKS[name]} | {state} |")
+    for name, command in ON_A_GPU.items():
+        print(f"| {name} | needs a GPU | python -m {command} |")
+    return any(state.startswith("failed") for state in status.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
