@@ -67,6 +67,8 @@ class DimScope:
         todo = dict(self._needed)
         for plain in (True, False):
             for value in self._sources:
+                if not todo:
+                    return
                 found = {n: i for i, d in enumerate(value.tensor.shape) for n in todo if _extent(d, n, plain)}
                 found = {n: i for n, i in found.items() if list(found.values()).index(i) == list(found).index(n)}
                 if found and value in texts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -45,6 +46,18 @@ def manifest(
         "kernels": list(kernels),
         "files": dict(files),
     }
+
+
+def manifest_text(data: Mapping[str, Any]) -> str:
+    """The manifest as JSON, one line per key and per element of a list (a state, a kernel)."""
+    encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # `indent` would be slow for deep models
+
+    def written(value: Any) -> str:
+        return (
+            "[\n  " + ",\n  ".join(map(encode, value)) + "\n ]" if isinstance(value, list) and value else encode(value)
+        )
+
+    return "{\n " + ",\n ".join(f"{encode(key)}: {written(value)}" for key, value in data.items()) + "\n}\n"
 
 
 def versions() -> dict[str, str]:

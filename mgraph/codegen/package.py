@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mgraph.codegen.fingerprint import fingerprint
-from mgraph.codegen.manifest import file_digests, manifest
+from mgraph.codegen.manifest import file_digests, manifest, manifest_text
 from mgraph.codegen.step import step_text
 from mgraph.codegen.triton.aot import build_kernels
 from mgraph.errors import PackageError, StorageError
@@ -99,8 +99,7 @@ def _write(module: Module, info: PackageInfo, directory: Path) -> None:
         kernels,
         file_digests(directory, files),
     )
-    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
-    (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    (directory / MANIFEST).write_text(manifest_text(data), encoding="utf-8")
 
 
 def driver_text(kind: str, name: str) -> str:
