@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import resource
 import subprocess
@@ -158,6 +159,7 @@ def _write(rows: Sequence[Row], path: Path) -> None:
 
     data = {
         "date": datetime.date.today().isoformat(),
+        "load_average": os.getloadavg()[0],  # other work on the machine makes CPU seconds longer, too
         "versions": {
             "mgraph": mgraph.__version__,
             "torch": torch.__version__,
