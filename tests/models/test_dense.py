@@ -130,7 +130,7 @@ def test_initial_weights() -> None:
 def test_wrong_names_and_shapes_are_explained() -> None:
     with pytest.raises(KeyError, match="dense, moe"):
         models.get("mor")
-    with pytest.raises(KeyError, match="tiny, 100m"):
+    with pytest.raises(KeyError, match="tiny, demo, 100m"):
         models.get("moe", "7b")
     with pytest.raises(ValueError, match="multiple of num_heads"):
         models.get("dense", "tiny", num_heads=3)
