@@ -34,7 +34,8 @@ class PackageInfo:
 
     `kind` is `train` or `serve`; `options` the recipe (a dataclass), all of whose fields enter the fingerprint; `archs`
     the GPU architectures to build kernels for; `write_graphs` writes the snapshots of the passes into a directory;
-    `verification` says of each pass whether it was `verified` or is `unverified` (empty: --verify was not asked for).
+    `verification` says of each pass whether it was `verified` or is `unverified` (empty: --verify was not asked for);
+    `text` is the graph's text where the caller has it already.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class PackageInfo:
     archs: Sequence[str] = ()
     write_graphs: Callable[[Path], Any] | None = None
     verification: Mapping[str, str] = field(default_factory=dict)
+    text: str = ""
 
 
 def emit_package(module: Module, info: PackageInfo, out_dir: Path | str, *, force: bool = False) -> Path:
@@ -95,7 +97,7 @@ def _write(module: Module, info: PackageInfo, directory: Path) -> None:
         info.kind,
         info.pipeline,
         info.verification,
-        fingerprint(print_module(module), info.options),
+        fingerprint(info.text or print_module(module), info.options),
         kernels,
         file_digests(directory, files),
     )

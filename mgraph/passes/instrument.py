@@ -115,6 +115,11 @@ class Snapshots(Instrument):
         self.snapshots: list[Snapshot] = []
         self._printed: Printed | None = None
 
+    @property
+    def last(self) -> str:
+        """The text of the newest graph."""
+        return self.snapshots[-1].text
+
     def start(self, module: Module) -> None:
         """Keep the input."""
         self._keep(0, "capture", module, None)
