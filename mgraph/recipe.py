@@ -18,6 +18,9 @@ from mgraph.errors import OptionError, did_you_mean
 TARGET_ARCHS = {"h100": "sm_90a", "cpu": ""}
 """The GPU architectures that kernels of a target are built for."""
 
+ARCHS = ("sm_80", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_103", "sm_103a", "sm_120", "sm_120a")
+"""The GPU architectures that kernels can be built for; the compiler behind Triton ends the process for others."""
+
 
 def option(
     default: Any, help_text: str, choices: tuple[str, ...] = (), within: tuple[float, float] | None = None
@@ -62,6 +65,15 @@ class Recipe:
             if within and not within[0] <= value <= within[1]:  # written so that nan fails too
                 hint = f"a value from {within[0]:g} to {within[1]:g}"
                 raise OptionError(f"{field.name} is {value!r}", where=flag_of(field.name), hint=hint)
+        for arch in self.archs:
+            if arch not in ARCHS:
+                raise OptionError(
+                    f"unknown GPU architecture {arch!r}", where="--arch", hint=f"one of {', '.join(ARCHS)}, or none"
+                )
+        if self.max_length == 1:
+            raise OptionError("max_length is 1", where="--max-length", hint="sequences of at least 2 tokens")
+        if not self.mesh_axes():
+            raise OptionError("the mesh is empty", where="--mesh", hint="dp=1 for one process, dp=* for any number")
 
     @property
     def directory(self) -> Path:

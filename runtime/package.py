@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgraph.errors import OptionError, PackageError
+from mgraph.errors import MgraphError, OptionError, PackageError
 from mgraph.runtime import kernels
 
 SCHEMA = 1
@@ -93,10 +93,26 @@ class Package:
 
     def call(self, entry: str, state: State, *inputs: Tensor) -> dict[str, Tensor]:
         """Call an entry function; its results under the output names of the manifest."""
-        outputs = self.entries[entry](state, *inputs)
+        try:
+            outputs = self.entries[entry](state, *inputs)
+        except MgraphError:
+            raise
+        except Exception as error:
+            raise self._failure(entry, error) from error
         names = self.manifest["entries"][entry]["outputs"]
         assert len(names) == len(outputs), f"{entry} returned {len(outputs)} values, the manifest lists {names}"
         return dict(zip(names, outputs, strict=True))
+
+    def _failure(self, entry: str, error: Exception) -> PackageError:
+        """What failed inside step.py, and at which of its lines."""
+        file = self.path / "step.py"
+        reason = str(error).strip().splitlines() or [""]
+        hint = "this file was edited: mend the line, or compile the package again" if "step.py" in self.edited else None
+        if isinstance(error, torch.OutOfMemoryError):
+            hint = "a smaller --batch-size or --seq-len, or compile with --recompute full"
+        return PackageError(
+            f"{entry} failed: {type(error).__name__}: {reason[0]}", f"{file}:{_line_in(file, error)}", hint
+        )
 
     def fingerprint_all(self) -> str:
         """SHA-256 over the names and contents of all files of the package and the versions of runtime and torch.
@@ -198,13 +214,18 @@ def _execute(file: Path) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, PackageError):
             raise
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         raise PackageError(
             f"{file.name} cannot be loaded: {type(error).__name__}: {error}",
-            where=f"{file}:{lines[-1] if lines else 1}",
+            where=f"{file}:{_line_in(file, error)}",
             hint="mend the line, or compile the package again",
         ) from error
     return module
+
+
+def _line_in(file: Path, error: BaseException) -> int:
+    """The last line of a file that an error went through; 1 where it went through none."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    return (lines[-1] if lines else None) or 1
 
 
 def _state_spec(item: dict[str, Any], path: Path) -> StateSpec:

@@ -84,7 +84,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--prompt", default="The ", help="the text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="how many tokens to write (default: 100)")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json (default: bytes)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default)")
+    parser.add_argument(
+        "--device", default="auto", choices=("cpu", "cuda", "auto"), help="where to run (default: auto)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the weights where --weights is not given")
     return parser
 
@@ -93,6 +95,10 @@ def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoR
     """Generate with the options of the command line; exit code 0, or 2 for wrong input."""
     options = _parser(Path(sys.argv[0]).name).parse_args(arguments)
     try:
+        if options.max_new_tokens < 1:
+            raise OptionError(f"--max-new-tokens is {options.max_new_tokens}", hint="at least 1")
+        if options.weights is None:
+            print("no --weights: the parameters are drawn anew, so the text is noise", file=sys.stderr, flush=True)
         device = choose_device(options.device)
         generator = open_generator(Path(package_dir), options.weights, device, options.seed)
         tokenizer = load_tokenizer(options.tokenizer, generator.package.vocab_size)

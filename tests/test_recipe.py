@@ -60,3 +60,17 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     found = read_recipe(path, {"eps": 1e-5})
     assert found == Recipe(model="dense-tiny", eps=1e-5, max_norm=2.0, verify=True, purpose="serve")
     assert read_recipe(None, {"model": "dense-tiny"}) == Recipe(model="dense-tiny")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("arch", "sm_999", "unknown GPU architecture 'sm_999'"),
+        ("arch", "sm90", "unknown GPU architecture 'sm90'"),
+        ("mesh", "", "the mesh is empty"),
+        ("max_length", 1, "max_length is 1"),
+    ],
+)
+def test_values_that_later_stages_cannot_take_are_refused_at_once(field: str, value: object, says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        Recipe(**{"model": "dense-tiny", field: value})  # type: ignore[arg-type]

@@ -79,8 +79,8 @@ def _in_dtype(factory: Callable[[], Any], dtype: DType | None) -> Callable[[], A
 def _zoo(spec: ModelSpec) -> Source:
     from mgraph import models
 
-    family, _, size = spec.text.partition("-")
-    size = size or "tiny"
+    family, dash, size = spec.text.partition("-")
+    size = size if dash else "tiny"
     if family not in models.FAMILIES or size not in models.SIZES[family]:
         known = [f"{f}-{s}" for f in models.FAMILIES for s in models.SIZES[f]]
         raise ModelError(f"unknown model '{spec.text}'", None, did_you_mean(spec.text, known))

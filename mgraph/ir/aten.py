@@ -9,6 +9,7 @@ argument of each operand: `"tensors.0"` is element 0 of the list argument `tenso
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from mgraph.ir.opdef import GradientRequest, OpDef
 from mgraph.ir.torch_bridge import to_torch_dtype
 from mgraph.ir.types import DType, TensorType, Type
 
+LIBRARIES = {"zoo": "mgraph.models.grouped"}
+"""Namespaces of ops that a module of ours registers: graphs read from text may hold them before anything imports it."""
+
 
 @functools.cache
 def overload(name: str) -> Any:
@@ -24,6 +28,8 @@ def overload(name: str) -> Any:
     import torch
 
     namespace, op, variant = name.split(".")
+    if namespace in LIBRARIES:
+        importlib.import_module(LIBRARIES[namespace])
     try:
         return getattr(getattr(getattr(torch.ops, namespace), op), variant)
     except AttributeError:

@@ -106,7 +106,11 @@ def check_order(pipeline: Sequence[Pass], have: frozenset[str] = frozenset()) ->
 
 def _how_to_get(property_: str) -> str:
     providers = [name for name in PASSES if property_ in pass_class(name).provides]
-    return f"put {' or '.join(repr(p) for p in providers)} before it" if providers else "no pass provides it"
+    return (
+        f"put {' or '.join(repr(p) for p in providers)} before it, or do not disable it"
+        if providers
+        else "no pass provides it"
+    )
 
 
 def select(
@@ -123,7 +127,9 @@ def select(
     names = [p.name for p in pipeline]
     for pattern in (*disable, *only, *([stop_after] if stop_after else [])):
         if not fnmatch.filter(names, pattern):
-            raise PassError(f"no pass of the pipeline is named '{pattern}'", hint=did_you_mean(pattern, names))
+            raise PassError(
+                f"no pass of the pipeline is named '{pattern}'", hint=did_you_mean(pattern, dict.fromkeys(names))
+            )
     if stop_after:
         last = max(i for i, name in enumerate(names) if fnmatch.fnmatchcase(name, stop_after))
         pipeline = pipeline[: last + 1]

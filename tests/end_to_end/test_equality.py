@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
+from mgraph.errors import PackageError
 from mgraph.ir.interpreter import run
 from mgraph.runtime.package import load_package
 from mgraph.runtime.state import create_state
@@ -117,3 +121,18 @@ def test_the_all_aten_fallback_trains_the_same(name: str, tmp_path_factory: pyte
     for name_, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert relative(state[f"{name_}.grad"], parameter.grad) <= 1e-5, name_
+
+
+def test_a_step_edited_into_failure_is_named_with_its_line(built: Build, tmp_path: Path) -> None:
+    directory = tmp_path / "package"
+    shutil.copytree(built.path, directory)
+    lines = (directory / "step.py").read_text().replace("rt.cross_entropy(", "rt.no_such_op(").splitlines()
+    (directory / "step.py").write_text("\n".join(lines) + "\n")
+    package = load_package(directory, "cpu")
+    state = create_state(package.state_specs, 0, "cpu")
+    (batch,) = batches(1)
+    with pytest.raises(PackageError, match=r"microbatch failed: AttributeError.*no_such_op") as caught:
+        package.call("microbatch", state, *batch)
+    number = int(str(caught.value.where).rpartition(":")[2])
+    assert "no_such_op" in lines[number - 1]
+    assert "edited" in str(caught.value)

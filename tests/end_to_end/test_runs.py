@@ -12,7 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from mgraph.runtime.checkpoint import latest
 from tests.end_to_end.builds import build
 
 COMMON = ["--batch-size", "2", "--seq-len", "32", "--steps", "12", "--log-every", "1", "--warmup", "3", "--lr", "0.003"]
@@ -58,7 +60,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(package: Path, tmp_path: Path) -
     whole = run(*command(package, tmp_path / "whole", 1))
     assert whole.returncode == 0, whole.stderr
     out = tmp_path / "interrupted"
-    stop_after = random.Random(time.time_ns()).randint(1, 8)
+    stop_after = random.Random(torch.initial_seed() + os.getpid()).randint(1, 8)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
     direct = [sys.executable, str(package / "train.py"), "--out", str(out), *COMMON, *QUIET]
     process = subprocess.Popen(direct, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -69,6 +71,8 @@ def test_an_interrupted_run_resumes_bit_for_bit(package: Path, tmp_path: Path) -
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
     assert process.returncode == 0
+    saved = latest(out / "checkpoints")
+    assert saved is not None and stop_after <= saved.step < 12, f"stopped after step {stop_after}"
     resumed = run(*command(package, out, 1, "--resume"))
     assert resumed.returncode == 0, resumed.stderr
     assert losses(out) == losses(tmp_path / "whole"), f"stopped after step {stop_after}"

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from mgraph.codegen.step import step_text
-from mgraph.ir import printer, verifier
+from mgraph.ir import printer, problem, verifier
 from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.changes import same_signature, unchanged_functions
 from mgraph.ir.graph import Entry, Module, Origin
@@ -43,7 +43,7 @@ class Counts:
         self.verified: Counter[str] = Counter()
         self.printed: Counter[str] = Counter()
         self.states = 0
-        scope_of, function_lines = verifier.scope_of, printer.function_lines
+        scope_of, function_lines = problem.scope_of, printer.function_lines
 
         def counted_scope(module, known=None):  # type: ignore[no-untyped-def]
             scope = scope_of(module, known)

@@ -72,7 +72,7 @@ def test_order_is_checked() -> None:
     canonicalize, outline = make_pass("canonicalize"), make_pass("outline")
     with pytest.raises(PassError, match="'needs' requires the property 'canonical'") as caught:
         check_order([Needs()])
-    assert caught.value.hint == "put 'canonicalize' before it"
+    assert caught.value.hint == "put 'canonicalize' before it, or do not disable it"
     assert caught.value.where == "pass 1 of 'needs'"
     with pytest.raises(PassError, match="cannot run where the property 'outlined' holds"):
         check_order([outline, canonicalize, Needs()])

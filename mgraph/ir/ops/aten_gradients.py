@@ -254,7 +254,7 @@ def _cat(request: GradientRequest) -> Sequence[Value | None]:
     start: Dim = 0
     made: list[Value | None] = []
     for operand, need in zip(request.node.operands, request.needs, strict=True):
-        end = start + operand.tensor.shape[dim]
+        end = start + operand.tensor.shape[dim]  # type: ignore[index]
         made.append(_op(request, "slice.Tensor", request.cotangent, dim=dim, start=start, end=end) if need else None)
         start = end
     return made

@@ -19,8 +19,6 @@ from mgraph.codegen.triton.aot import read_ptx
 from mgraph.codegen.triton.rms_norm import RmsNorm
 from mgraph.errors import MgraphError, OptionError
 
-pytest.importorskip("triton")
-
 COMPILE = """
 import json, sys
 from pathlib import Path
