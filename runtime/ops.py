@@ -287,11 +287,6 @@ def gradient_scale(norm: Tensor, count: Tensor, *, max_norm: float) -> tuple[Ten
     return clip / tokens, mean_norm
 
 
-def scale_(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply each tensor by a scalar tensor, in place."""
-    torch._foreach_mul_(tensors, factor)
-
-
 def copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source into its target, rounding to the target's dtype."""
     torch._foreach_copy_(targets, sources)

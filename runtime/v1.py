@@ -39,7 +39,6 @@ from mgraph.runtime.ops import (
     random,
     rope,
     rope_table_grad,
-    scale_,
     zero_,
 )
 
@@ -72,7 +71,6 @@ __all__ = [
     "random",
     "rope",
     "rope_table_grad",
-    "scale_",
     "wait",
     "zero_",
 ]
