@@ -17,7 +17,7 @@ from typing import Any
 
 import sympy
 
-from mgraph.ir.dims import Dim, evaluate
+from mgraph.ir.dims import evaluate
 from mgraph.ir.graph import Function, Module, Node, Static, Value
 from mgraph.ir.mesh import groups, mesh_sizes
 from mgraph.ir.opdef import op_def
@@ -195,8 +195,3 @@ def _bind(value: Value, shape: tuple[int, ...], dims: dict[str, int]) -> None:
         if isinstance(declared, sympy.Symbol):
             bound = dims.setdefault(declared.name, extent)
             assert bound == extent, f"{value!r}: {declared} is {extent} here but {bound} elsewhere"
-
-
-def concrete_shape(shape: Sequence[Dim], dims: Mapping[str, int]) -> tuple[int, ...]:
-    """A shape with its named dims bound."""
-    return tuple(int(evaluate(d, dims)) for d in shape)

@@ -118,6 +118,7 @@ class AdamW(Pass):
 
 
 def _moments(param: State) -> tuple[State, State]:
+    """First and second moment, in f32 (f64 for f64), from zero."""
     type_, zeros = gradient_type(param.type), (("zeros_",),)
     return (
         State.make(f"{param.name}.m", type_, StateKind.MOMENT, init=zeros),
@@ -126,6 +127,6 @@ def _moments(param: State) -> tuple[State, State]:
 
 
 def _master(param: State) -> State:
-
+    """The f32 copy that the optimizer updates; it begins as the param was drawn, rounded."""
     type_ = gradient_type(param.type)
     return State.make(f"{param.name}.master", type_, StateKind.MASTER, init=(("copy_from", param.name),))
