@@ -53,11 +53,12 @@ class Compilation:
     """With `verify`: how the twin that the passes were checked on is smaller than the model."""
     package: Path | None = None
 
-    def write_graphs(self, directory: Path) -> None:
-        """Write the snapshots, the reports and the seconds of each stage."""
-        self.snapshots.write(directory)
+    def write_graphs(self, directory: Path) -> str:
+        """Write the snapshots, the reports and the seconds of each stage; the text of the last graph."""
+        text = self.snapshots.write(directory)
         times = {"seconds": self.seconds, "capture": dataclasses.asdict(self.capture), "twin": self.twin}
         (directory / TIMES).write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")
+        return text
 
 
 def pipeline_text(recipe: Recipe) -> str:
@@ -144,8 +145,7 @@ def compile_package(
     verification = {
         f"{r.index:03d}_{r.name}": r.measured["verify"]["status"] for r in done.results if "verify" in r.measured
     }
-    text = done.snapshots.last
-    info = PackageInfo(recipe.purpose, recipe, pipeline, recipe.archs, done.write_graphs, verification, text)
+    info = PackageInfo(recipe.purpose, recipe, pipeline, recipe.archs, done.write_graphs, verification)
     with collector_spared():
         done.package = emit_package(done.module, info, recipe.directory, force=force)
     done.seconds["emit"] = time.perf_counter() - begun

@@ -40,7 +40,7 @@ def test_module_and_what_was_measured() -> None:
     done = build_module(Recipe(model="dense-tiny"), say=said.append)
     assert said == ["capture dense-tiny"]
     assert set(done.module.entries) == {"microbatch", "finish", "evaluate", "predict"}
-    assert done.snapshots.snapshots[-1].text == print_module(done.module)
+    assert done.snapshots.texts()[-1] == print_module(done.module)
     assert [r.name for r in done.results] == [p.name for p in pipeline_of(Recipe(model="dense-tiny"))]
     in_passes = sum(r.measured["seconds"] for r in done.results)
     assert 0 < in_passes <= done.seconds["passes"]

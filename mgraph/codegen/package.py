@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,18 +34,17 @@ class PackageInfo:
     """What a package is besides its graph.
 
     `kind` is `train` or `serve`; `options` the recipe (a dataclass), all of whose fields enter the fingerprint; `archs`
-    the GPU architectures to build kernels for; `write_graphs` writes the snapshots of the passes into a directory;
-    `verification` says of each pass whether it was `verified` or is `unverified` (empty: --verify was not asked for);
-    `text` is the graph's text where the caller has it already.
+    the GPU architectures to build kernels for; `write_graphs` writes the snapshots of the passes into a directory and
+    returns the text of the last one, the module's; `verification` says of each pass whether it was `verified` or is
+    `unverified` (empty: --verify was not asked for).
     """
 
     kind: str
     options: Any
     pipeline: str
     archs: Sequence[str] = ()
-    write_graphs: Callable[[Path], Any] | None = None
+    write_graphs: Callable[[Path], str] | None = None
     verification: Mapping[str, str] = field(default_factory=dict)
-    text: str = ""
 
 
 def emit_package(module: Module, info: PackageInfo, out_dir: Path | str, *, force: bool = False) -> Path:
@@ -87,9 +87,11 @@ def _write(module: Module, info: PackageInfo, directory: Path) -> None:
     directory.chmod(0o755)  # temporary directories are private; packages are not
     step = step_text(module)
     (directory / "step.py").write_text(step.text, encoding="utf-8")
-    kernels = build_kernels(step.kernels, directory, info.archs)
-    if info.write_graphs is not None:
-        info.write_graphs(directory / "graphs")
+    # Most of a kernel's compilation runs outside the interpreter's lock: the graphs are printed meanwhile.
+    with ThreadPoolExecutor(1) as pool:
+        building = pool.submit(build_kernels, step.kernels, directory, info.archs)
+        text = info.write_graphs(directory / "graphs") if info.write_graphs is not None else print_module(module)
+        kernels = building.result()
     (directory / f"{info.kind}.py").write_text(driver_text(info.kind, module.name), encoding="utf-8")
     files = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if _is_source(p))
     data = manifest(
@@ -97,7 +99,7 @@ def _write(module: Module, info: PackageInfo, directory: Path) -> None:
         info.kind,
         info.pipeline,
         info.verification,
-        fingerprint(info.text or print_module(module), info.options),
+        fingerprint(text, info.options),
         kernels,
         file_digests(directory, files),
     )

@@ -23,13 +23,18 @@ def same_signature(a: Function, b: Function) -> bool:
     )
 
 
-def unchanged_functions(module: Module, known: Module) -> set[str]:
-    """The functions that both modules hold as the same object, and whose callees have equal signatures in both."""
-    alike: set[object] = {
+def alike_functions(module: Module, known: Module) -> set[object]:
+    """The names under which both modules hold functions that calls cannot tell apart."""
+    return {
         name
         for name, function in module.functions.items()
         if name in known.functions and same_signature(function, known.functions[name])
     }
+
+
+def unchanged_functions(module: Module, known: Module, alike: set[object] | None = None) -> set[str]:
+    """The functions that both modules hold as the same object, and whose callees are `alike` in both."""
+    alike = alike_functions(module, known) if alike is None else alike
     return {
         name
         for name, function in module.functions.items()

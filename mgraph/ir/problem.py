@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mgraph.ir.changes import unchanged_functions
+from mgraph.ir.changes import alike_functions, unchanged_functions
 from mgraph.ir.dims import Dim
 from mgraph.ir.graph import Entry, Function, Module, Node, State, Value
 from mgraph.ir.types import PendingType, TensorType, Type
@@ -59,19 +59,22 @@ def tensor_type(type_: Type) -> TensorType:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What a verification looks at: these parts of a module. Whatever they refer to is looked up in `module`."""
+    """What a verification looks at: these parts of a module. Whatever they refer to is looked up in `module`.
+
+    `nodes` are those of the functions that need to be looked at by themselves: a node is immutable, so one that has
+    passed before is right wherever it stands, as long as its function defines what it reads.
+    """
 
     module: Module
     states: Mapping[str, State]
     functions: Mapping[str, Function]
     entries: Mapping[str, Entry]
+    nodes: tuple[tuple[Function, Node], ...]
     types: tuple[Typed, ...]
 
     def walk(self) -> Iterator[tuple[Function, Node]]:
-        """All nodes with their function."""
-        for function in self.functions.values():
-            for node in function.nodes:
-                yield function, node
+        """The nodes to be looked at, with their function."""
+        return iter(self.nodes)
 
 
 def all_dims(type_: TensorType) -> tuple[Dim, ...]:
@@ -80,11 +83,13 @@ def all_dims(type_: TensorType) -> tuple[Dim, ...]:
     return (*type_.shape, *stored, *(d for _, parts in type_.factors for d in parts))
 
 
-def _types(states: Mapping[str, State], functions: Mapping[str, Function]) -> Iterator[Typed]:
+def _types(
+    states: Mapping[str, State], functions: Mapping[str, Function], nodes: Iterable[tuple[Function, Node]]
+) -> Iterator[Typed]:
     """Every type, where it first stands; types equal down to the form of their extents are looked at once."""
     objects: set[int] = set()
     seen: set[tuple[Any, ...]] = set()
-    for value, function, node in _values(states, functions):
+    for value, function, node in _values(states, functions, nodes):
         if id(value.type) in objects:
             continue
         objects.add(id(value.type))
@@ -96,16 +101,16 @@ def _types(states: Mapping[str, State], functions: Mapping[str, Function]) -> It
 
 
 def _values(
-    states: Mapping[str, State], functions: Mapping[str, Function]
+    states: Mapping[str, State], functions: Mapping[str, Function], nodes: Iterable[tuple[Function, Node]]
 ) -> Iterator[tuple[Value, Function | None, Node | None]]:
     for state in states.values():
         yield state.value, None, None
     for function in functions.values():
         for value in function.inputs():
             yield value, function, None
-        for node in function.nodes:
-            for value in node.results:
-                yield value, function, node
+    for function, node in nodes:
+        for value in node.results:
+            yield value, function, node
 
 
 def scope_of(module: Module, known: Module | None = None) -> Scope:
@@ -115,17 +120,21 @@ def scope_of(module: Module, known: Module | None = None) -> Scope:
     more), that is the whole module again.
     """
     if known is None or not _same_surroundings(module, known):
-        types = tuple(_types(module.state, module.functions))
-        return Scope(module, module.state, module.functions, module.entries, types)
-    unchanged = unchanged_functions(module, known)
+        nodes = tuple(module.walk())
+        types = tuple(_types(module.state, module.functions, nodes))
+        return Scope(module, module.state, module.functions, module.entries, nodes, types)
+    alike = alike_functions(module, known)
+    unchanged = unchanged_functions(module, known, alike)
     functions = {name: function for name, function in module.functions.items() if name not in unchanged}
+    passed = {node for _, node in known.walk() if node.op != "call" or node.attrs.get("callee") in alike}
+    nodes = tuple((function, n) for function in functions.values() for n in function.nodes if n not in passed)
     states = {name: state for name, state in module.state.items() if known.state.get(name) is not state}
     entries = {
         name: entry
         for name, entry in module.entries.items()
         if known.entries.get(name) is not entry or entry.function not in unchanged
     }
-    return Scope(module, states, functions, entries, tuple(_types(states, functions)))
+    return Scope(module, states, functions, entries, nodes, tuple(_types(states, functions, nodes)))
 
 
 def _same_surroundings(module: Module, known: Module) -> bool:

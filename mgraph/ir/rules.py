@@ -82,11 +82,12 @@ def _origin(scope: Scope) -> Iterator[Problem]:
 
 
 def _statics(scope: Scope) -> Iterator[Problem]:
-    for function, node in scope.walk():
-        for name in _static_names(tuple(node.attrs.values())):
-            if name not in function.statics:
-                hint = suggestion(name, function.statics)
-                yield Problem(f"${name} is not a static of the function", function, node, hint)
+    for function in scope.functions.values():
+        for node in function.nodes:
+            for name in _static_names(tuple(node.attrs.values())):
+                if name not in function.statics:
+                    hint = suggestion(name, function.statics)
+                    yield Problem(f"${name} is not a static of the function", function, node, hint)
 
 
 def _static_names(value: AttrValue) -> Iterator[str]:

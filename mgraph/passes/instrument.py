@@ -92,11 +92,11 @@ class VerifyEach(Instrument):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The graph after one pass (index 0: the input) as text; `result` is the pass's."""
+    """The graph after one pass (index 0: the input); `result` is the pass's."""
 
     index: int
     name: str
-    text: str
+    module: Module
     result: PassResult | None
 
     @property
@@ -106,47 +106,53 @@ class Snapshot:
 
 
 class Snapshots(Instrument):
-    """Keeps the printed graph and result after every pass; the input is snapshot 0, named `capture`.
+    """Keeps the graph and the result after every pass; the input is snapshot 0, named `capture`.
 
-    A pass is printed from the snapshot before: only what it changed is made anew.
+    Modules share what a pass did not change, so keeping all of them costs little. They are printed when they are
+    written, each from the one before: only what a pass changed is made anew, and kernels can be built meanwhile.
     """
+
+    _input: Printed
 
     def __init__(self) -> None:
         self.snapshots: list[Snapshot] = []
-        self._printed: Printed | None = None
-
-    @property
-    def last(self) -> str:
-        """The text of the newest graph."""
-        return self.snapshots[-1].text
 
     def start(self, module: Module) -> None:
-        """Keep the input."""
-        self._keep(0, "capture", module, None)
-
-    def after(self, result: PassResult, before: Module, after: Module) -> None:
-        """Keep the graph after the pass; an unchanged graph shares the text of the one before."""
-        if after is before:
-            self.snapshots.append(Snapshot(result.index, result.name, self.snapshots[-1].text, result))
-        else:
-            self._keep(result.index, result.name, after, result)
-
-    def _keep(self, index: int, name: str, module: Module, result: PassResult | None) -> None:
+        """Keep the input, and print it: the last work done once per layer belongs to the capture."""
         from mgraph.ir.printer import print_parts
 
-        self._printed = print_parts(module, self._printed)
-        self.snapshots.append(Snapshot(index, name, self._printed.text, result))
+        self._input = print_parts(module)
+        self.snapshots.append(Snapshot(0, "capture", module, None))
 
-    def write(self, directory: Path) -> list[Path]:
-        """Write `NNN_<pass>.mg.gz` and `NNN_<pass>.json` per snapshot into a directory (made if needed)."""
+    def after(self, result: PassResult, before: Module, after: Module) -> None:
+        """Keep the graph after the pass."""
+        self.snapshots.append(Snapshot(result.index, result.name, after, result))
+
+    def texts(self) -> list[str]:
+        """The text of every snapshot, in order; an unchanged graph shares the text of the one before."""
+        from mgraph.ir.printer import print_parts
+
+        printed = self._input
+        texts = [printed.text]
+        for snapshot in self.snapshots[1:]:
+            if printed.module is snapshot.module:
+                texts.append(texts[-1])
+                continue
+            printed = print_parts(snapshot.module, printed)
+            texts.append(printed.text)
+        return texts
+
+    def write(self, directory: Path) -> str:
+        """Write `NNN_<pass>.mg.gz` and `NNN_<pass>.json` per snapshot into a directory (made if needed).
+
+        Returns the text of the last graph.
+        """
         directory.mkdir(parents=True, exist_ok=True)
-        written = []
+        texts = self.texts()
         # A fixed time makes equal graphs equal files; a low level is four times as fast for half more bytes.
-        packed = {t: gzip.compress(t.encode(), compresslevel=3, mtime=0) for t in {s.text for s in self.snapshots}}
-        for snapshot in self.snapshots:
-            graph = directory / f"{snapshot.stem}.mg.gz"
-            graph.write_bytes(packed[snapshot.text])
-            report = directory / f"{snapshot.stem}.json"
-            report.write_text(json.dumps(snapshot.result.to_json() if snapshot.result else {}, indent=1) + "\n")
-            written += [graph, report]
-        return written
+        packed = {text: gzip.compress(text.encode(), compresslevel=3, mtime=0) for text in dict.fromkeys(texts)}
+        for snapshot, text in zip(self.snapshots, texts, strict=True):
+            (directory / f"{snapshot.stem}.mg.gz").write_bytes(packed[text])
+            report = snapshot.result.to_json() if snapshot.result else {}
+            (directory / f"{snapshot.stem}.json").write_text(json.dumps(report, indent=1) + "\n")
+        return texts[-1]

@@ -28,9 +28,10 @@ def info(**changes: Any) -> PackageInfo:
 
 
 def test_package_is_whole_and_loads(tmp_path: Path) -> None:
-    def write_graphs(directory: Path) -> None:
+    def write_graphs(directory: Path) -> str:
         directory.mkdir()
         (directory / "000_capture.json").write_text("{}")
+        return "the text of the graph"
 
     made = emit_package(module(), info(write_graphs=write_graphs), tmp_path / "deep" / "pkg")
     manifest = json.loads((made / "manifest.json").read_text())
