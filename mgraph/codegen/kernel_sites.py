@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mgraph.codegen.triton.kernel import KernelSpec
 from mgraph.codegen.triton.rms_norm import RmsNorm, backward, forward
-from mgraph.ir.graph import Node
+from mgraph.ir.graph import Module, Node
 
 KERNEL_OPS = ("rms_norm", "rms_norm_grad")
 """Ops that every instance of is a kernel site."""
@@ -38,3 +38,12 @@ class KernelSites:
             self._names[key] = f"rms_norm_{direction}_{number}"
             self.specs.append(build(self._names[key], problem))
         return self._names[key]
+
+
+def kernel_sites(module: Module) -> KernelSites:
+    """The sites of a module, in the order of its functions."""
+    sites = KernelSites()
+    for _, node in module.walk():
+        if node.op in KERNEL_OPS:
+            sites.name(node)
+    return sites

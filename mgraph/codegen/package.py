@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mgraph.codegen.fingerprint import fingerprint
+from mgraph.codegen.kernel_sites import kernel_sites
 from mgraph.codegen.manifest import file_digests, manifest, manifest_text
 from mgraph.codegen.step import step_text
 from mgraph.codegen.triton.aot import build_kernels
@@ -85,11 +86,11 @@ def check_target(target: Path, *, force: bool = False) -> list[str]:
 def _write(module: Module, info: PackageInfo, directory: Path) -> None:
     """All files of the package, the manifest last."""
     directory.chmod(0o755)  # temporary directories are private; packages are not
-    step = step_text(module)
-    (directory / "step.py").write_text(step.text, encoding="utf-8")
-    # Most of a kernel's compilation runs outside the interpreter's lock: the graphs are printed meanwhile.
+    sites = kernel_sites(module)
+    # Most of a kernel's compilation runs outside the interpreter's lock: step and graphs are printed meanwhile.
     with ThreadPoolExecutor(1) as pool:
-        building = pool.submit(build_kernels, step.kernels, directory, info.archs)
+        building = pool.submit(build_kernels, sites.specs, directory, info.archs)
+        (directory / "step.py").write_text(step_text(module, sites), encoding="utf-8")
         text = info.write_graphs(directory / "graphs") if info.write_graphs is not None else print_module(module)
         kernels = building.result()
     (directory / f"{info.kind}.py").write_text(driver_text(info.kind, module.name), encoding="utf-8")

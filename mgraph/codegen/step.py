@@ -1,30 +1,20 @@
-"""step.py of a package: the whole text, and the kernel sites it uses."""
+"""step.py of a package: the whole text."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from mgraph.codegen.function_text import FunctionText, StepContext
-from mgraph.codegen.kernel_sites import KernelSites
+from mgraph.codegen.kernel_sites import KernelSites, kernel_sites
 from mgraph.codegen.names import identifier
 from mgraph.codegen.prepare import prepare
 from mgraph.codegen.source import SourceWriter
 from mgraph.codegen.state_tables import SHORT, StateTables
-from mgraph.codegen.triton.kernel import KernelSpec
 from mgraph.ir.graph import Module
 
 
-@dataclass(frozen=True, slots=True)
-class StepText:
-    """The text of step.py, and the kernel sites in the order of their first use."""
-
-    text: str
-    kernels: tuple[KernelSpec, ...]
-
-
-def step_text(module: Module) -> StepText:
-    """Emit a module whose updates of state are in place."""
+def step_text(module: Module, sites: KernelSites | None = None) -> str:
+    """step.py of a module whose updates of state are in place; `sites` are its kernel sites, found where not given."""
     functions = prepare(module)
     entry_names = {identifier(entry) for entry in module.entries}
     entry_functions = {entry.function for entry in module.entries.values()}
@@ -34,7 +24,7 @@ def step_text(module: Module) -> StepText:
         while chosen in entry_names or chosen in names.values():
             chosen += "_"
         names[name] = chosen
-    context = StepContext(functions, names, KernelSites(), StateTables())
+    context = StepContext(functions, names, sites or kernel_sites(module), StateTables())
     trainable = [state.name for state in module.state.values() if state.trainable]
     if len(trainable) > SHORT:
         context.tables.add("PARAMETERS", trainable)
@@ -46,7 +36,7 @@ def step_text(module: Module) -> StepText:
     for entry in module.entries.values():
         body.blank(2)
         FunctionText(functions[entry.function], context, entry).write(body)
-    return StepText(_header(module, context, body.text()) + body.text(), tuple(context.kernels.specs))
+    return _header(module, context, body.text()) + body.text()
 
 
 def _header(module: Module, context: StepContext, body: str) -> str:
