@@ -86,6 +86,9 @@ def _replay(tensor: Tensor, call: str, arguments: list[Any], state: State, key: 
         if source.shape != tensor.shape:
             raise _error(spec, f"copies '{arguments[0]}', whose shape is {list(source.shape)}")
         tensor.copy_(source)
+    elif call == "fill_range_":
+        start, stop, value = arguments
+        tensor.view(-1)[start:stop] = value
     elif call in _PLAIN_CALLS:
         _PLAIN_CALLS[call](tensor, *arguments)
     else:

@@ -2,7 +2,8 @@
 
 Inside `Recorder`, tensors of more than `SMALL` elements live on the meta device and small ones are real. Each storage
 carries the program of in-place calls that would fill it (`InitCall`, ARCHITECTURE.md). A full overwrite starts the
-program anew; arithmetic with a scalar extends it; anything else loses it, and the place is remembered for the error.
+program anew; arithmetic with a scalar, or a number written into a stretch of it (the row of a padding token), extends
+it; anything else loses it, and the place is remembered for the error.
 A small tensor that no random number went into needs no program: its values are known.
 """
 
@@ -202,11 +203,13 @@ class Recorder(TorchDispatchMode):
             calls = self._overwrite(name, args, kwargs, record, sources)
         except _NotScalar:
             calls = None
-        if calls is None or not _covers(target) or len(written) > 1:
+        if len(written) == 1 and not _covers(target):
+            calls = _stretch(name, calls, record, target)
+        if calls is None or len(written) > 1:
             for each in written:
                 self.record(each).lose(name, random or stale)
         else:
-            overwrites = name in _FILLS or name == "aten.copy_"
+            overwrites = _covers(target) and (name in _FILLS or name == "aten.copy_")
             record.set(calls, random if overwrites else random or record.random)
         return result
 
@@ -239,6 +242,17 @@ def _on_meta(tensor: Tensor) -> bool:
 def _covers(tensor: Tensor) -> bool:
     """Whether a tensor or view is the whole of its storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def _stretch(
+    name: str, calls: tuple[InitCall, ...] | None, record: Record, target: Tensor
+) -> tuple[InitCall, ...] | None:
+    """The program after a number was written into a view; `None` where the view is no one stretch of elements."""
+    if name not in ("aten.zero_", "aten.fill_") or calls is None or record.calls is None or not target.is_contiguous():
+        return None
+    ((_, *value),) = calls
+    start = target.storage_offset()
+    return (*record.calls, ("fill_range_", start, start + target.numel(), *(value or [0.0])))
 
 
 def _to_meta(tree: Any) -> Any:

@@ -22,6 +22,9 @@ def replay(calls: tuple[InitCall, ...], like: Tensor) -> Tensor:
     for name, *arguments in calls:
         if name == "copy_":
             made.copy_(torch.tensor(arguments[0], dtype=made.dtype).view(made.shape))
+        elif name == "fill_range_":
+            start, stop, value = arguments
+            made.view(-1)[start:stop] = value
         elif name == "zeros_":
             made.zero_()
         else:
@@ -80,6 +83,7 @@ class Every(nn.Module):
         nn.init.constant_(self.twice, 3.0)
         self.zero = nn.Parameter(torch.zeros(shape).bfloat16())
         self.linear = nn.Linear(64, size)
+        self.padded = nn.Embedding(size, 64, padding_idx=3)
         self.register_buffer("ramp", torch.arange(8).float().exp())
         self.register_buffer("mask", torch.ones(5, 5, dtype=torch.bool).tril())
 
@@ -91,6 +95,7 @@ def test_every_way(size: int) -> None:
     assert built.inits["zero"] in ((("zeros_",),), (("fill_", 0.0),))
     low, high = built.inits["truncated"][-1][1:]
     assert (low, high) == (-0.75, 1.0)
+    assert built.inits["padded.weight"][1:] == (("fill_range_", 192, 256, 0.0),), "the row of the padding token"
 
 
 def test_the_random_state_of_the_caller_is_kept() -> None:
@@ -106,8 +111,11 @@ def test_ties_hold() -> None:
     assert built.module.head.weight is built.module.embed.weight  # type: ignore[union-attr]
 
 
-def _padded() -> nn.Module:
-    return nn.Sequential(nn.Embedding(10, 4, padding_idx=3))
+def _column() -> nn.Module:
+    layer = nn.Linear(10, 4)
+    with torch.no_grad():
+        layer.weight[:, 3].zero_()
+    return nn.Sequential(layer)
 
 
 def _orthogonal() -> nn.Module:
@@ -125,7 +133,7 @@ def _empty() -> nn.Module:
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (_padded, "initialisation of '0.weight' cannot be recorded: aten.(fill_|zero_)"),
+        (_column, "initialisation of '0.weight' cannot be recorded: aten.(fill_|zero_)"),
         (_orthogonal, "initialisation of '0.weight' cannot be recorded"),
         (_empty, "'weight' is never initialised"),
         (lambda: 3, "the factory returned int, not an nn.Module"),

@@ -22,7 +22,7 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 # Token ids of the published vocabularies lie outside a vocabulary of 256.
-_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 
 
 def _llama(**changes: Any) -> Any:
@@ -86,6 +86,7 @@ def _gemma3() -> Any:
     from transformers import Gemma3TextConfig
 
     changes = {
+        "pad_token_id": 0,
         "num_hidden_layers": 6,
         "sliding_window": 8,
         "query_pre_attn_scalar": 24,
