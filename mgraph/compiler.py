@@ -107,6 +107,7 @@ def build_module(
     spec = ModelSpec(
         recipe.model,
         dtype=_DTYPES[recipe.precision],
+        training=recipe.purpose == "train",
         position_ids=recipe.position_ids,
         loss_mask=recipe.loss_mask,
         max_length=recipe.max_length or None,

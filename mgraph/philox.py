@@ -39,10 +39,12 @@ def key_from(seed: int, *parts: str | int) -> Key:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Key) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Key | tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ten rounds of Philox on four i64 tensors of 32-bit words (0 <= word < 2**32), which it uses up as work space.
 
-    Returns four i64 tensors of 32-bit words.
+    The key is two numbers or i64[] tensors. Returns four i64 tensors of 32-bit words.
     """
     c0, c1, c2, c3 = counter
     for round_index in range(_ROUNDS):
@@ -86,6 +88,60 @@ def normal(
     Arguments as for `uniform`. The largest magnitude is sqrt(48 ln 2) = 5.77.
     """
     return _fill(_to_normal, shape, key, offset, global_shape, dtype, device)
+
+
+def sample_key(seed: Tensor, site: str, call: int) -> tuple[Tensor, Tensor]:
+    """The key of a place in a model: `seed` i64[], whose value is never read on the host, mixed with (site, call)."""
+    low, high = key_from(0, site, call)
+    return (seed & _MASK) ^ low, ((seed >> 32) & _MASK) ^ high
+
+
+def keep_by_sample(
+    shape: Sequence[int], samples: int, key: tuple[Tensor, Tensor], step: Tensor, first: Tensor, p: float
+) -> Tensor:
+    """True with probability 1 - p, in steps of 2**-24: bool of `shape`. Numbering as in `uniform_by_sample`."""
+    threshold = round(p * 2**24)
+    return _by_sample(lambda words: (words >> 8) >= threshold, torch.bool, shape, samples, key, step, first)
+
+
+def uniform_by_sample(
+    shape: Sequence[int], samples: int, key: tuple[Tensor, Tensor], step: Tensor, first: Tensor
+) -> Tensor:
+    """Uniform numbers in [0, 1), f32 of `shape`, the same for a sequence wherever in a batch it lies.
+
+    The elements of `shape` are those of `samples` equal parts, one after the other; part s is sample `first + s` of
+    training step `step` (both i64[]). Element i of a part is lane `i % 4` of the block with counter (i // 4, sample,
+    step).
+    """
+    return _by_sample(_to_uniform, torch.float32, shape, samples, key, step, first)
+
+
+def _by_sample(
+    transform: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    samples: int,
+    key: tuple[Tensor, Tensor],
+    step: Tensor,
+    first: Tensor,
+) -> Tensor:
+    """Elements numbered within their sample, piece by piece."""
+    out = torch.empty(tuple(shape), dtype=dtype, device=first.device)
+    if out.numel() == 0:
+        return out
+    assert out.numel() % samples == 0, f"{tuple(shape)} is not made of {samples} equal samples"
+    rows = out.view(samples, -1)
+    num_blocks = -(-rows.shape[1] // 4)
+    chunk = _CHUNK.get(out.device.type, _CHUNK_ACCELERATOR) // 4
+    for row, column, num_rows, num_columns in _pieces(samples, num_blocks, chunk):
+        size = num_rows, num_columns
+        block = torch.arange(column, column + num_columns, device=out.device).repeat(num_rows, 1)
+        sample = torch.arange(row, row + num_rows, device=out.device)[:, None].add(first) & _MASK
+        counter = block, sample.expand(size).clone(), (step & _MASK).expand(size).clone(), torch.zeros_like(block)
+        words = torch.stack(philox4x32(counter, key), -1).flatten(1)
+        begin, end = column * 4, min((column + num_columns) * 4, rows.shape[1])
+        rows[row : row + num_rows, begin:end] = transform(words[:, : end - begin])
+    return out
 
 
 def _fill(

@@ -62,11 +62,13 @@ def _initialise(spec: StateSpec, state: State, seed: int, device: torch.device) 
     low_precision = spec.dtype.is_floating_point and spec.dtype.itemsize < 4
     tensor = torch.empty(spec.shape, dtype=torch.float32 if low_precision else spec.dtype, device=device)
     for index, (call, *arguments) in enumerate(spec.init):
-        _replay(tensor, call, arguments, state, philox.key_from(seed, spec.seed_name, index), spec)
+        _replay(tensor, call, arguments, state, seed, philox.key_from(seed, spec.seed_name, index), spec)
     return tensor.to(spec.dtype)
 
 
-def _replay(tensor: Tensor, call: str, arguments: list[Any], state: State, key: philox.Key, spec: StateSpec) -> None:
+def _replay(
+    tensor: Tensor, call: str, arguments: list[Any], state: State, seed: int, key: philox.Key, spec: StateSpec
+) -> None:
     """Apply one recorded in-place call to `tensor`."""
     if call == "normal_":
         mean, deviation = arguments
@@ -86,6 +88,8 @@ def _replay(tensor: Tensor, call: str, arguments: list[Any], state: State, key: 
         if source.shape != tensor.shape:
             raise _error(spec, f"copies '{arguments[0]}', whose shape is {list(source.shape)}")
         tensor.copy_(source)
+    elif call == "seed_":
+        tensor.fill_(seed)
     elif call == "fill_range_":
         start, stop, value = arguments
         tensor.view(-1)[start:stop] = value

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mgraph import philox
 from mgraph.errors import MgraphError, OptionError, PackageError
-from mgraph.runtime import checkpoint, mesh, v1
+from mgraph.runtime import checkpoint, dropout, mesh, v1
 from mgraph.runtime.data import Batch, Corpus, Position, Stream, load_corpus, validation_batches
 from mgraph.runtime.log import Log, Record
 from mgraph.runtime.mesh import DATA_AXIS, Mesh
@@ -253,7 +253,9 @@ class Trainer:
         """One optimizer step: this rank's microbatches, then finish."""
         rank, num_ranks = self.mesh.index(DATA_AXIS), self.mesh.size(DATA_AXIS)
         torch.manual_seed(philox.key_from(self.options.seed, "step", self.step, rank)[0])
-        for batch in self.stream.microbatches(self.microbatches, rank, num_ranks):
+        batches = self.stream.microbatches(self.microbatches, rank, num_ranks)
+        for index, batch in enumerate(batches):
+            dropout.place(self.state, self.step, (index * num_ranks + rank) * self.options.batch_size)
             self.package.call("microbatch", self.state, *self._on_device(batch))
         options = self.options
         rate = learning_rate(self.step, options.steps, options.lr, options.min_lr, options.warmup, options.decay)

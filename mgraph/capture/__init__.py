@@ -1,6 +1,9 @@
 """Capture: from a model definition to a `Module` with one entry, `forward`.
 
 resolve (source) -> build (initialise, recorder) -> export (adapter) -> import (unsupported, shapes, rules, mutation)
+
+A model that draws random numbers while it is trained (dropout, noise) is traced a second time in evaluation mode: the
+entry `evaluation` has the same outputs.
 """
 
 from __future__ import annotations
@@ -9,13 +12,15 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mgraph.capture.export import export
 from mgraph.capture.importer import import_program
 from mgraph.capture.initialise import build
 from mgraph.capture.source import ModelSpec, resolve
-from mgraph.ir.graph import Module
+from mgraph.ir.dims import NamedDim
+from mgraph.ir.graph import Entry, Module, Value
+from mgraph.ir.ops.random import STATES
 
 __all__ = ["CaptureReport", "ModelSpec", "capture", "capture_with_report"]
 
@@ -36,7 +41,8 @@ class CaptureReport:
 
 
 def capture(spec: ModelSpec | str) -> Module:
-    """Capture a model: one function and one entry `forward`, inputs -> loss_sum f32[], count i64[], logits.
+    """Capture a model: one function and one entry `forward`, inputs -> loss_sum f32[], count i64[], logits (two where
+    evaluation differs from training).
 
     `spec` is a `ModelSpec` or its text. Raises ModelError (the model cannot be found or built) or CaptureError (it
     cannot be traced), both with the user's source line.
@@ -55,6 +61,9 @@ def capture_with_report(spec: ModelSpec | str) -> tuple[Module, CaptureReport]:
         exported = export(built.module, spec, source.inputs, source.loss, source.where)
         times.append(time.perf_counter())
         module, dropped = import_program(exported, built, source.name)
+        if spec.training and not STATES.keys().isdisjoint(module.state):
+            evaluation = export(built.module, replace(spec, training=False), source.inputs, source.loss, source.where)
+            module = _with_evaluation(module, import_program(evaluation, built, source.name)[0])
         times.append(time.perf_counter())
     seconds = {
         name: after - before
@@ -67,6 +76,44 @@ def capture_with_report(spec: ModelSpec | str) -> tuple[Module, CaptureReport]:
         dict(sorted(dropped.items())),
     )
     return module, report
+
+
+def _with_evaluation(module: Module, other: Module) -> Module:
+    """The module with the function of another capture of the same model as its entry `evaluation`.
+
+    Constants that both captures made under one name, with different values, are told apart.
+    """
+    states = dict(module.state)
+    values: dict[Value, Value] = {}
+    for name, state in other.state.items():
+        same = module.state.get(name)
+        if same is not None and same.init != state.init:
+            name, same = f"{name}.evaluation", None
+        if same is None:
+            states[name] = replace(state, value=Value(name, state.type, is_state=True))
+        values[state.value] = states[name].value
+    function = other.functions["forward"]
+    nodes = tuple(replace(n, operands=tuple(values.get(v, v) for v in n.operands)) for n in function.nodes)
+    results = tuple(values.get(v, v) for v in function.results)
+    return replace(
+        module,
+        dims={n: _narrower(dim, other.dims.get(n, dim)) for n, dim in module.dims.items()},
+        state=states,
+        functions={
+            **module.functions,
+            "evaluation": replace(function, name="evaluation", nodes=nodes, results=results),
+        },
+        entries={
+            **module.entries,
+            "evaluation": Entry("evaluation", "evaluation", other.entries["forward"].outputs),
+        },
+    )
+
+
+def _narrower(one: NamedDim, two: NamedDim) -> NamedDim:
+    """The extents that both allow."""
+    bounds = [d.maximum for d in (one, two) if d.maximum is not None]
+    return replace(one, minimum=max(one.minimum, two.minimum), maximum=min(bounds, default=None))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mgraph.capture import rules
+from mgraph.capture import noise, rules
 from mgraph.capture.adapter import Adapter
 from mgraph.capture.export import Exported
 from mgraph.capture.frames import stack_frame
@@ -56,6 +56,7 @@ class _Importer:
         self.env: dict[Any, Any] = {}
         self.dropped: Counter[str] = Counter()
         self.differentiable: set[Value] = set()
+        self.noise = noise.Noise(self.emit, self.state, lambda: self.builder.origin)
         self.memory: Memory
         self._origins: dict[tuple[str, str], Origin] = {}
 
@@ -132,6 +133,8 @@ class _Importer:
             self.detach(node, name)
         elif Memory.writes(node):
             self.write(node, name)
+        elif noise.draws(node):
+            self.env[node] = self.drawn(node, name)
         else:
             self.plain(node, name)
 
@@ -215,11 +218,21 @@ class _Importer:
             elif other in self.env and self.memory.read_after(other, node):
                 raise self.aliased(node)
 
+    def drawn(self, node: Any, name: str) -> Value:
+        """Dropout, attention with dropout, or random numbers."""
+        type_ = self.reader.type_of(node.meta["val"])
+        operands, attrs = rules.operands_and_attrs(node, type_, lambda n: self.value(n, node), self.reader)
+        if name == noise.DROPOUT:
+            return self.noise.dropout(operands[0], attrs["p"])
+        return self.noise.attention(operands, attrs) if name == noise.ATTENTION else self.noise.uniform(type_)
+
     def updated(self, node: Any, name: str, type_: TensorType) -> Value:
         """The result of the functional form of an in-place op, in the dtype of its target."""
         namespace, base, variant = name.split(".")
         functional = f"{namespace}.{base.removesuffix('_')}.{variant}"
         operands, attrs = rules.operands_and_attrs(node, type_, lambda n: self.value(n, node), self.reader)
+        if name == noise.UNIFORM:
+            return self.noise.uniform(type_, attrs.get("from", 0.0), attrs.get("to", 1.0))
         result = self.emit(functional, operands, attrs, None, None)[0]
         return self.as_type(result, type_, base.removesuffix("_"))
 

@@ -143,7 +143,8 @@ def _transformers(spec: ModelSpec) -> Source:
     if not isinstance(settings, dict) or "model_type" not in settings:
         raise ModelError(f"'{path}' has no model_type", str(path), "give the config.json of a transformers model")
     try:
-        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+        import transformers
+        from transformers import CONFIG_MAPPING
     except ImportError as error:
         raise ModelError("transformers is not installed", spec.text, "pip install 'mgraph[hf]'") from error
     model_type = settings.pop("model_type")
@@ -154,7 +155,21 @@ def _transformers(spec: ModelSpec) -> Source:
     def factory() -> Any:
         config = CONFIG_MAPPING[model_type].from_dict({**settings, "use_cache": False})
         options = {} if spec.dtype is None else {"dtype": to_torch_dtype(spec.dtype)}
-        return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+        named = _class_of(transformers, settings, path)
+        make = named.from_config if named is transformers.AutoModelForCausalLM else named._from_config
+        return make(config, **options)
 
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
     return Source(name or str(model_type), spec.text, factory)
+
+
+def _class_of(transformers: Any, settings: Mapping[str, Any], path: Path) -> Any:
+    """The class that a configuration names, as checkpoints of it do; without a name, causal language modelling."""
+    names = settings.get("architectures") or []
+    if not names:
+        return transformers.AutoModelForCausalLM
+    found = getattr(transformers, str(names[0]), None)
+    if found is None:
+        hint = "name a class of the installed transformers, or leave architectures out"
+        raise ModelError(f"transformers has no class '{names[0]}'", str(path), hint)
+    return found

@@ -30,6 +30,18 @@ _DROPOUTS = {
 }
 
 
+DRAWN = frozenset(
+    {
+        "aten.dropout.default",
+        "aten.rand.default",
+        "aten.rand_like.default",
+        "aten.scaled_dot_product_attention.default",
+        "aten.uniform_.default",
+    }
+)
+"""Ops that draw random numbers and have a form in the IR (`mgraph.capture.noise`)."""
+
+
 def op_name(node: Any) -> str:
     """`aten.mul.Tensor` for a node that calls a torch op, the bare name for other calls."""
     target = node.target
@@ -112,11 +124,7 @@ def _problem(node: Any, inputs: dict[str, Any], reader: ShapeReader) -> str | No
         return None if name == INLINED else f"a region of {name.removeprefix('wrap_with_')}"
     if not isinstance(node.target, torch._ops.OpOverload) or is_assertion(node) or is_no_dropout(node):
         return None
-    if name in _DROPOUTS:
-        return f"dropout with p = {argument(node, 1, 'p')} in training"
-    if name == "aten.scaled_dot_product_attention.default" and argument(node, 4, "dropout_p", 0.0):
-        return f"attention dropout with p = {argument(node, 4, 'dropout_p')}"
-    if torch.Tag.nondeterministic_seeded in node.target.tags and name != "aten.scaled_dot_product_attention.default":
+    if torch.Tag.nondeterministic_seeded in node.target.tags and name not in DRAWN:
         return f"random numbers in forward ({name})"
     if name in _NORMS and argument(node, _NORMS[name], "training"):
         return f"running statistics ({name} in training)"

@@ -30,6 +30,7 @@ def _text(value: Any) -> bool:
 INIT_CALLS: dict[str, tuple[Callable[[Any], bool], ...]] = {
     "zeros_": (),
     "fill_": (_number,),
+    "seed_": (),
     "fill_range_": (_number, _number, _number),
     "normal_": (_number, _number),
     "uniform_": (_number, _number),

@@ -9,7 +9,7 @@ After (backward seeded with 1 on the loss *sum*; every trainable param gets an a
 
     func @microbatch(%tokens, %labels) { … %d = aten.ones.default() … %grad_w = accumulate(@w.grad, %dw) … }
     entry microbatch = @microbatch -> (loss_sum, count) updates (acc.loss_sum, acc.count, w.grad, …)
-    entry evaluate = @evaluate -> (loss_sum, count)
+    entry evaluate = @evaluate -> (loss_sum, count)          (from the entry `evaluation` where there is one)
     entry predict = @predict -> (logits)
 """
 
@@ -26,6 +26,8 @@ from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.calls import part_of
 from mgraph.passes.differentiation import Differentiator, Sweep, gradient_type
 
+EVALUATION = "evaluation"
+"""The entry of a model that computes something else when it is not trained: without dropout and noise."""
 LOSS, COUNT = "loss_sum", "count"
 LOSS_TOTAL, COUNT_TOTAL = "acc.loss_sum", "acc.count"
 
@@ -51,16 +53,17 @@ class Autodiff(Pass):
         microbatch, state = _microbatch(differentiator, module, function)
         updates = (LOSS_TOTAL, COUNT_TOTAL, *(s.name for s in state if s.kind is StateKind.GRAD))
         report.count("gradients", len(updates) - 2)
-        functions = {n: f for n, f in module.functions.items() if n != function.name}
-        evaluate = part_of(function, "evaluate", function.results[:2])
+        quiet = module.entry_function(EVALUATION if EVALUATION in module.entries else "forward")
+        functions = {n: f for n, f in module.functions.items() if n not in (function.name, quiet.name)}
+        evaluate = part_of(quiet, "evaluate", quiet.results[:2])
         functions |= {**differentiator.functions, "microbatch": microbatch, "evaluate": evaluate}
         entries = {
             "microbatch": Entry("microbatch", "microbatch", (LOSS, COUNT), updates),
             "evaluate": Entry("evaluate", "evaluate", (LOSS, COUNT)),
         }
         if "logits" in entry.outputs:
-            logits = function.results[entry.outputs.index("logits")]
-            functions["predict"] = part_of(function, "predict", (logits,))
+            logits = quiet.results[entry.outputs.index("logits")]
+            functions["predict"] = part_of(quiet, "predict", (logits,))
             entries["predict"] = Entry("predict", "predict", ("logits",))
         declared = {**module.state, **{s.name: s for s in state}}
         return replace(module, functions=functions, entries=entries, state=declared)

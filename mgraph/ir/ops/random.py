@@ -1,36 +1,89 @@
-"""Random numbers that are the same on every mesh, under recompute, in graphs and after resume."""
+"""Random numbers that are the same on every mesh, under recompute, in graphs and after resume.
+
+Numbers are drawn by counter (Philox, Salmon et al. 2011) and never from a generator: what an element gets follows from
+the run's seed, the training step, which sequence of the step it belongs to, its place in that sequence, and the place
+in the model (`site`, and `call` for the layer). Three states hold the first three (`STATES`); the runtime sets them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mgraph.ir.dims import as_dim
-from mgraph.ir.opdef import REQUIRED, define_op
-from mgraph.ir.torch_bridge import to_torch_dtype
+from mgraph.ir.opdef import REQUIRED, GradientRequest, define_op
+from mgraph.ir.ops.cost import per_element, traffic
+from mgraph.ir.ops.numeric import rounded
+from mgraph.ir.torch_bridge import promote, to_torch_dtype
 from mgraph.ir.types import DType, TensorType
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def _random(seed: Any, step: Any, microbatch: Any, *, shape: Sequence[int], dtype: DType, call: int, site: str) -> Any:
-    """Uniform numbers in [0, 1), by Philox (Salmon et al. 2011), keyed by (seed, step, microbatch, call, site) and
-    counted by global element index.
+    from mgraph.ir.graph import Value
 
-    Operands are i64[]; `site` names the place in the model, `call` the layer.
+STATES = {"rng.seed": (("seed_",),), "rng.step": (("zeros_",),), "rng.sample": (("zeros_",),)}
+"""The i64[] states that random ops read, and their initialisers: the run's seed, the number of finished steps, and the
+number within the step of the first sequence of the microbatch."""
+
+_PLACE = {"site": REQUIRED, "call": 0, "samples": REQUIRED}
+
+
+def random(
+    seed: Tensor,
+    step: Tensor,
+    sample: Tensor,
+    *,
+    shape: Sequence[int],
+    dtype: DType = DType.F32,
+    site: str,
+    call: int = 0,
+    samples: int,
+) -> Tensor:
+    """Uniform numbers in [0, 1), multiples of 2^-24, of `shape`, rounded to `dtype`.
+
+    seed, step, sample i64[]. The elements are those of `samples` sequences, one after the other, the first of which is
+    number `sample` of the step.
     """
     from mgraph import philox
 
-    key = philox.key_from(int(seed), int(step), int(microbatch), call, site)
-    return philox.uniform(list(shape), key, dtype=to_torch_dtype(dtype), device=seed.device)
+    key = philox.sample_key(seed, site, call)
+    return philox.uniform_by_sample(shape, samples, key, step, sample).to(to_torch_dtype(dtype))
+
+
+def dropout(
+    x: Tensor, seed: Tensor, step: Tensor, sample: Tensor, *, p: float, site: str, call: int = 0, samples: int
+) -> Tensor:
+    """`y = x · keep / (1 - p)`, where keep is 1 with probability 1 - p, else 0 (Srivastava et al. 2014).
+
+    x [...] → y [...] in x's dtype; seed, step, sample i64[]; numbering of the elements as for `random`. The gradient
+    is the same op on the cotangent.
+    """
+    from mgraph import philox
+
+    key = philox.sample_key(seed, site, call)
+    keep = philox.keep_by_sample(x.shape, samples, key, step, sample, p)
+    return rounded(promote(x) * (1.0 / (1.0 - p) if p < 1 else 0.0) * keep, x)
 
 
 def _infer_random(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
     return (TensorType(attrs["dtype"], tuple(map(as_dim, attrs["shape"]))),)
 
 
-random = define_op(
-    "random",
-    _random,
-    attrs={"shape": REQUIRED, "dtype": DType.F32, "call": 0, "site": REQUIRED},
-    infer=_infer_random,
-    random=True,
+def _dropout_gradient(request: GradientRequest) -> Sequence[Value | None]:
+    _, *numbers = request.node.operands
+    dx = request.builder.one("dropout", request.cotangent, *numbers, name="dx", **request.node.attrs)
+    return (dx, None, None, None)
+
+
+define_op("random", random, attrs={"shape": REQUIRED, "dtype": DType.F32, **_PLACE}, infer=_infer_random)
+define_op(
+    "dropout",
+    dropout,
+    attrs={"p": REQUIRED, **_PLACE},
+    infer=lambda types, attrs: (TensorType(types[0].dtype, types[0].shape),),
+    gradient=_dropout_gradient,
+    flops=per_element(2),
+    bytes=traffic,
+    compute_dtype="f32",
 )
