@@ -20,6 +20,9 @@ from torch import Tensor
 Key = tuple[int, int]
 """Two 32-bit words."""
 
+Word = int | Tensor
+"""One of them, on the host or as i64[]."""
+
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -40,7 +43,7 @@ def key_from(seed: int, *parts: str | int) -> Key:
 
 
 def philox4x32(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Key | tuple[Tensor, Tensor]
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Word, Word]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ten rounds of Philox on four i64 tensors of 32-bit words (0 <= word < 2**32), which it uses up as work space.
 

@@ -251,7 +251,7 @@ def _stretch(
     if name not in ("aten.zero_", "aten.fill_") or calls is None or record.calls is None or not target.is_contiguous():
         return None
     ((_, *value),) = calls
-    start = target.storage_offset()
+    start = int(target.storage_offset())
     return (*record.calls, ("fill_range_", start, start + target.numel(), *(value or [0.0])))
 
 

@@ -40,6 +40,7 @@ class ShapeReader:
     def __init__(self, inputs: Sequence[tuple[InputSpec, torch.Tensor]], ranges: dict[Any, Any]) -> None:
         self._symbols: dict[Any, sympy.Symbol] = {}
         self._dims: dict[Any, Dim] = {}
+        self._types: dict[TensorType, TensorType] = {}
         for spec, tensor in inputs:
             for dim, size in zip(spec.shape, tensor.shape, strict=True):
                 if not isinstance(dim, int) and isinstance(size, torch.SymInt):
@@ -95,8 +96,12 @@ class ShapeReader:
         return expression.func(*arguments)
 
     def type_of(self, tensor: torch.Tensor) -> TensorType:
-        """The type of a fake tensor; raises `Unnamed`, or KeyError for a dtype that the IR has not."""
-        return TensorType(from_torch_dtype(tensor.dtype), tuple(self.dim(s) for s in tensor.shape))
+        """The type of a fake tensor, one object for equal types.
+
+        Raises `Unnamed`, or KeyError for a dtype that the IR has not.
+        """
+        type_ = TensorType(from_torch_dtype(tensor.dtype), tuple(self.dim(s) for s in tensor.shape))
+        return self._types.setdefault(type_, type_)
 
 
 def _maximum(upper: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""Recognise RMS normalisation.
+"""Recognise RMS and layer normalisation.
 
     %a: f32[B, S, 64] = cast(%x) {dtype = f32}
     %b: f32[B, S, 64] = aten.pow.Tensor_Scalar(%a) {exponent = 2}
@@ -11,6 +11,8 @@
 
 Three tails are known: the cast before the product with the weight (`normed`), after it (`product`), and after a product
 with `weight + offset`. Without casts (all in one dtype) `product` says the same. `aten.rms_norm` is a `product`.
+
+    %y = aten.layer_norm.default(%x, %w, %b) {eps = 1e-05}             ==>  %y, %mean, %rstd = layer_norm(%x, %w, %b)
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from mgraph.ir.pattern import ANY, LAST_DIM, NUMBER, Guard, Match, Pattern, capt
 from mgraph.ir.types import DType
 from mgraph.passes.rewrite import RaisePass, Rule
 
+_LAYER_EPS = 1e-5  # torch's own default
 _GIVEN = where("a number (what torch adds by default depends on the dtype)", NUMBER.test)
 
 
@@ -64,6 +67,12 @@ def _dtype(match: Match) -> str | None:
     return None if before is x else f"the normalised value is rounded to {before!r}, expected {x!r}"
 
 
+def _same_dtype(match: Match) -> str | None:
+    """Torch computes in f32 and rounds once where all of its operands are of one dtype."""
+    dtypes = {match[name].tensor.dtype for name in ("x", "weight", "bias")}
+    return None if len(dtypes) == 1 else f"x, weight and bias have several dtypes: {sorted(map(repr, dtypes))}"
+
+
 def _shape(match: Match) -> str | None:
     x, weight = match["x"].tensor, match["weight"].tensor
     if weight.shape != x.shape[-1:]:
@@ -85,6 +94,12 @@ def _emit_torch(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
     return builder.emit("rms_norm", (match["x"], match["weight"]), attrs, names=("rms_norm", "rstd"))[:1]
 
 
+def _emit_layer(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
+    operands = (match["x"], match["weight"], match["bias"])
+    attrs = {"eps": match.attr("norm", "eps", _LAYER_EPS)}
+    return builder.emit("layer_norm", operands, attrs, names=("layer_norm", "mean", "rstd"))[:1]
+
+
 _SHAPE = Guard("shape", _shape)
 _RULES = (
     Rule(
@@ -94,13 +109,27 @@ _RULES = (
         _emit_torch,
         (_SHAPE,),
     ),
+    Rule(
+        "layer_norm",
+        op(
+            "aten.layer_norm.default",
+            *map(capture, ("x", "weight", "bias")),
+            normalized_shape=ANY,
+            eps=ANY,
+            cudnn_enable=ANY,
+            name="norm",
+        ),
+        ("aten.layer_norm.default",),
+        _emit_layer,
+        (_SHAPE, Guard("dtype", _same_dtype)),
+    ),
     Rule("rms_norm", _CHAIN, ("aten.rsqrt.default",), _emit, (_SHAPE, Guard("dtype", _dtype))),
 )
 
 
 @dataclass(frozen=True)
 class RaiseNorm(RaisePass):
-    """Raise RMS normalisation."""
+    """Raise RMS and layer normalisation."""
 
     name: ClassVar[str] = "raise-norm"
 

@@ -23,8 +23,8 @@ def replay(calls: tuple[InitCall, ...], like: Tensor) -> Tensor:
         if name == "copy_":
             made.copy_(torch.tensor(arguments[0], dtype=made.dtype).view(made.shape))
         elif name == "fill_range_":
-            start, stop, value = arguments
-            made.view(-1)[start:stop] = value
+            start, stop, value = (float(str(a)) for a in arguments)
+            made.view(-1)[int(start) : int(stop)] = value
         elif name == "zeros_":
             made.zero_()
         else:

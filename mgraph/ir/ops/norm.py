@@ -1,4 +1,5 @@
-"""RMS normalisation (Zhang and Sennrich 2019, arXiv:1910.07467) and its gradient."""
+"""RMS normalisation (Zhang and Sennrich 2019, arXiv:1910.07467), layer normalisation (Ba et al. 2016,
+arXiv:1607.06450), and their gradients."""
 
 from __future__ import annotations
 
@@ -61,6 +62,65 @@ def _gradient(request: GradientRequest) -> Sequence[Value | None]:
     return dx, dweight if request.needs[1] else None
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Centre and normalise the last dim: `rstd = 1 / sqrt(mean((x - mean)²) + eps)`, `y = (x - mean) · rstd · weight +
+    bias`.
+
+    x [..., n], weight, bias [n] → y [..., n] in x's dtype, mean and rstd [..., 1] in f32. Computed in at least f32,
+    rounded once.
+    """
+    wide = promote(x)
+    mean = wide.mean(-1, keepdim=True)
+    centred = wide - mean
+    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return rounded(centred * rstd * promote(weight) + promote(bias), x), mean, rstd
+
+
+def layer_norm_grad(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of `layer_norm`: with n = (x - mean) · rstd and g = dy · weight,
+
+        dx = rstd · (g - mean(g) - n · mean(g · n)),  dweight = Σ over rows of dy · n,  dbias = Σ over rows of dy
+
+    dy, x [..., n], weight, bias [n], mean, rstd [..., 1] → dx in x's dtype, dweight and dbias [n] in their own.
+    """
+    normed = (promote(x) - mean) * rstd
+    grad = promote(dy) * promote(weight)
+    dx = rstd * (grad - grad.mean(-1, keepdim=True) - normed * (grad * normed).mean(-1, keepdim=True))
+    dweight = (promote(dy) * normed).reshape(-1, x.shape[-1]).sum(0)
+    dbias = promote(dy).reshape(-1, x.shape[-1]).sum(0)
+    return rounded(dx, x), rounded(dweight, weight), rounded(dbias, bias)
+
+
+def _layer_norm_gradient(request: GradientRequest) -> Sequence[Value | None]:
+    x, weight, bias = request.node.operands
+    operands = (request.cotangent, x, weight, bias, *request.node.results[1:])
+    made = request.builder.emit("layer_norm_grad", operands, {}, names=("dx", "dweight", "dbias"))
+    return [value if needed else None for value, needed in zip(made, request.needs, strict=True)]
+
+
+define_op(
+    "layer_norm",
+    layer_norm,
+    signature="... n^, n^, n^ -> ... n, ... 1:f32, ... 1:f32",
+    attrs={"eps": REQUIRED},
+    gradient=_layer_norm_gradient,
+    flops=per_element(8),
+    bytes=traffic,
+    compute_dtype="f32",
+)
+define_op(
+    "layer_norm_grad",
+    layer_norm_grad,
+    infer=lambda types, attrs: (types[1], types[2], types[3]),
+    flops=per_element(14),
+    bytes=traffic,
+    compute_dtype="f32",
+    strategies=(
+        Strategy("rows", (Shard(0), Shard(0), None, None, Shard(0), Shard(0)), (Shard(0), Partial(), Partial())),
+    ),
+)
 define_op(
     "rms_norm",
     rms_norm,
