@@ -55,7 +55,7 @@ def _calling(random: bool) -> Module:
     """Two equal calls of `outer`, which calls `inner`, which may hold a random node."""
     inner = started("inner")
     seed = inner.param("seed", SCALAR)
-    attrs: dict[str, Any] = {"shape": (4,), "dtype": DType.F32, "site": "a"}
+    attrs: dict[str, Any] = {"shape": (4,), "samples": 1, "site": "a"}
     y = inner.emit("random", [seed, seed, seed], attrs)[0] if random else inner.one("cast", seed, dtype=DType.F32)
     outer = started("outer")
     type_ = y.tensor
@@ -79,7 +79,7 @@ def test_random_never_merges() -> None:
     assert merged(module) is module
     builder = started()
     seed = builder.param("seed", SCALAR)
-    attrs = {"shape": (4,), "dtype": DType.F32, "site": "a"}
+    attrs = {"shape": (4,), "samples": 1, "site": "a"}
     twice = module_of(builder.build([builder.emit("random", [seed] * 3, attrs)[0] for _ in range(2)]))
     assert merged(twice) is twice
     assert len(twice.functions["forward"].nodes) == 2

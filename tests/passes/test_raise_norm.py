@@ -116,3 +116,41 @@ def test_near_miss_names_module_and_line() -> None:
     _, _, report = raised(RaiseNorm(), CAST_FIRST.replace("return %y", "return %y, %e"))
     assert report.near_misses[0].detail == "rms_norm at layers.*.part (model.py:5): `rsqrt` has 2 users, expected 1"
     assert (report.near_misses[0].node, report.near_misses[0].guard) == ("e", "users")
+
+
+LAYER = """
+func @f(%x: bf16[B, S, 16], %w: bf16[16], %b: bf16[16]) {
+  %y: bf16[B, S, 16] = aten.layer_norm.default(%x, %w, %b) {normalized_shape = [16], eps = 1e-06}
+  return %y
+}
+"""
+
+
+@pytest.mark.parametrize(("old", "eps"), [("", 1e-6), (", eps = 1e-06", 1e-5)])
+def test_layer_norm(old: str, eps: float) -> None:
+    before, after, report = raised(RaiseNorm(), LAYER.replace(old, "") if old else LAYER)
+    (node,) = after.functions["f"].nodes
+    assert (node.op, node.attrs) == ("layer_norm", {"eps": eps})
+    assert report.counts == {"layer_norm": 1}
+    assert_same(before, after)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("%b: bf16[16]", "%b: f32[16]", "x, weight and bias have several dtypes: ['bf16', 'f32']"),
+        ("(%x, %w, %b)", "(%x, %w)", "expected 3"),
+        (
+            "%w: bf16[16], %b: bf16[16]",
+            "%w: bf16[S, 16], %b: bf16[S, 16]",
+            "the weight is bf16[S, 16], expected one number for each of the last dim",
+        ),
+    ],
+)
+def test_near_misses_of_layer_norm(old: str, new: str, expected: str) -> None:
+    text = LAYER.replace(old, new)
+    if "S, 16], %b" in text:
+        text = text.replace("[16], eps", "[S, 16], eps")
+    (miss,) = near_misses(RaiseNorm(), text)
+    assert miss.startswith("layer_norm: ")
+    assert expected in miss

@@ -115,9 +115,3 @@ def test_norm_copies_and_zeros() -> None:
     assert torch.equal(targets[0], tensors[0].bfloat16()) and torch.equal(targets[1], tensors[1])
     rt.zero_(tensors)
     assert not any(t.any() for t in tensors)
-
-
-def test_random() -> None:
-    keys = [torch.tensor(i) for i in (3, 4, 5)]
-    expected = op_def("random").body(*keys, shape=(3, 5), dtype=DType.F32, call=2, site="drop")
-    assert torch.equal(rt.random(*keys, shape=[3, 5], dtype=torch.float32, call=2, site="drop"), expected)

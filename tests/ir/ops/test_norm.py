@@ -31,3 +31,14 @@ def test_rounding_points(run_op: Any, round_: str) -> None:
     expected = weight * normed.bfloat16() if round_ == "normed" else (weight.float() * normed).bfloat16()
     assert torch.equal(y, expected)
     assert rstd.dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 7), (2, 3, 5, 16), (0, 4)])
+def test_layer_norm(check_op: Any, shape: tuple[int, ...]) -> None:
+    x, weight, bias = (torch.randn(s, requires_grad=True) for s in (shape, shape[-1:], shape[-1:]))
+
+    def reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+
+    _, mean, rstd = check_op("layer_norm", (x, weight, bias), {"eps": 1e-5}, reference)
+    assert mean.shape == rstd.shape == (*shape[:-1], 1)
