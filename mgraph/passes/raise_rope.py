@@ -1,4 +1,4 @@
-"""Recognise rotary position embedding in the half style, written in either of two ways.
+"""Recognise rotary position embedding: pairs of both halves or of neighbours, written in either of two ways.
 
     %a = aten.mul.Tensor(%x, %cos)
     %b = aten.slice.Tensor(%x) {dim = 3, end = 8}          # first half
@@ -8,8 +8,10 @@
     %f = aten.mul.Tensor(%e, %sin)
     %y = aten.add.Tensor(%a, %f)
 
-or, with tables of half the width, `cat(first * cos - second * sin, second * cos + first * sin)`. Casts around the
-chain are taken along where they lead back to x's dtype.
+or, with tables of half the width, `cat(first * cos - second * sin, second * cos + first * sin)`. Where `first` and
+`second` are every other element and come back so (a stack and a reshape in place of `cat`), the style is
+`interleaved`; where they come back as halves, x is first brought into that order. Casts around the chain are taken
+along where they lead back to x's dtype.
 """
 
 from __future__ import annotations
@@ -35,40 +37,59 @@ def _is_last(value: Any, node: Node) -> bool:
 
 
 _LAST: Where = where("the last dim", _is_last)
+_NEW_LAST: Where = where("a new last dim", lambda value, node: value in (-1, len(node.operands[0].tensor.shape)))
 _MIDDLE: Where = where("half of the last dim", lambda value, node: value == _half(node.operands[0]))
 
 
-def _first(x: Pattern) -> Pattern:
-    return op("aten.slice.Tensor", x, dim=_LAST, end=_MIDDLE)
+_Parts = tuple[Pattern, Pattern]
 
 
-def _second(x: Pattern) -> Pattern:
-    return op("aten.slice.Tensor", x, dim=_LAST, start=_MIDDLE)
+def _halves(x: Pattern) -> _Parts:
+    """The first and the second half."""
+    return op("aten.slice.Tensor", x, dim=_LAST, end=_MIDDLE), op("aten.slice.Tensor", x, dim=_LAST, start=_MIDDLE)
+
+
+def _alternate(x: Pattern) -> _Parts:
+    """Elements 0, 2, 4, … and 1, 3, 5, …"""
+    even = op("aten.slice.Tensor", x, dim=_LAST, step=2, name="even")
+    return even, op("aten.slice.Tensor", x, dim=_LAST, start=1, step=2)
 
 
 def _mul(left: Pattern, right: Pattern) -> Pattern:
     return op("aten.mul.Tensor", left, right, commutative=True)
 
 
+def _stacked(first: Pattern, second: Pattern, name: str) -> Pattern:
+    return op("reshape", op("aten.stack.default", first, second, dim=_NEW_LAST), shape=ANY, name=name)
+
+
 def _full_width(x: Pattern, cos: Pattern, sin: Pattern) -> Pattern:
-    turned = op("aten.cat.default", op("aten.neg.default", _second(x)), _first(x), dim=_LAST)
+    """The parts may be read by nothing else."""
+    (first, second), (even, odd) = _halves(x), _alternate(x)
+    turned = either(
+        op("aten.cat.default", op("aten.neg.default", second), first, dim=_LAST),
+        _stacked(op("aten.neg.default", odd), even, "stacked"),
+    )
     return op("aten.add.Tensor", _mul(x, cos), _mul(turned, sin), commutative=True)
 
 
-def _half_width(x: Pattern, cos: Pattern, sin: Pattern) -> Pattern:
-    """The slices may be read twice each: they are values of the chain, not results of it."""
-    first, second = _first(x), _second(x)
-    return op(
-        "aten.cat.default",
+def _half_width(parts: _Parts, cos: Pattern, sin: Pattern) -> _Parts:
+    """The parts may be read twice each: they are values of the chain, not results of it."""
+    first, second = parts
+    return (
         op("aten.sub.Tensor", _mul(first, cos), _mul(second, sin)),
         op("aten.add.Tensor", _mul(second, cos), _mul(first, sin), commutative=True),
-        dim=_LAST,
     )
 
 
 _X = optional_cast(capture("x"))
 _TABLES = optional_cast(capture("cos")), optional_cast(capture("sin"))
-_ROTATION = either(_full_width(_X, *_TABLES), _half_width(_X, *_TABLES))
+_ROTATION = either(
+    _full_width(_X, *_TABLES),
+    op("aten.cat.default", *_half_width(_halves(_X), *_TABLES), dim=_LAST),
+    op("aten.cat.default", *_half_width(_alternate(_X), *_TABLES), dim=_LAST, name="halved"),
+    _stacked(*_half_width(_alternate(_X), *_TABLES), "stacked"),
+)
 
 
 def _dtype(match: Match) -> str | None:
@@ -86,8 +107,14 @@ def _shape(match: Match) -> str | None:
 
 
 def _emit(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
-    operands = (match["x"], match["cos"], match["sin"])
-    return builder.emit("rope", operands, {"style": "half", "inverse": False})
+    x = match["x"]
+    if "halved" in match.nodes:
+        *outer, width = x.tensor.shape
+        pairs = builder.one("reshape", x, shape=(*outer, divide(width, 2), 2))
+        order = (*range(len(outer)), len(outer) + 1, len(outer))
+        x = builder.one("reshape", builder.one("aten.permute.default", pairs, dims=order), shape=x.tensor.shape)
+    style = "interleaved" if "stacked" in match.nodes else "half"
+    return builder.emit("rope", (x, match["cos"], match["sin"]), {"style": style, "inverse": False})
 
 
 _RULE = Rule(

@@ -66,9 +66,7 @@ def found(name: str, precision: str, directory: Path) -> Table:
     table: Table = {"model": counted(module, top)}
     for callee in dict.fromkeys(str(n.attrs["callee"]) for n in module.functions[top].nodes if n.op == "call"):
         counts = counted(module, callee)
-        assert table.setdefault("layer", counts) == counts, (
-            f"{name}: layer functions differ: {table['layer']}, {counts}"
-        )
+        assert table.setdefault("layer", counts) == counts, f"{name}: {table['layer']} and {counts}"
     return table
 
 
@@ -83,8 +81,8 @@ def page(tables: dict[str, Table]) -> str:
     lines = [
         "# Families",
         "",
-        "What the raise passes find in unmodified `transformers` classes, in the function of one layer and in the model",
-        "around the layers, when the model is evaluated; the same in bf16 and fp32. While a model with dropout is trained,",
+        "What the raise passes find in unmodified `transformers` classes, in the function of one layer and",
+        "in the model around the layers, when the model is evaluated; the same in bf16 and fp32. While one with dropout trains,",
         "its attention stays products around a softmax. `python -m tests.families.table` writes this page, and a test",
         "compares it with what is found.",
         "",

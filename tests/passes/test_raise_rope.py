@@ -49,6 +49,47 @@ func @f(%x: f32[B, 2, S, 8], %cos: f32[1, S, 4], %sin: f32[1, S, 4]) {
 """
 
 
+INTERLEAVED = """
+func @f(%x: bf16[B, 2, S, 8], %cos: bf16[1, S, 8], %sin: bf16[1, S, 8]) {
+  %w: f32[B, 2, S, 8] = cast(%x) {dtype = f32}
+  %a: f32[B, 2, S, 8] = aten.mul.Tensor(%w, %cos)
+  %b: f32[B, 2, S, 4] = aten.slice.Tensor(%w) {dim = 3, step = 2}
+  %c: f32[B, 2, S, 4] = aten.slice.Tensor(%w) {dim = 3, start = 1, step = 2}
+  %d: f32[B, 2, S, 4] = aten.neg.default(%c)
+  %e: f32[B, 2, S, 4, 2] = aten.stack.default(%d, %b) {args = ["tensors.0", "tensors.1"], dim = -1}
+  %i: f32[B, 2, S, 8] = reshape(%e) {shape = [B, 2, S, 8]}
+  %g: f32[B, 2, S, 8] = aten.mul.Tensor(%i, %sin)
+  %h: f32[B, 2, S, 8] = aten.add.Tensor(%a, %g)
+  %y: bf16[B, 2, S, 8] = cast(%h) {dtype = bf16}
+  return %y
+}
+"""
+HALVED = HALF.replace("{dim = 3, end = 4}", "{dim = 3, step = 2}").replace(
+    "{dim = 3, start = 4}", "{dim = 3, start = 1, step = 2}"
+)
+INTERLEAVED_HALF = HALVED.replace(
+    '%y: f32[B, 2, S, 8] = aten.cat.default(%e, %i) {args = ["tensors.0", "tensors.1"], dim = -1}',
+    '%j: f32[B, 2, S, 4, 2] = aten.stack.default(%e, %i) {args = ["tensors.0", "tensors.1"], dim = 4}\n'
+    "  %y: f32[B, 2, S, 8] = reshape(%j) {shape = [B, 2, S, 8]}",
+)
+
+
+@pytest.mark.parametrize("text", [INTERLEAVED, INTERLEAVED_HALF])
+def test_raises_interleaved(text: str) -> None:
+    before, after, report = raised(RaiseRope(), text)
+    (node,) = after.functions["f"].nodes
+    assert (node.op, node.attrs["style"]) == ("rope", "interleaved")
+    assert report.near_misses == []
+    assert_same(before, after)
+
+
+def test_pairs_that_come_back_as_halves_are_brought_into_order_first() -> None:
+    before, after, report = raised(RaiseRope(), HALVED)
+    assert ops(after.functions["f"]) == {"reshape": 2, "aten.permute.default": 1, "rope": 1}
+    assert report.near_misses == []
+    assert_same(before, after)
+
+
 @pytest.mark.parametrize("text", [FULL, WIDE, HALF])
 def test_raises(text: str) -> None:
     before, after, report = raised(RaiseRope(), text)
@@ -64,6 +105,9 @@ def test_raises(text: str) -> None:
     [
         (FULL, "return %y", "return %y, %e", "`cat` has 2 users, expected 1"),
         (FULL, "(%c)\n", "(%b)\n", "`slice` has start = None, expected half of the last dim"),
+        (INTERLEAVED, "return %y", "return %y, %d", "`neg` has 2 users, expected 1"),
+        (INTERLEAVED, "start = 1, step = 2", "start = 2, step = 2", "`slice` has start = 2, expected 1"),
+        (INTERLEAVED_HALF, "(%b, %cos)", "(%b, %sin)", "`mul` reads %sin, expected %cos (cos)"),
         (HALF, "(%a, %sin)", "(%a, %cos)", "`mul` reads %cos, expected %sin (sin)"),
         (HALF, "aten.sub.Tensor(%c, %d)", "aten.sub.Tensor(%c, %d) {alpha = 2}", "`sub` has alpha = 2, expected none"),
     ],

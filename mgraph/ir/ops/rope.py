@@ -18,38 +18,48 @@ if TYPE_CHECKING:
     from mgraph.ir.graph import Value
 
 ATTRS = {"style": "half", "inverse": False}
-"""`style="half"`: element i of the first half turns with element i of the second half."""
+"""Which elements turn together: with `style="half"` element i of the first half and element i of the second, with
+`interleaved` elements 2i and 2i + 1."""
 
 
-def _tables(cos: Tensor, sin: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Both tables at the width of x, in at least f32; one of half the width serves both halves."""
+def _joined(first: Tensor, second: Tensor, style: str) -> Tensor:
+    """The tensor whose pairs have these first and second elements."""
     import torch
 
+    assert style in ("half", "interleaved"), f"unknown rope style {style!r}"
+    return torch.cat((first, second), -1) if style == "half" else torch.stack((first, second), -1).flatten(-2)
+
+
+def _parted(x: Tensor, style: str) -> tuple[Tensor, Tensor]:
+    """The first and the second elements of the pairs."""
+    first, second = x.chunk(2, -1) if style == "half" else (x[..., 0::2], x[..., 1::2])
+    return first, second
+
+
+def _tables(cos: Tensor, sin: Tensor, width: int, style: str) -> tuple[Tensor, Tensor]:
+    """Both tables at the width of x, in at least f32; one of half the width serves both elements of a pair."""
     cos, sin = promote(cos), promote(sin)
     if cos.shape[-1] * 2 == width:
-        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+        cos, sin = _joined(cos, cos, style), _joined(sin, sin, style)
     return cos, sin
 
 
-def _quarter_turn(x: Tensor) -> Tensor:
-    """`(a, b) → (-b, a)` for the two halves of the last dim."""
-    import torch
-
-    first, second = x.chunk(2, -1)
-    return torch.cat((-second, first), -1)
+def _quarter_turn(x: Tensor, style: str) -> Tensor:
+    """`(a, b) → (-b, a)` for the pairs of the last dim."""
+    first, second = _parted(x, style)
+    return _joined(-second, first, style)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, style: str = "half", inverse: bool = False) -> Tensor:
-    """Rotate pairs of the last dim: with R(a, b) = (-b, a) on its two halves, `y = x · cos + R(x) · sin`.
+    """Rotate pairs of the last dim: with R(a, b) = (-b, a) on each pair, `y = x · cos + R(x) · sin`.
 
-    x [..., d]; cos and sin [..., d] or [..., d/2] (both halves alike), broadcast against x. Computed in at least f32
+    x [..., d]; cos and sin [..., d] or [..., d/2] (a number for each pair), broadcast against x. Computed in at least f32
     and rounded once to x's dtype. `inverse=True` is the transposed map `x · cos - R(x · sin)`, which for a rotation is
     its inverse, and is the gradient of x in any case.
     """
-    assert style == "half", f"unknown rope style {style!r}"
-    cos, sin = _tables(cos, sin, x.shape[-1])
+    cos, sin = _tables(cos, sin, x.shape[-1], style)
     wide = promote(x)
-    turned = -_quarter_turn(wide * sin) if inverse else _quarter_turn(wide) * sin
+    turned = -_quarter_turn(wide * sin, style) if inverse else _quarter_turn(wide, style) * sin
     return rounded(wide * cos + turned, x)
 
 
@@ -57,10 +67,9 @@ def rope_table_grad(dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor, *, style: s
     """Gradient of `rope` for its tables: `dcos = Σ dy · x`, `dsin = Σ dy · R(x)`, summed where they were broadcast."""
     import torch
 
-    assert style == "half", f"unknown rope style {style!r}"
     grad, wide = promote(dy), promote(x)
-    products = grad * wide, grad * _quarter_turn(wide)
-    dcos, dsin = (torch.add(*p.chunk(2, -1)) if cos.shape[-1] * 2 == x.shape[-1] else p for p in products)
+    products = grad * wide, grad * _quarter_turn(wide, style)
+    dcos, dsin = (torch.add(*_parted(p, style)) if cos.shape[-1] * 2 == x.shape[-1] else p for p in products)
     return rounded(dcos.sum_to_size(cos.shape), cos), rounded(dsin.sum_to_size(sin.shape), sin)
 
 
