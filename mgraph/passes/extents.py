@@ -27,7 +27,7 @@ _SMALLEST, _LARGEST, _STEPS = 3, 4096, 100_000
 
 DIM_ATTRS = frozenset(
     {
-        *("size", "shape", "sizes", "output_size", "num_classes", "num_experts"),
+        *("size", "shape", "sizes", "output_size", "normalized_shape", "num_classes", "num_experts"),
         *("start", "end", "length", "split_size", "split_sizes", "repeats"),
     }
 )

@@ -59,7 +59,9 @@ def masks(family: Family, state: dict[str, Tensor], tokens: Tensor) -> list[tupl
                 given = {k.removeprefix("static."): v for k, v in node.attrs.items() if k.startswith("static.")}
                 walk(str(node.attrs["callee"]), given)
             elif node.op == "dropout":
-                attrs = {k: statics[v.name] if isinstance(v, Static) else v for k, v in node.attrs.items()}
+                attrs: dict[str, Any] = {
+                    k: statics[v.name] if isinstance(v, Static) else v for k, v in node.attrs.items()
+                }
                 shape = [int(evaluate(d, dims)) for d in node.result.tensor.shape]
                 key = philox.sample_key(state["rng.seed"], attrs["site"], attrs.get("call", 0))
                 samples, p = int(evaluate(attrs["samples"], dims)), attrs["p"]
@@ -102,12 +104,12 @@ def replayed(found: list[tuple[int, Tensor]]) -> Iterator[None]:
             scores = scores.masked_fill(~attn_mask, float("-inf"))
         return dropout(scores.softmax(-1), dropout_p) @ v
 
-    torch.nn.functional.dropout, F.scaled_dot_product_attention = dropout, attention
+    F.dropout, F.scaled_dot_product_attention = dropout, attention  # type: ignore[assignment]
     try:
         yield
         assert next(left, None) is None, "eager drew fewer masks"
     finally:
-        torch.nn.functional.dropout, F.scaled_dot_product_attention = original, fused
+        F.dropout, F.scaled_dot_product_attention = original, fused
 
 
 def prepared(family: Family, state: dict[str, Tensor]) -> dict[str, Tensor]:

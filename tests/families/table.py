@@ -81,8 +81,8 @@ def page(tables: dict[str, Table]) -> str:
     lines = [
         "# Families",
         "",
-        "What the raise passes find in unmodified `transformers` classes, in the function of one layer and",
-        "in the model around the layers, when the model is evaluated; the same in bf16 and fp32. While one with dropout trains,",
+        "What the raise passes find in unmodified `transformers` classes when the model is evaluated: in one layer's",
+        "function, and in the model around the layers; the same in bf16 and fp32. While a model with dropout trains,",
         "its attention stays products around a softmax. `python -m tests.families.table` writes this page, and a test",
         "compares it with what is found.",
         "",

@@ -53,9 +53,9 @@ def _quarter_turn(x: Tensor, style: str) -> Tensor:
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, style: str = "half", inverse: bool = False) -> Tensor:
     """Rotate pairs of the last dim: with R(a, b) = (-b, a) on each pair, `y = x · cos + R(x) · sin`.
 
-    x [..., d]; cos and sin [..., d] or [..., d/2] (a number for each pair), broadcast against x. Computed in at least f32
-    and rounded once to x's dtype. `inverse=True` is the transposed map `x · cos - R(x · sin)`, which for a rotation is
-    its inverse, and is the gradient of x in any case.
+    x [..., d]; cos and sin [..., d] or [..., d/2] (a number for each pair), broadcast against x. Computed in at least
+    f32 and rounded once to x's dtype. `inverse=True` is the transposed map `x · cos - R(x · sin)`, which for a rotation
+    is its inverse, and is the gradient of x in any case.
     """
     cos, sin = _tables(cos, sin, x.shape[-1], style)
     wide = promote(x)
