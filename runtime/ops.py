@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mgraph import philox
-
 _CHUNK_ELEMENTS = 1 << 18
 """Rows of logits are taken in pieces of about this many elements: temporaries stay in the processor's cache."""
 _CHUNK_ELEMENTS_CUDA = 1 << 26
@@ -59,31 +57,42 @@ def _activate(gate: Tensor, act: str) -> Tensor:
     return F.silu(gate) if act == "silu" else F.gelu(gate, approximate=_GELU[act])
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Rotate the two halves (a, b) of the last dim: `x * cos + (-b, a) * sin`; `inverse` is the transposed map.
+def _pairs(style: str, width: int) -> tuple[slice, slice]:
+    """Where the first and the second elements of the pairs are that turn together."""
+    halves = slice(None, width // 2), slice(width // 2, None)
+    return halves if style == "half" else (slice(0, None, 2), slice(1, None, 2))
 
-    cos and sin broadcast against x, in its width or half of it. Computed in at least f32.
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, style: str = "half", inverse: bool = False) -> Tensor:
+    """Rotate pairs (a, b) of the last dim: `x * cos + (-b, a) * sin`; `inverse` is the transposed map.
+
+    Pairs are element i of both halves, or neighbours (`interleaved`). cos and sin broadcast against x, in its width or
+    half of it. Computed in at least f32.
     """
     values, cos, sin = wide(x), wide(cos), wide(sin)
-    half = x.shape[-1] // 2
-    if cos.shape[-1] == half:
-        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-    first, second = values[..., :half], values[..., half:]
-    sin_first, sin_second = (sin[..., half:], sin[..., :half]) if inverse else (sin[..., :half], sin[..., half:])
+    first, second = _pairs(style, x.shape[-1])
+    narrow = cos.shape[-1] * 2 == x.shape[-1]
+    if narrow:
+        cos = torch.cat((cos, cos), -1) if style == "half" else cos.repeat_interleave(2, -1)
+    sin_first, sin_second = (sin, sin) if narrow else (sin[..., first], sin[..., second])
+    if inverse:
+        sin_first, sin_second = sin_second, sin_first
     sign = 1 if inverse else -1
     out = values * cos
-    out[..., :half].addcmul_(second, sin_first, value=sign)
-    out[..., half:].addcmul_(first, sin_second, value=-sign)
+    out[..., first].addcmul_(values[..., second], sin_first, value=sign)
+    out[..., second].addcmul_(values[..., first], sin_second, value=-sign)
     return out.to(x.dtype)
 
 
-def rope_table_grad(dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rope_table_grad(dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor, *, style: str = "half") -> tuple[Tensor, Tensor]:
     """Gradients of `rope` for its tables, summed where they were broadcast."""
     grad, values = wide(dy), wide(x)
-    first, second = values.chunk(2, -1)
-    dcos, dsin = grad * values, grad * torch.cat((-second, first), -1)
+    first, second = _pairs(style, x.shape[-1])
+    dcos, dsin = grad * values, torch.empty_like(grad)
+    torch.mul(grad[..., first], values[..., second].neg(), out=dsin[..., first])
+    torch.mul(grad[..., second], values[..., first], out=dsin[..., second])
     if cos.shape[-1] * 2 == x.shape[-1]:
-        dcos, dsin = torch.add(*dcos.chunk(2, -1)), torch.add(*dsin.chunk(2, -1))
+        dcos, dsin = (d[..., first] + d[..., second] for d in (dcos, dsin))
     return dcos.sum_to_size(cos.shape).to(cos.dtype), dsin.sum_to_size(sin.shape).to(sin.dtype)
 
 
@@ -295,11 +304,3 @@ def copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
 def zero_(tensors: list[Tensor]) -> None:
     """Set all tensors to zero."""
     torch._foreach_zero_(tensors)
-
-
-def random(
-    seed: Tensor, step: Tensor, microbatch: Tensor, *, shape: list[int], dtype: torch.dtype, call: int = 0, site: str
-) -> Tensor:
-    """Uniform numbers in [0, 1), keyed by (seed, step, microbatch, call, site), counted by global element index."""
-    key = philox.key_from(int(seed), int(step), int(microbatch), call, site)
-    return philox.uniform(shape, key, dtype=dtype, device=seed.device)

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from mgraph.runtime import mesh
 from mgraph.runtime.attention import attention, attention_grad
+from mgraph.runtime.dropout import dropout, random
 from mgraph.runtime.kernels import kernels
+from mgraph.runtime.norm import layer_norm, layer_norm_grad
 from mgraph.runtime.ops import (
     copy_,
     cross_entropy,
@@ -36,7 +38,6 @@ from mgraph.runtime.ops import (
     moe_dispatch_grad,
     moe_route,
     moe_route_grad,
-    random,
     rope,
     rope_table_grad,
     zero_,
@@ -53,6 +54,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_grad",
     "device",
+    "dropout",
     "embedding_grad_",
     "global_norm",
     "glu",
@@ -62,6 +64,8 @@ __all__ = [
     "grouped_outer_",
     "kernels",
     "kv_append_",
+    "layer_norm",
+    "layer_norm_grad",
     "moe_combine",
     "moe_combine_grad",
     "moe_dispatch",

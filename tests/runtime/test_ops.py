@@ -43,6 +43,8 @@ def test_rope(width: int, inverse: bool) -> None:
     check("rope", x, cos, sin, inverse=inverse)
     check("rope", x.bfloat16(), cos, sin, inverse=inverse)
     check("rope_table_grad", numbers(2, 5, 3, 8), x, cos, sin)
+    check("rope", x, cos, sin, inverse=inverse, style="interleaved")
+    check("rope_table_grad", numbers(2, 5, 3, 8), x, cos, sin, style="interleaved")
 
 
 @pytest.mark.parametrize("rows", [1, 37])
