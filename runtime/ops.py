@@ -1,8 +1,8 @@
-"""The semantic ops of a step on torch: attention, gated units, rotary embedding, cross entropy, mixture of experts.
+"""The semantic ops of a step on torch: gated units, rotary embedding, cross entropy, and what an update needs.
 
 Each takes the fastest form torch has for device, dtype and shape, and a plain form where none fits; all forms mean the
 same. Gradients come as functions of their own, so that a step needs no autograd. Shapes are named as in the docstrings:
-B batch, H query heads, G key heads, S queries, T keys (or tokens), N rows, V vocabulary, E experts, K experts a token.
+B batch, H query heads, G key heads, S queries, T keys, N rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ _CHUNK_ELEMENTS = 1 << 18
 """Rows of logits are taken in pieces of about this many elements: temporaries stay in the processor's cache."""
 _CHUNK_ELEMENTS_CUDA = 1 << 26
 
-# The public name came after the private one; both take the same arguments.
-_grouped_mm: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
-_GROUPED_ALIGNMENT = 16  # bytes between rows that the fused grouped product asks for
-_GROUPED_DTYPES = {"cuda": {torch.bfloat16}, "cpu": {torch.bfloat16, torch.float16, torch.float32}}
 _aten: Any = torch.ops.aten
 
 
@@ -34,27 +30,60 @@ def device(state: dict[str, Tensor]) -> torch.device:
     return next(iter(state.values())).device
 
 
-def glu(gate: Tensor, up: Tensor, *, act: str) -> Tensor:
-    """`act(gate) * up`; act is `silu`, `gelu_tanh` or `gelu_erf`."""
-    return _activate(gate, act).mul_(up)
+def glu(gate: Tensor, up: Tensor, *, act: str, alpha: float = 1.702, limit: float = 0.0, offset: float = 0.0) -> Tensor:
+    """`act(gate) * (up + offset)`; act is `silu`, `gelu_tanh`, `gelu_erf` or `quick_gelu` (`x * sigmoid(alpha x)`).
+
+    With a limit, gate is first cut to at most that and up to both sides.
+    """
+    gate, up = _clamped(gate, up, limit)
+    return _activate(gate, act, alpha).mul_(up + offset if offset else up)
 
 
-def glu_grad(dy: Tensor, gate: Tensor, up: Tensor, *, act: str) -> tuple[Tensor, Tensor]:
-    """Gradients of `glu` for gate and up; no tensor is made beside these two."""
-    dup = _activate(gate, act).mul_(dy)
-    dgate = dy * up
-    if act == "silu":
-        _aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
-    else:
-        _aten.gelu_backward.grad_input(dgate, gate, approximate=_GELU[act], grad_input=dgate)
+def glu_grad(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    *,
+    act: str,
+    alpha: float = 1.702,
+    limit: float = 0.0,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `glu` for gate and up; for silu and gelu no tensor is made beside these two."""
+    cut_gate, cut_up = _clamped(gate, up, limit)
+    dup = _activate(cut_gate, act, alpha).mul_(dy)
+    dgate = dy * (cut_up + offset if offset else cut_up)
+    if act in _GELU:
+        _aten.gelu_backward.grad_input(dgate, cut_gate, approximate=_GELU[act], grad_input=dgate)
+    else:  # alpha times the quick form is the silu of alpha times its argument
+        _aten.silu_backward.grad_input(dgate, cut_gate if act == "silu" else alpha * cut_gate, grad_input=dgate)
+    if limit:
+        dgate.masked_fill_(gate > limit, 0)
+        dup.masked_fill_(up.abs() > limit, 0)
     return dgate, dup
 
 
 _GELU = {"gelu_tanh": "tanh", "gelu_erf": "none"}
 
 
-def _activate(gate: Tensor, act: str) -> Tensor:
+def _clamped(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    return (gate.clamp(max=limit), up.clamp(-limit, limit)) if limit else (gate, up)
+
+
+def _activate(gate: Tensor, act: str, alpha: float) -> Tensor:
+    if act == "quick_gelu":
+        return (alpha * gate).sigmoid_().mul_(gate)
     return F.silu(gate) if act == "silu" else F.gelu(gate, approximate=_GELU[act])
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """`max(x, 0)` squared."""
+    return F.relu(x).square_()
+
+
+def squared_relu_grad(dy: Tensor, x: Tensor) -> Tensor:
+    """Gradient of `squared_relu`."""
+    return F.relu(x).mul_(dy).mul_(2)
 
 
 def _pairs(style: str, width: int) -> tuple[slice, slice]:
@@ -138,141 +167,9 @@ def _chunk_rows(logits: Tensor) -> int:
     return max(1, elements // logits.shape[1])
 
 
-def moe_route(
-    logits: Tensor,
-    *,
-    top_k: int,
-    renormalize: bool = False,
-    pre_softmax: bool = True,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
-    """Weights [T, K] in `dtype` and indices i64 [T, K] of each token's best experts; logits [T, E].
-
-    The softmax runs over all experts before the choice (`pre_softmax`) or over the chosen ones after it.
-    """
-    scores = wide(logits).softmax(-1) if pre_softmax else wide(logits)
-    weights, indices = scores.topk(top_k, -1)
-    weights = weights if pre_softmax else weights.softmax(-1)
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights.to(dtype), indices
-
-
-def moe_route_grad(
-    dweights: Tensor, logits: Tensor, indices: Tensor, *, renormalize: bool = False, pre_softmax: bool = True
-) -> Tensor:
-    """Gradient of `moe_route` for the logits, the choice held fixed: that of a softmax, over the chosen experts where
-    the weights sum to 1, else over all with zero for the others."""
-    scores, grad = wide(logits), wide(dweights)
-    chosen_only = renormalize or not pre_softmax
-    if chosen_only:
-        scores = scores.gather(1, indices)
-    else:
-        grad = torch.zeros_like(scores).scatter_(1, indices, grad)
-    scores = scores.softmax(-1)
-    dlogits: Tensor = _aten._softmax_backward_data(grad, scores, -1, scores.dtype)
-    if chosen_only:
-        dlogits = torch.zeros_like(logits, dtype=dlogits.dtype).scatter_(1, indices, dlogits)
-    return dlogits.to(logits.dtype)
-
-
-def moe_dispatch(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Each token once per expert of its, sorted by expert: rows [T*K, N], order i64 [T*K], cumulative ends i32 [E]."""
-    by_expert, order = indices.flatten().sort(stable=True)
-    experts = torch.arange(num_experts, device=x.device)
-    offsets = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
-    return x.index_select(0, order // indices.shape[1]), order, offsets
-
-
-def moe_dispatch_grad(drows: Tensor, order: Tensor, *, top_k: int) -> Tensor:
-    """Gradient of `moe_dispatch` for x: the sum of a token's rows."""
-    dx: Tensor = F.embedding_bag(inverse(order).view(-1, top_k), drows, mode="sum")
-    return dx
-
-
-def moe_combine(rows: Tensor, weights: Tensor, order: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """`y[t] = sum over k of weights[t, k] * rows[r]` for the rows r of token t, [T, N]; products are in `dtype`."""
-    places = inverse(order).view(weights.shape)
-    if rows.dtype == weights.dtype == dtype:
-        return F.embedding_bag(places, rows, per_sample_weights=weights, mode="sum")
-    products = (wide(rows)[places] * wide(weights)[..., None]).to(dtype)
-    return wide(products).sum(1).to(rows.dtype)
-
-
-def moe_combine_grad(dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `moe_combine` for rows and weights."""
-    grad = dy.index_select(0, order // weights.shape[1])
-    dots = torch.linalg.vecdot(wide(grad), wide(rows)).index_select(0, inverse(order)).view(weights.shape)
-    drows = grad.mul_(weights.flatten()[order, None].to(grad.dtype))
-    return drows, dots.to(weights.dtype)
-
-
-def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Matrix products of consecutive groups of rows; `offsets` i32[E] holds the cumulative end of each group.
-
-    With weight [E, K, N], rows [R, K] give [R, N]: `out[r] = rows[r] @ weight[e]` for the group e that r lies in; rows
-    past the last end are zero or undefined. With weight [R, N], rows [K, R] (as in a weight gradient) give [E, K, N]:
-    `out[e] = rows[:, group e] @ weight[group e]`.
-
-    Operands may be transposed views. One fused call where torch has one for the dtype and strides, else one product
-    per group.
-    """
-    aligned = all(_is_aligned(operand) for operand in (rows, weight))
-    if aligned and rows.dtype in _GROUPED_DTYPES.get(rows.device.type, set()):
-        fused: Tensor = _grouped_mm(rows, weight, offs=offsets)
-        return fused
-    ends = offsets.tolist()
-    starts = [0, *ends[:-1]]
-    if weight.dim() == 2:
-        stacked = rows.new_empty(len(ends), rows.shape[0], weight.shape[1])
-        for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            torch.mm(rows[:, start:end], weight[start:end], out=stacked[index])
-        return stacked
-    out = rows.new_empty(rows.shape[0], weight.shape[2])
-    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        torch.mm(rows[start:end], weight[index], out=out[start:end])
-    return out
-
-
-def _is_aligned(operand: Tensor) -> bool:
-    """Whether the last two dims are laid out densely one way round, with 16-byte distances and start."""
-    step = _GROUPED_ALIGNMENT // operand.element_size()
-    inner, outer = sorted(operand.stride()[-2:])
-    batch = operand.stride()[:-2]
-    return (
-        operand.numel() > 0
-        and inner == 1
-        and outer % step == 0
-        and all(stride % step == 0 for stride in batch)
-        and operand.storage_offset() % step == 0
-    )
-
-
-def grouped_outer_(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """Add to total [E, N, F] the products `left[group e]' @ right[group e]`, in place.
-
-    left [R, N], right [R, F]; `offsets` i32 [E] holds the cumulative end of each group of rows.
-    """
-    if total.is_cuda or total.dtype != left.dtype:
-        return total.add_(grouped_mm(left.t(), right, offsets))
-    start = 0
-    for product, end in zip(total, offsets.tolist(), strict=True):
-        if end > start:
-            product.addmm_(left[start:end].t(), right[start:end])
-        start = end
-    return total
-
-
 def embedding_grad_(total: Tensor, grad: Tensor, indices: Tensor) -> Tensor:
     """Add each row of grad [..., N] to the row of total [V, N] that its index names, in place."""
     return total.index_add_(0, indices.reshape(-1), grad.reshape(-1, grad.shape[-1]).to(total.dtype))
-
-
-def inverse(order: Tensor) -> Tensor:
-    """The inverse permutation."""
-    places = torch.empty_like(order)
-    places[order] = torch.arange(order.shape[0], device=order.device)
-    return places
 
 
 def kv_append_(cache: Tensor, new: Tensor, start: Tensor) -> Tensor:

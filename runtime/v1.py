@@ -18,6 +18,17 @@ from mgraph.runtime import mesh
 from mgraph.runtime.attention import attention, attention_grad
 from mgraph.runtime.dropout import dropout, random
 from mgraph.runtime.kernels import kernels
+from mgraph.runtime.moe import (
+    grouped_mm,
+    grouped_outer_,
+    grouped_sum,
+    moe_combine,
+    moe_combine_grad,
+    moe_dispatch,
+    moe_dispatch_grad,
+    moe_route,
+    moe_route_grad,
+)
 from mgraph.runtime.norm import layer_norm, layer_norm_grad
 from mgraph.runtime.ops import (
     copy_,
@@ -29,17 +40,11 @@ from mgraph.runtime.ops import (
     glu,
     glu_grad,
     gradient_scale,
-    grouped_mm,
-    grouped_outer_,
     kv_append_,
-    moe_combine,
-    moe_combine_grad,
-    moe_dispatch,
-    moe_dispatch_grad,
-    moe_route,
-    moe_route_grad,
     rope,
     rope_table_grad,
+    squared_relu,
+    squared_relu_grad,
     zero_,
 )
 
@@ -62,6 +67,7 @@ __all__ = [
     "gradient_scale",
     "grouped_mm",
     "grouped_outer_",
+    "grouped_sum",
     "kernels",
     "kv_append_",
     "layer_norm",
@@ -75,6 +81,8 @@ __all__ = [
     "random",
     "rope",
     "rope_table_grad",
+    "squared_relu",
+    "squared_relu_grad",
     "wait",
     "zero_",
 ]

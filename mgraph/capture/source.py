@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from mgraph.capture import experts
 from mgraph.capture.frames import error_frame
 from mgraph.errors import ModelError, did_you_mean
 from mgraph.ir.torch_bridge import to_torch_dtype
@@ -154,6 +155,7 @@ def _transformers(spec: ModelSpec) -> Source:
 
     def factory() -> Any:
         config = CONFIG_MAPPING[model_type].from_dict({**settings, "use_cache": False})
+        config._experts_implementation = experts.register()
         options = {} if spec.dtype is None else {"dtype": to_torch_dtype(spec.dtype)}
         named = _class_of(transformers, settings, path)
         make = named.from_config if named is transformers.AutoModelForCausalLM else named._from_config

@@ -168,9 +168,9 @@ def _reshape(site: Site) -> str:
 
 
 def _grouped_matmul(site: Site) -> str:
-    rows, weight, offsets = site.operands
+    rows, weight, *rest = site.operands
     weight = f"{weight}.transpose(1, 2)" if site.node.attrs.get("transpose_w") else weight
-    return f"rt.grouped_mm({rows}, {weight}, {offsets})"
+    return f"rt.grouped_mm({', '.join([rows, weight, *rest])})"
 
 
 def _grouped_outer(site: Site) -> str:
@@ -249,6 +249,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "gradient_scale": _runtime(),
     "grouped_matmul": _grouped_matmul,
     "grouped_outer": _grouped_outer,
+    "grouped_sum": _runtime(),
     "kv_append": _kv_append,
     "layer_norm": _runtime(),
     "layer_norm_grad": _runtime(),
@@ -262,6 +263,8 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "reshape": _reshape,
     "rope": _runtime(),
     "rope_table_grad": _runtime(),
+    "squared_relu": _runtime(),
+    "squared_relu_grad": _runtime(),
     "wait": lambda site: f"rt.wait({site.operands[0]})",
     "zero": _zero,
 }

@@ -24,7 +24,8 @@ from mgraph.ir.opdef import op_def
 from mgraph.ir.types import DType, PendingType, TensorType
 
 Ranks = list[Any]  # one tensor per rank
-Hook = Callable[[Function, Node, Sequence[Ranks]], None]
+Hook = Callable[[Function, Node, Sequence[Ranks], Sequence[Ranks]], None]
+"""Called after each node with its operands and its results."""
 
 
 def run(
@@ -113,7 +114,7 @@ class _Runner:
             operands = [self.read(v, values) for v in node.operands]
             results = self.node(node, operands, statics)
             if self.hook is not None:
-                self.hook(function, node, results)
+                self.hook(function, node, operands, results)
             values.update(zip(node.results, results, strict=True))
             for operand in set(node.operands):
                 if last_use[operand] == index and operand not in kept:

@@ -1,8 +1,6 @@
 """Recognise mixture of experts: the router, the sort of rows by expert, grouped products, the weighted sum.
 
-%a = aten.softmax.int(%logits) {dim = -1}
-%v, %i = aten.topk.default(%a) {k = 2}                     ==>  %w, %i = moe_route(%logits) {top_k = 2, ...}
-%w = aten.div.Tensor(%v, %s)           # s: sum of v over its last dim
+(a router: see routing.py)                                 ==>  %w, %i = moe_route(%logits) {top_k = 2, ...}
 
 %e, %order = aten.sort.stable(%b) {stable = true}          # b: the indices, flat
 %offsets = aten.searchsorted.Tensor(%e, %c) {right = true} # c: 0 .. experts - 1
@@ -10,6 +8,7 @@
 %rows = aten.index.Tensor(%x, %d)
 
 %y = zoo.grouped_linear.default(%rows, %weight, %offsets)  ==>  %y = grouped_matmul(%rows, %weight, %offsets)
+%z = aten.add.Tensor(%y, %b)           # b: rows of a bias, indexed by %e: one operand more
 
 %f = aten.argsort.default(%order)
 %g = aten.index.Tensor(%y, %f)                             ==>  %z = moe_combine(%y, %w, %order)
@@ -24,66 +23,11 @@ from typing import ClassVar
 
 from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Function, Module, Value
-from mgraph.ir.pattern import ANY, LAST_DIM, Guard, Match, Pattern, capture, either, op, optional_cast, where
-from mgraph.ir.types import DType
+from mgraph.ir.pattern import ANY, Guard, Match, Pattern, capture, either, op, optional_cast, where
 from mgraph.passes.rewrite import RaisePass, Rule
+from mgraph.passes.routing import LAST_OR_NONE, ROUTE
 
-_LAST_OR_NONE = where("the last dim", lambda v, node: v is None or v in (-1, len(node.operands[0].tensor.shape) - 1))
 _ROWS_OF = ("self", "indices.0")
-_WIDE = (DType.F32, DType.F64)
-
-# The router.
-
-
-def _top(scores: Pattern) -> Pattern:
-    return op("aten.topk.default", scores, k=ANY, dim=_LAST_OR_NONE, sorted=ANY, name="topk", binds="values")
-
-
-def _softmax(scores: Pattern, name: str) -> Pattern:
-    return op("aten.softmax.int", optional_cast(scores), dim=LAST_DIM, dtype=ANY, name=name)
-
-
-def _weights() -> Pattern:
-    chosen = _top(_softmax(capture("logits"), "before"))
-    total = op("aten.sum.dim_IntList", chosen, dim=LAST_DIM, keepdim=True, dtype=ANY)
-    normalised = op("aten.div.Tensor", chosen, total, name="renormalize")
-    after = _softmax(_top(capture("logits")), "after")
-    return either(normalised, after, chosen)
-
-
-def _route_dtype(match: Match) -> str | None:
-    name = "before" if "before" in match.nodes else "after"
-    dtype = match.nodes[name].result.tensor.dtype
-    return None if dtype in _WIDE else f"the softmax is computed in {dtype!r}, expected f32"
-
-
-def _route_shape(match: Match) -> str | None:
-    logits = match["logits"].tensor
-    return None if len(logits.shape) == 2 else f"the logits are {logits}, expected [tokens, experts]"
-
-
-def _route_exports(match: Match) -> tuple[Value, ...]:
-    return match.root.results[0], match.nodes["topk"].results[1]
-
-
-def _emit_route(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
-    attrs = {
-        "top_k": match.attr("topk", "k"),
-        "renormalize": "renormalize" in match.nodes,
-        "pre_softmax": "before" in match.nodes,
-        "dtype": match.root.results[0].tensor.dtype,
-    }
-    return builder.emit("moe_route", (match["logits"],), attrs, names=("weights", "indices"))
-
-
-_ROUTE = Rule(
-    "moe_route",
-    either(op("cast", _weights(), dtype=ANY), _weights()),
-    ("aten.topk.default",),
-    _emit_route,
-    (Guard("shape", _route_shape), Guard("dtype", _route_dtype)),
-    _route_exports,
-)
 
 # The sort by expert: found from a grouped product, which reads both rows and offsets, and stays.
 
@@ -93,8 +37,9 @@ _STABLE = where("a stable sort", lambda value, node: value is True)
 
 def _dispatch() -> Pattern:
     flat = op("reshape", capture("indices"), shape=ANY, shared=True)
-    order = op("aten.sort.stable", flat, result=1, name="sort", stable=_STABLE, dim=_LAST_OR_NONE)
-    by_expert = op("aten.sort.stable", flat, name="sort_again", stable=_STABLE, dim=_LAST_OR_NONE)
+    order = op("aten.sort.stable", flat, result=1, name="sort", stable=_STABLE, dim=LAST_OR_NONE)
+    # Biases are indexed by the sorted experts too.
+    by_expert = op("aten.sort.stable", flat, name="sort_again", stable=_STABLE, dim=LAST_OR_NONE, shared=True)
     token = op("aten.floor_divide.default", order, other=ANY, name="token")
     rows = op("aten.index.Tensor", capture("x"), token, args=_ROWS_OF, binds="rows", name="rows")
     experts = op("aten.arange.default", end=ANY, shared=True, name="experts")
@@ -147,24 +92,40 @@ def _grouped_shape(match: Match) -> str | None:
 
 
 def _emit_grouped(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
-    operands = (match["rows"], match["weight"], match["offsets"])
+    operands = [match[name] for name in ("rows", "weight", "offsets", "bias") if name in match.values]
     return builder.emit("grouped_matmul", operands, {"transpose_w": "transposed" in match.nodes})
 
 
-_GROUPED_MATMUL = Rule(
+def _product(offsets: Pattern) -> Pattern:
+    weight = capture("weight")
+    transposed = op("aten.permute.default", weight, dims=(0, 2, 1), shared=True, name="transposed")
+    return op(_GROUPED, capture("rows"), either(transposed, weight), offsets)
+
+
+def _biased() -> Pattern:
+    by_expert = op("aten.sort.stable", capture("flat"), stable=ANY, dim=ANY, shared=True, binds="by_expert")
+    experts = op("aten.arange.default", end=ANY, shared=True)
+    offsets = op(
+        "aten.searchsorted.Tensor", by_expert, experts, right=True, out_int32=True, shared=True, binds="offsets"
+    )
+    bias = op("aten.index.Tensor", capture("bias"), by_expert, args=_ROWS_OF)
+    return op("aten.add.Tensor", _product(offsets), bias, commutative=True)
+
+
+def _bias_shape(match: Match) -> str | None:
+    bias, experts, width = match["bias"].tensor, match["weight"].tensor.shape[0], match.root.result.tensor.shape[-1]
+    return None if bias.shape == (experts, width) else f"the bias is {bias}, expected [experts, out]"
+
+
+_GROUPED_BIAS = Rule(
     "grouped_matmul",
-    op(
-        _GROUPED,
-        capture("rows"),
-        either(
-            op("aten.permute.default", capture("weight"), dims=(0, 2, 1), shared=True, name="transposed"),
-            capture("weight"),
-        ),
-        capture("offsets"),
-    ),
+    _biased(),
     _GROUPED,
     _emit_grouped,
-    (Guard("shape", _grouped_shape),),
+    (Guard("shape", _grouped_shape), Guard("bias", _bias_shape)),
+)
+_GROUPED_MATMUL = Rule(
+    "grouped_matmul", _product(capture("offsets")), _GROUPED, _emit_grouped, (Guard("shape", _grouped_shape),)
 )
 
 # The weighted sum.
@@ -172,7 +133,7 @@ _GROUPED_MATMUL = Rule(
 
 def _combine() -> Pattern:
     order = op("aten.sort.stable", capture("flat"), result=1, binds="order", stable=ANY, dim=ANY, shared=True)
-    place = op("aten.argsort.default", order, dim=_LAST_OR_NONE)
+    place = op("aten.argsort.default", order, dim=LAST_OR_NONE)
     rows = op("aten.index.Tensor", capture("rows"), place, args=_ROWS_OF)
     pairs = op("reshape", rows, shape=ANY, name="pairs")
     weights = op("reshape", optional_cast(capture("weights")), shape=ANY, name="column", shared=True)
@@ -220,4 +181,4 @@ class RaiseMoe(RaisePass):
 
     def rules(self, module: Module, function: Function) -> Sequence[Rule]:
         """The same rules everywhere."""
-        return (_ROUTE, _DISPATCH, _GROUPED_MATMUL, _COMBINE)
+        return (ROUTE, _DISPATCH, _GROUPED_BIAS, _GROUPED_MATMUL, _COMBINE)

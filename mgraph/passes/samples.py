@@ -8,12 +8,14 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mgraph.ir.dims import evaluate
 from mgraph.ir.graph import Function, Module, Node, State, StateKind, Value
 from mgraph.ir.mesh import mesh_sizes
+from mgraph.ir.opdef import op_def
+from mgraph.ir.ops.route import CHOOSING, moe_choices
 from mgraph.ir.torch_bridge import to_torch_dtype
 from mgraph.ir.types import DType, Partial
 
@@ -97,7 +99,7 @@ def _replayed(state: State, tensor: Any, dtype: Any) -> Any:
             tensor = torch.tensor(arguments[0], dtype=torch.float64).reshape(tensor.shape)
         elif call == "zeros_":
             tensor = tensor.zero_()
-        elif call not in ("normal_", "uniform_", "copy_from"):
+        elif call not in ("normal_", "uniform_", "copy_from", "fill_range_"):
             tensor = getattr(tensor, str(call))(*arguments)
     return tensor.to(dtype)
 
@@ -152,30 +154,28 @@ def ranks_of(sizes: Mapping[str, int]) -> int:
 
 @dataclass
 class Margins:
-    """An interpreter hook that finds how near the choices of top-k came to another outcome.
-
-    `least` is the smallest gap between the last chosen score and the first one left; `unknown` tells of choices whose
-    scores were not seen (a function's own input).
-    """
+    """An interpreter hook that finds how near the choices of top-k came to another outcome: `least` is the smallest
+    gap between the last chosen score and the first one left."""
 
     least: float = float("inf")
-    unknown: bool = False
-    _seen: dict[Value, Sequence[Any]] = field(default_factory=dict)
 
-    def __call__(self, function: Function, node: Node, results: Sequence[Sequence[Any]]) -> None:
-        """Look at one node's results, per rank."""
-        self._seen.update(zip(node.results, results, strict=True))
+    def __call__(
+        self, function: Function, node: Node, operands: Sequence[Sequence[Any]], results: Sequence[Sequence[Any]]
+    ) -> None:
+        """Look at one node's operands, per rank."""
         if node.op not in CHOICES:
             return
-        scores = self._seen.get(node.operands[0])
-        k = int(str(node.attrs[CHOICES[node.op]]))
-        if scores is None:
-            self.unknown = True
-            return
-        for rank in scores:
-            score = rank.double()
-            if node.op == "moe_route" and node.attrs.get("pre_softmax", True):
-                score = score.softmax(-1)
-            if k < score.shape[-1]:
-                ordered = score.sort(-1, descending=True).values
-                self.least = min(self.least, float((ordered[..., k - 1] - ordered[..., k]).min()))
+        for given in zip(*operands, strict=True):
+            for values, taken in _choices(node, [tensor.double() for tensor in given]):
+                if taken < values.shape[-1]:
+                    ordered = values.sort(-1, descending=True).values
+                    self.least = min(self.least, float((ordered[..., taken - 1] - ordered[..., taken]).min()))
+
+
+def _choices(node: Node, operands: Sequence[Any]) -> list[tuple[Any, int]]:
+    """What a node chooses from, and how many of the largest it takes."""
+    k = int(str(node.attrs[CHOICES[node.op]]))
+    if node.op != "moe_route":
+        return [(operands[0], k)]
+    attrs: Mapping[str, Any] = op_def(node.op).complete(node.attrs)
+    return moe_choices(*operands, top_k=k, score=attrs["score"], **{n: attrs[n] for n in CHOOSING})

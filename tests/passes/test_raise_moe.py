@@ -55,13 +55,17 @@ func @f(%x: f32[B, 6], %logits: f32[B, 4], %weight: f32[4, 6, 6]) {
 
 
 @pytest.mark.parametrize(
-    ("text", "renormalize", "pre_softmax", "dtype"),
-    [(ROUTE, True, True, DType.F32), (PLAIN, False, True, DType.F32), (AFTER, False, False, DType.BF16)],
+    ("text", "expected"),
+    [
+        (ROUTE, {"score": "softmax", "renormalize": True, "dtype": DType.F32}),
+        (PLAIN, {"score": "softmax", "dtype": DType.F32}),
+        (AFTER, {"score": "softmax_chosen", "dtype": DType.BF16}),
+    ],
 )
-def test_raises_the_router(text: str, renormalize: bool, pre_softmax: bool, dtype: DType) -> None:
+def test_raises_the_router(text: str, expected: dict[str, object]) -> None:
     before, after, _ = raised(RaiseMoe(), text)
     (node,) = (n for n in after.functions["f"].nodes if n.op == "moe_route")
-    assert node.attrs == {"top_k": 2, "renormalize": renormalize, "pre_softmax": pre_softmax, "dtype": dtype}
+    assert node.attrs == {"top_k": 2, **expected}
     assert "aten.topk.default" not in ops(after.functions["f"])
     assert_same(before, after)
 
@@ -78,7 +82,7 @@ def test_raises_experts() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("softmax.int(%logits) {dim = -1}", "sigmoid.default(%logits)", "`topk` reads `sigmoid`, expected"),
+        ("softmax.int(%logits) {dim = -1}", "tanh.default(%logits)", "`topk` reads `tanh`, expected"),
         (
             "softmax.int(%logits) {dim = -1}",
             "softmax.int(%logits) {dim = 0}",

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mgraph.ir.opdef import op_def
-from mgraph.ir.types import DType
 from mgraph.runtime import v1 as rt
 
 
@@ -29,11 +28,15 @@ def check(name: str, *operands: Tensor, exact_dtype: Any = None, **attrs: Any) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("act", ["silu", "gelu_tanh", "gelu_erf"])
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh", "gelu_erf", "quick_gelu"])
 def test_glu(act: str, dtype: torch.dtype) -> None:
     gate, up, dy = (numbers(3, 7, dtype=dtype) for _ in range(3))
     check("glu", gate, up, act=act)
     check("glu_grad", dy, gate, up, act=act)
+    check("glu", gate, up, act=act, limit=0.5, offset=1.0)
+    check("glu_grad", dy, gate, up, act=act, limit=0.5, offset=1.0)
+    check("squared_relu", gate)
+    check("squared_relu_grad", dy, gate)
 
 
 @pytest.mark.parametrize("width", [8, 4])
@@ -59,39 +62,6 @@ def test_cross_entropy(rows: int, dtype: torch.dtype, monkeypatch: pytest.Monkey
     expected = rt.cross_entropy_grad(torch.tensor(0.7), logits, labels, lse)
     assert torch.equal(rt.cross_entropy_grad(torch.tensor(0.7), logits, labels, lse, out=logits), expected)
     assert torch.equal(logits, expected)
-
-
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("pre_softmax", [False, True])
-def test_moe_route(renormalize: bool, pre_softmax: bool) -> None:
-    logits = numbers(13, 6)
-    how = {"renormalize": renormalize, "pre_softmax": pre_softmax}
-    check("moe_route", logits, top_k=2, exact_dtype=({"dtype": DType.BF16}, {"dtype": torch.bfloat16}), **how)
-    _, indices = rt.moe_route(logits, top_k=2, renormalize=renormalize, pre_softmax=pre_softmax)
-    check("moe_route_grad", numbers(13, 2), logits, indices, **how)
-
-
-@pytest.mark.parametrize("dtype", [(DType.F32, torch.float32), (DType.BF16, torch.bfloat16)])
-def test_moe_rows(dtype: tuple[DType, torch.dtype]) -> None:
-    """An expert without tokens among them."""
-    x, indices = numbers(9, 5, dtype=dtype[1]), torch.randint(3, (9, 2)) * 2
-    check("moe_dispatch", x, indices, num_experts=6)
-    rows, order, _ = rt.moe_dispatch(x, indices, num_experts=6)
-    weights = numbers(9, 2, dtype=dtype[1])
-    check("moe_dispatch_grad", rows, order, top_k=2)
-    check("moe_combine", rows, weights, order, exact_dtype=({"dtype": dtype[0]}, {"dtype": dtype[1]}))
-    wide = ({"dtype": DType.F32}, {"dtype": torch.float32})
-    check("moe_combine", rows, weights.float(), order, exact_dtype=wide)
-    check("moe_combine_grad", x, rows, weights, order)
-
-
-def test_grouped_outer() -> None:
-    total, left, right = numbers(4, 5, 3), numbers(7, 5), numbers(7, 3)
-    offsets = torch.tensor([2, 2, 6, 7], dtype=torch.int32)
-    expected = total + op_def("grouped_outer").body(left, right, offsets)
-    made = rt.grouped_outer_(total, left, right, offsets)
-    assert made is total
-    torch.testing.assert_close(total, expected)
 
 
 def test_embedding_grad() -> None:

@@ -15,6 +15,7 @@ from mgraph.ir.ops import (
     optimizer,
     random,
     rope,
+    route,
     shape,
 )
 
@@ -31,5 +32,6 @@ __all__ = [
     "optimizer",
     "random",
     "rope",
+    "route",
     "shape",
 ]

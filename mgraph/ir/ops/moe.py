@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, dispatch to experts, grouped matrix products, weighted combination (no token dropped).
+"""Mixture of experts: dispatch to experts, grouped matrix products, weighted combination (no token is dropped).
 
 Shapes: T tokens, E experts, K experts a token, N width, R rows (T·K where every token is dispatched). A row is one
 (token, choice) pair, and `order` maps rows, sorted by expert, to pairs: row r stands for pair `order[r] = t·K + k`.
@@ -24,63 +24,6 @@ if TYPE_CHECKING:
 
     Attrs = Mapping[str, Any]
     Types = Sequence[TensorType]
-
-ROUTE_ATTRS = {"top_k": REQUIRED, "renormalize": False, "pre_softmax": True, "dtype": DType.F32}
-"""`pre_softmax`: softmax over all experts before the choice, else over the chosen; `dtype`: of the weights."""
-
-
-def moe_route(
-    logits: Tensor, *, top_k: int, renormalize: bool = False, pre_softmax: bool = True, dtype: DType = DType.F32
-) -> tuple[Tensor, Tensor]:
-    """Choose the `top_k` experts of each token by falling score.
-
-    logits [T, E] → weights [T, K] in `dtype`, indices i64[T, K]. Scores are softmax(logits) in at least f32, and the
-    weights are the chosen scores, divided by their sum if `renormalize`. With `pre_softmax=False` the choice is made
-    on the logits and the softmax runs over the chosen ones.
-    """
-    scores = promote(logits)
-    scores = scores.softmax(-1) if pre_softmax else scores
-    weights, indices = scores.topk(top_k, -1)
-    weights = weights if pre_softmax else weights.softmax(-1)
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights.to(to_torch_dtype(dtype)), indices
-
-
-def moe_route_grad(
-    dweights: Tensor, logits: Tensor, indices: Tensor, *, renormalize: bool = False, pre_softmax: bool = True
-) -> Tensor:
-    """Gradient of `moe_route` for the logits [T, E], the choice held fixed.
-
-    Weights that sum to 1 are a softmax of the chosen logits, w: `dlogits = w · (dw - Σ dw · w)` at the chosen, else 0.
-    The rest are a part of the softmax p over all: the same formula with p, where dw is 0 at experts not chosen.
-    """
-    import torch
-
-    wide, grad = promote(logits), promote(dweights)
-    chosen_only = renormalize or not pre_softmax
-    if chosen_only:
-        wide = wide.gather(1, indices)
-    else:
-        grad = torch.zeros_like(wide).scatter(1, indices, grad)
-    scores = wide.softmax(-1)
-    dlogits = scores * (grad - (grad * scores).sum(-1, keepdim=True))
-    if chosen_only:
-        dlogits = torch.zeros_like(promote(logits)).scatter(1, indices, dlogits)
-    return rounded(dlogits, logits)
-
-
-def _route_gradient(request: GradientRequest) -> Sequence[Value | None]:
-    node = request.node
-    attrs = {name: node.attrs.get(name, ROUTE_ATTRS[name]) for name in ("renormalize", "pre_softmax")}
-    operands = (request.cotangent, node.operands[0], node.results[1])
-    return request.builder.emit("moe_route_grad", operands, attrs, names=("dlogits",))
-
-
-def _infer_route(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
-    tokens, _ = types[0].shape
-    shape = (tokens, attrs["top_k"])
-    return TensorType(attrs.get("dtype", DType.F32), shape), TensorType(DType.I64, shape)
 
 
 def moe_dispatch(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,15 +79,30 @@ def _ranges(offsets: Tensor) -> list[tuple[int, int, int]]:
     return [(e, a, b) for e, (a, b) in enumerate(zip([0, *ends], ends, strict=False)) if a < b]
 
 
-def grouped_matmul(rows: Tensor, w: Tensor, offsets: Tensor, *, transpose_w: bool = False) -> Tensor:
-    """`y[r] = rows[r] @ w[e]` for every row r of expert e, summed in at least f32.
+def grouped_matmul(
+    rows: Tensor, w: Tensor, offsets: Tensor, bias: Tensor | None = None, *, transpose_w: bool = False
+) -> Tensor:
+    """`y[r] = rows[r] @ w[e] + bias[e]` for every row r of expert e, summed in at least f32.
 
-    rows [R, N], w [E, N, F] ([E, F, N] if `transpose_w`), offsets i32[E] → y [R, F]. Rows past offsets[E-1] give 0.
+    rows [R, N], w [E, N, F] ([E, F, N] if `transpose_w`), offsets i32[E], optional bias [E, F] → y [R, F]. Rows past
+    offsets[E-1] give 0.
     """
     out = rows.new_zeros(rows.shape[0], w.shape[1 if transpose_w else 2])
     for expert, start, stop in _ranges(offsets):
         matrix = promote(w[expert])
-        out[start:stop] = rounded(promote(rows[start:stop]) @ (matrix.t() if transpose_w else matrix), rows)
+        product = promote(rows[start:stop]) @ (matrix.t() if transpose_w else matrix)
+        out[start:stop] = rounded(product if bias is None else product + promote(bias[expert]), rows)
+    return out
+
+
+def grouped_sum(rows: Tensor, offsets: Tensor) -> Tensor:
+    """`y[e] = Σ over rows r of expert e of rows[r]`: the gradient of a grouped bias.
+
+    rows [R, F], offsets i32[E] → y [E, F], 0 for an expert without rows. Summed in at least f32.
+    """
+    out = rows.new_zeros(offsets.shape[0], rows.shape[1])
+    for expert, start, stop in _ranges(offsets):
+        out[expert] = rounded(promote(rows[start:stop]).sum(0), rows)
     return out
 
 
@@ -160,16 +118,18 @@ def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _infer_grouped(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
-    rows, w, offsets = types
+    rows, w, offsets, *bias = types
     inner, outer = w.shape[1:][::-1] if attrs.get("transpose_w") else w.shape[1:]
     if len(rows.shape) != 2 or rows.shape[1] != inner or offsets.shape != w.shape[:1]:
         raise ValueError(f"grouped_matmul: rows {rows}, w {w} and offsets {offsets} do not fit")
+    if bias and bias[0].shape != (w.shape[0], outer):
+        raise ValueError(f"grouped_matmul: w {w} and bias {bias[0]} do not fit")
     return (TensorType(rows.dtype, (rows.shape[0], outer)),)
 
 
 def _grouped_gradient(request: GradientRequest) -> Sequence[Value | None]:
     builder, grad = request.builder, request.cotangent
-    rows, w, offsets = request.node.operands
+    rows, w, offsets, *bias = request.node.operands
     transposed = bool(request.node.attrs.get("transpose_w", False))
     drows = dw = None
     if request.needs[0]:
@@ -177,7 +137,9 @@ def _grouped_gradient(request: GradientRequest) -> Sequence[Value | None]:
     if request.needs[1]:
         pair = (grad, rows) if transposed else (rows, grad)
         dw = builder.one("grouped_outer", *pair, offsets, name="dw")
-    return drows, dw, None
+    if not bias:
+        return drows, dw, None
+    return drows, dw, None, builder.one("grouped_sum", grad, offsets, name="dbias") if request.needs[3] else None
 
 
 def moe_combine(rows: Tensor, weights: Tensor, order: Tensor, *, dtype: DType) -> Tensor:
@@ -223,25 +185,6 @@ def _product(node: Node) -> Dim:
 
 
 define_op(
-    "moe_route",
-    moe_route,
-    infer=_infer_route,
-    attrs=ROUTE_ATTRS,
-    gradient=_route_gradient,
-    flops=per_element(5),
-    bytes=traffic,
-    compute_dtype="f32",
-)
-define_op(
-    "moe_route_grad",
-    moe_route_grad,
-    infer=lambda types, attrs: (types[1],),
-    attrs={"renormalize": False, "pre_softmax": True},
-    flops=per_element(5),
-    bytes=traffic,
-    compute_dtype="f32",
-)
-define_op(
     "moe_dispatch",
     moe_dispatch,
     infer=_infer_dispatch,
@@ -273,6 +216,14 @@ define_op(
     grouped_outer,
     signature="r n, r f, e -> e n f",
     flops=_product,
+    bytes=traffic,
+    compute_dtype="f32",
+)
+define_op(
+    "grouped_sum",
+    grouped_sum,
+    signature="r f, e -> e f",
+    flops=per_element(1),
     bytes=traffic,
     compute_dtype="f32",
 )

@@ -12,6 +12,7 @@ ACTIVATIONS = {
     "silu": functional.silu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "gelu_erf": functional.gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 
@@ -27,3 +28,21 @@ def test_low_precision_rounds_once(run_op: Any) -> None:
     (y,), (dgate, dup) = run_op("glu", (gate, up), {"act": "silu"}, torch.ones(64).bfloat16())
     assert torch.equal(y, (functional.silu(gate.float()) * up.float()).bfloat16())
     assert dgate.dtype == dup.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_limit_and_offset(check_op: Any, act: str) -> None:
+    """gpt-oss: cut before the activation; some numbers lie past the limit, some on it."""
+    gate, up = (4 * torch.randn(7, 5)).requires_grad_(), (4 * torch.randn(7, 5)).requires_grad_()
+    with torch.no_grad():
+        gate[0, 0] = up[0, 1] = 2.0
+        up[0, 2] = -2.0
+
+    def reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return ACTIVATIONS[act](gate.clamp(max=2.0)) * (up.clamp(-2.0, 2.0) + 1)
+
+    check_op("glu", (gate, up), {"act": act, "limit": 2.0, "offset": 1.0}, reference)
+
+
+def test_squared_relu(check_op: Any) -> None:
+    check_op("squared_relu", (torch.randn(3, 5, requires_grad=True),), {}, lambda x: functional.relu(x).square())

@@ -10,36 +10,6 @@ from torch import Tensor
 
 from mgraph.ir.types import DType
 
-
-def _route(logits: Tensor, top_k: int, renormalize: bool, pre_softmax: bool) -> tuple[Tensor, Tensor]:
-    scores = logits.softmax(-1) if pre_softmax else logits
-    indices = scores.argsort(-1, descending=True)[:, :top_k]
-    weights = scores.gather(1, indices)
-    if not pre_softmax:
-        weights = weights.softmax(-1)
-    return weights / weights.sum(-1, keepdim=True) if renormalize else weights, indices
-
-
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(5, 8, 2), (1, 3, 1), (7, 4, 4), (1, 1, 1)])
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("pre_softmax", [False, True])
-def test_route(check_op: Any, tokens: int, experts: int, top_k: int, renormalize: bool, pre_softmax: bool) -> None:
-    logits = torch.randn(tokens, experts, requires_grad=True)
-    attrs = {"top_k": top_k, "renormalize": renormalize, "pre_softmax": pre_softmax, "dtype": DType.F32}
-    check_op("moe_route", (logits,), attrs, lambda x: _route(x, top_k, renormalize, pre_softmax))
-
-
-def test_route_dtype_of_weights(run_op: Any) -> None:
-    logits = torch.randn(6, 4).bfloat16().requires_grad_()
-    for dtype, expected in ((DType.F32, torch.float32), (DType.BF16, torch.bfloat16)):
-        cotangent = torch.ones(6, 2, dtype=expected)
-        (weights, indices), (dlogits,) = run_op("moe_route", (logits,), {"top_k": 2, "dtype": dtype}, cotangent)
-        reference = logits.float().softmax(-1).topk(2, -1)
-        assert torch.equal(weights, reference.values.to(expected))
-        assert torch.equal(indices, reference.indices)
-        assert dlogits.dtype == torch.bfloat16
-
-
 INDICES = {
     "mixed": [[3, 0], [0, 2], [3, 2], [2, 0], [0, 3]],  # expert 1 is empty
     "one token": [[2, 1]],
@@ -76,6 +46,17 @@ def test_grouped_matmul(check_op: Any, ends: list[int], transpose_w: bool) -> No
         return torch.einsum("rn,rnf->rf", rows, matrices)
 
     check_op("grouped_matmul", (rows, w, offsets), {"transpose_w": transpose_w}, reference)
+
+
+def test_grouped_matmul_with_bias(check_op: Any) -> None:
+    rows, w = torch.randn(5, 3, requires_grad=True), torch.randn(4, 3, 2, requires_grad=True)
+    bias, ends = torch.randn(4, 2, requires_grad=True), torch.tensor([2, 2, 5, 5], dtype=torch.int32)
+    experts = [0, 0, 2, 2, 2]
+
+    def reference(rows: Tensor, w: Tensor, _: Tensor, bias: Tensor) -> Tensor:
+        return torch.einsum("rn,rnf->rf", rows, w[experts]) + bias[experts]
+
+    check_op("grouped_matmul", (rows, w, ends, bias), {}, reference)
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(4, 3), (1, 1), (1, 4), (6, 1)])

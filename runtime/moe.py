@@ -1,0 +1,220 @@
+"""Mixture of experts on torch: routing, dispatch, grouped products, combination, and their gradients.
+
+T tokens, E experts, K experts a token, R = T*K rows sorted by expert. `offsets` i32[E] holds the cumulative end of each
+expert's rows; an expert may have none. One sort per layer, gathers instead of scatters, and one fused product for all
+experts where torch has one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mgraph.runtime.ops import wide
+
+# The public name came after the private one; both take the same arguments.
+_grouped_mm: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
+_GROUPED_ALIGNMENT = 16  # bytes between rows that the fused grouped product asks for
+_GROUPED_DTYPES = {"cuda": {torch.bfloat16}, "cpu": {torch.bfloat16, torch.float16, torch.float32}}
+_aten: Any = torch.ops.aten
+
+
+def moe_route(
+    logits: Tensor,
+    bias: Tensor | None = None,
+    *,
+    top_k: int,
+    score: str = "softmax",
+    renormalize: bool = False,
+    epsilon: float = 0.0,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+    group_best: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Weights [T, K] in `dtype` and indices i64 [T, K] of each token's best experts; logits [T, E], bias [E].
+
+    Scores are the softmax over all experts, over the chosen ones (`softmax_chosen`), or the sigmoid. The bias moves the
+    choice alone. With `groups`, only the `top_groups` with the largest sums of their `group_best` best are chosen from.
+    """
+    scores = _scores(wide(logits), score)
+    choice = scores if bias is None else scores + bias
+    if groups > 1:
+        grouped = choice.unflatten(1, (groups, -1))
+        best = grouped.topk(group_best, -1).values.sum(-1).topk(top_groups, -1).indices
+        closed = torch.ones(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, best, False)
+        choice = grouped.masked_fill(closed[..., None], float("-inf")).flatten(1)
+    weights, indices = choice.topk(top_k, -1)
+    if bias is not None:
+        weights = scores.gather(1, indices)
+    if score == "softmax_chosen":
+        weights = weights.softmax(-1)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + epsilon)
+    if scale != 1.0:
+        weights = weights * scale
+    return weights.to(dtype), indices
+
+
+def _scores(logits: Tensor, score: str) -> Tensor:
+    if score == "softmax_chosen":
+        return logits
+    return logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+
+
+def moe_route_grad(
+    dweights: Tensor,
+    logits: Tensor,
+    indices: Tensor,
+    *,
+    score: str = "softmax",
+    renormalize: bool = False,
+    epsilon: float = 0.0,
+    scale: float = 1.0,
+) -> Tensor:
+    """Gradient of `moe_route` for the logits, the choice held fixed."""
+    values, grad = wide(logits), wide(dweights)
+    grad = grad * scale if scale != 1.0 else grad
+    if score == "softmax" and renormalize and epsilon == 0:
+        score, renormalize = "softmax_chosen", False  # the same weights, from the chosen logits alone
+    if score == "softmax_chosen":
+        chosen = values.gather(1, indices).softmax(-1)
+    else:
+        values = _scores(values, score)
+        chosen = values.gather(1, indices)
+    if renormalize:
+        total = chosen.sum(-1, keepdim=True) + epsilon
+        grad = (grad - torch.linalg.vecdot(grad, chosen)[:, None] / total) / total
+    if score == "softmax":
+        grad = torch.zeros_like(values).scatter_(1, indices, grad)
+        dense: Tensor = _aten._softmax_backward_data(grad, values, -1, values.dtype)
+        return dense.to(logits.dtype)
+    if score == "sigmoid":
+        picked = _aten.sigmoid_backward(grad, chosen)
+    else:
+        picked = _aten._softmax_backward_data(grad, chosen, -1, chosen.dtype)
+    return torch.zeros_like(values).scatter_(1, indices, picked).to(logits.dtype)
+
+
+def moe_dispatch(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Each token once per expert of its, sorted by expert: rows [T*K, N], order i64 [T*K], cumulative ends i32 [E]."""
+    by_expert, order = indices.flatten().sort(stable=True)
+    experts = torch.arange(num_experts, device=x.device)
+    offsets = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+    return x.index_select(0, order // indices.shape[1]), order, offsets
+
+
+def moe_dispatch_grad(drows: Tensor, order: Tensor, *, top_k: int) -> Tensor:
+    """Gradient of `moe_dispatch` for x: the sum of a token's rows."""
+    dx: Tensor = F.embedding_bag(inverse(order).view(-1, top_k), drows, mode="sum")
+    return dx
+
+
+def moe_combine(rows: Tensor, weights: Tensor, order: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """`y[t] = sum over k of weights[t, k] * rows[r]` for the rows r of token t, [T, N]; products are in `dtype`."""
+    places = inverse(order).view(weights.shape)
+    if rows.dtype == weights.dtype == dtype:
+        return F.embedding_bag(places, rows, per_sample_weights=weights, mode="sum")
+    products = (wide(rows)[places] * wide(weights)[..., None]).to(dtype)
+    return wide(products).sum(1).to(rows.dtype)
+
+
+def moe_combine_grad(dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `moe_combine` for rows and weights."""
+    grad = dy.index_select(0, order // weights.shape[1])
+    dots = torch.linalg.vecdot(wide(grad), wide(rows)).index_select(0, inverse(order)).view(weights.shape)
+    drows = grad.mul_(weights.flatten()[order, None].to(grad.dtype))
+    return drows, dots.to(weights.dtype)
+
+
+def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Matrix products of consecutive groups of rows; `offsets` i32[E] holds the cumulative end of each group.
+
+    With weight [E, K, N], rows [R, K] give [R, N]: `out[r] = rows[r] @ weight[e] + bias[e]` for the group e that r lies
+    in, bias [E, N]; rows past the last end are zero or undefined. With weight [R, N], rows [K, R] (as in a weight
+    gradient) give [E, K, N]: `out[e] = rows[:, group e] @ weight[group e]`, without a bias.
+
+    Operands may be transposed views. One fused call where torch has one for the dtype and strides, else one product
+    per group.
+    """
+    aligned = all(_is_aligned(operand) for operand in (rows, weight))
+    if aligned and rows.dtype in _GROUPED_DTYPES.get(rows.device.type, set()):
+        fused: Tensor = _grouped_mm(rows, weight, offs=offsets)
+        return fused if bias is None else fused.add_(_spread(bias, offsets, rows.shape[0]))
+    ends = offsets.tolist()
+    starts = [0, *ends[:-1]]
+    if weight.dim() == 2:
+        stacked = rows.new_empty(len(ends), rows.shape[0], weight.shape[1])
+        for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            torch.mm(rows[:, start:end], weight[start:end], out=stacked[index])
+        return stacked
+    out = rows.new_empty(rows.shape[0], weight.shape[2])
+    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        if bias is None:
+            torch.mm(rows[start:end], weight[index], out=out[start:end])
+        else:
+            torch.addmm(bias[index], rows[start:end], weight[index], out=out[start:end])
+    return out
+
+
+def _spread(bias: Tensor, offsets: Tensor, rows: int) -> Tensor:
+    """The row of bias [E, N] that belongs to each of `rows` rows; past the last end, that of the last group."""
+    places = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+    group = torch.searchsorted(offsets, places, right=True, out_int32=True)
+    return bias.index_select(0, group.clamp_(max=bias.shape[0] - 1))
+
+
+def _is_aligned(operand: Tensor) -> bool:
+    """Whether the last two dims are laid out densely one way round, with 16-byte distances and start."""
+    step = _GROUPED_ALIGNMENT // operand.element_size()
+    inner, outer = sorted(operand.stride()[-2:])
+    batch = operand.stride()[:-2]
+    return (
+        operand.numel() > 0
+        and inner == 1
+        and outer % step == 0
+        and all(stride % step == 0 for stride in batch)
+        and operand.storage_offset() % step == 0
+    )
+
+
+def grouped_sum(rows: Tensor, offsets: Tensor) -> Tensor:
+    """Sums of consecutive groups of rows: rows [R, N] give [E, N], zero for a group without rows.
+
+    On a GPU it is a product with ones, which needs no atomics and no look at the offsets.
+    """
+    if rows.is_cuda:
+        ones = rows.new_ones(rows.shape[0], _GROUPED_ALIGNMENT // rows.element_size())
+        return grouped_mm(ones.t(), rows, offsets)[:, 0]
+    out = rows.new_empty(offsets.shape[0], rows.shape[1])
+    start = 0
+    for index, end in enumerate(offsets.tolist()):
+        torch.sum(rows[start:end], 0, out=out[index])
+        start = end
+    return out
+
+
+def grouped_outer_(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """Add to total [E, N, F] the products `left[group e]' @ right[group e]`, in place.
+
+    left [R, N], right [R, F]; `offsets` i32 [E] holds the cumulative end of each group of rows.
+    """
+    if total.is_cuda or total.dtype != left.dtype:
+        return total.add_(grouped_mm(left.t(), right, offsets))
+    start = 0
+    for product, end in zip(total, offsets.tolist(), strict=True):
+        if end > start:
+            product.addmm_(left[start:end].t(), right[start:end])
+        start = end
+    return total
+
+
+def inverse(order: Tensor) -> Tensor:
+    """The inverse permutation."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.shape[0], device=order.device)
+    return places

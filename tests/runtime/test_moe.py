@@ -1,0 +1,68 @@
+"""The runtime's mixture of experts against the bodies that define its ops, at awkward sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mgraph.ir.opdef import op_def
+from mgraph.ir.types import DType
+from mgraph.runtime import v1 as rt
+from tests.runtime.test_ops import check, numbers
+
+ROUTERS: list[dict[str, Any]] = [
+    {},
+    {"renormalize": True},
+    {"score": "softmax_chosen"},
+    {"score": "sigmoid"},
+    {"score": "sigmoid", "renormalize": True, "epsilon": 1e-20, "scale": 2.5},
+    {"renormalize": True, "epsilon": 0.1},
+]
+
+
+@pytest.mark.parametrize("how", ROUTERS, ids=str)
+@pytest.mark.parametrize("groups", [{}, {"groups": 3, "top_groups": 2, "group_best": 2}], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_moe_route(how: dict[str, Any], groups: dict[str, Any], biased: bool) -> None:
+    logits = numbers(13, 6)
+    operands = (logits, numbers(6)) if biased else (logits,)
+    check(
+        "moe_route", *operands, top_k=2, exact_dtype=({"dtype": DType.BF16}, {"dtype": torch.bfloat16}), **how, **groups
+    )
+    _, indices = rt.moe_route(*operands, top_k=2, **how, **groups)
+    check("moe_route_grad", numbers(13, 2), logits, indices, **how)
+
+
+def test_grouped_products_with_bias() -> None:
+    """Widths that the fused product takes and that it does not; empty groups at all places."""
+    for width, ends in ((8, [0, 3, 3, 7]), (5, [2, 2, 7, 7]), (8, [0, 0, 0, 7])):
+        rows, weight, bias = numbers(7, width), numbers(4, width, width), numbers(4, width)
+        offsets = torch.tensor(ends, dtype=torch.int32)
+        expected = op_def("grouped_matmul").body(rows, weight, offsets, bias)
+        torch.testing.assert_close(rt.grouped_mm(rows, weight, offsets, bias), expected)
+        check("grouped_sum", rows, offsets)
+
+
+@pytest.mark.parametrize("dtype", [(DType.F32, torch.float32), (DType.BF16, torch.bfloat16)])
+def test_moe_rows(dtype: tuple[DType, torch.dtype]) -> None:
+    """An expert without tokens among them."""
+    x, indices = numbers(9, 5, dtype=dtype[1]), torch.randint(3, (9, 2)) * 2
+    check("moe_dispatch", x, indices, num_experts=6)
+    rows, order, _ = rt.moe_dispatch(x, indices, num_experts=6)
+    weights = numbers(9, 2, dtype=dtype[1])
+    check("moe_dispatch_grad", rows, order, top_k=2)
+    check("moe_combine", rows, weights, order, exact_dtype=({"dtype": dtype[0]}, {"dtype": dtype[1]}))
+    wide = ({"dtype": DType.F32}, {"dtype": torch.float32})
+    check("moe_combine", rows, weights.float(), order, exact_dtype=wide)
+    check("moe_combine_grad", x, rows, weights, order)
+
+
+def test_grouped_outer() -> None:
+    total, left, right = numbers(4, 5, 3), numbers(7, 5), numbers(7, 3)
+    offsets = torch.tensor([2, 2, 6, 7], dtype=torch.int32)
+    expected = total + op_def("grouped_outer").body(left, right, offsets)
+    made = rt.grouped_outer_(total, left, right, offsets)
+    assert made is total
+    torch.testing.assert_close(total, expected)
