@@ -30,6 +30,8 @@ def gradients(family: Family, dtype: torch.dtype, state: dict[str, torch.Tensor]
     """Loss and gradients of the eager model in a dtype, under the masks of the package's dropout."""
     model = family.eager(dtype=dtype)
     fill(model, state)
+    # Torch's grouped product takes no float64; a loop over the experts is the same.
+    model.config._experts_implementation = "eager"  # type: ignore[union-attr]
     (tokens, labels), *_ = batches(1)
     with replayed(masks(family, state, tokens)):
         if dtype is torch.float64:
