@@ -36,6 +36,12 @@ class Options:
         metadata=_about(f"UTF-8 text: a file, a directory, or '{BUILTIN}', prose that comes with Python"),
     )
     tokenizer: Path | None = field(default=None, metadata=_about("a tokenizer.json (default: bytes)"))
+    init: Path | None = field(
+        default=None,
+        metadata=_about(
+            "weights to begin with: a .safetensors file, or a directory of them (default: as the model says)"
+        ),
+    )
     steps: int = field(default=200, metadata=_about("optimizer steps in all, those before a resume included", low=1))
     batch_size: int = field(default=8, metadata=_about("sequences per microbatch", low=1))
     seq_len: int = field(default=128, metadata=_about("tokens per sequence", low=1))

@@ -39,6 +39,7 @@ from mgraph.runtime.sample import generate
 from mgraph.runtime.schedule import learning_rate
 from mgraph.runtime.state import create_state
 from mgraph.runtime.tokenizer import Tokenizer, load_tokenizer
+from mgraph.runtime.weights import load_weights
 
 ENTRIES = ("microbatch", "finish", "evaluate", "predict")
 """What a package must have to be trained."""
@@ -199,9 +200,15 @@ class Trainer:
         }
 
     def resume_or_refuse(self) -> None:
-        """Go on from the newest checkpoint, or refuse to write over one when that was not asked for."""
+        """Go on from the newest checkpoint, or refuse to write over one when that was not asked for.
+
+        A run that has none begins with the weights of `--init`, where that is given.
+        """
         found = self.mesh.together(lambda: checkpoint.latest(self.checkpoints))
         if found is None:
+            init = self.options.init
+            if init is not None:
+                self.mesh.together(lambda: load_weights(init, self.state, self.package.state_specs))
             return
         if not self.options.resume:
             raise OptionError(

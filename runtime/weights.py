@@ -1,25 +1,46 @@
-"""Fill the parameters of a state from a file: safetensors, by parameter name.
+"""Fill the parameters of a state from safetensors files, by parameter name.
 
-Names are those of the model's own `state_dict`, so a file that the model's library wrote fits. Tied parameters may be
-stored once, under any of their names.
+Names are those of the model's own `state_dict`, so a file that the model's library wrote fits. A directory may hold one
+file or several; where it has an index, the index says which file has which tensor.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mgraph.errors import CheckpointError
 from mgraph.runtime.package import State, StateSpec
 
+INDEX = "model.safetensors.index.json"
+SHOWN = 3
+"""How many names of each kind of problem an error shows."""
+
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a path: itself, or all in a directory. Raises CheckpointError where there are none."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files or not all(f.is_file() for f in files):
-        raise CheckpointError(f"no weights at {path}", hint="give a .safetensors file or a directory that holds some")
+    """The safetensors files of a path: itself, those of its index, or all in the directory.
+
+    Raises CheckpointError where there are none, or where one that the index names is absent.
+    """
+    index = path / INDEX
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"not an index of weights: {error!r}", where=str(index)) from error
+        files = sorted(path / name for name in names)
+    else:
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    absent = [f.name for f in files if not f.is_file()]
+    if not files or absent:
+        problem = f", {', '.join(absent[:SHOWN])} is absent" if absent and path.is_dir() else ""
+        raise CheckpointError(
+            f"no weights at {path}{problem}", hint="give a .safetensors file or a directory that holds some"
+        )
     return files
 
 
@@ -27,30 +48,57 @@ def weight_files(path: Path) -> list[Path]:
 def load_weights(path: Path, state: State, specs: Iterable[StateSpec]) -> None:
     """Copy every parameter and persistent buffer from the files of `path` into `state`, converting dtypes.
 
-    Raises CheckpointError for an unreadable file, a missing tensor or one of another shape; others are ignored.
+    A master copy takes the file's own precision, not that of its parameter. Raises CheckpointError for an unreadable
+    file, and one for all tensors that are missing or of another shape; tensors that the package lacks are ignored.
     """
+    specs = list(specs)
+    wanted = {s.name for s in specs if s.kind == "param" or (s.kind == "buffer" and s.persist)}
+    masters = {call[1]: s.name for s in specs if s.kind == "master" for call in s.init if call[0] == "copy_from"}
+    found: set[str] = set()
+    others: list[str] = []
+    misshaped: list[str] = []
+    for file in weight_files(path):
+        for name in _names(file):
+            if name not in wanted:
+                others.append(name)
+                continue
+            found.add(name)
+            tensor = _read(file, name)
+            if tensor.shape != state[name].shape:
+                misshaped.append(f"{name} is {list(tensor.shape)}, not {list(state[name].shape)}")
+                continue
+            for target in (name, masters.get(name)):
+                if target is not None:
+                    state[target].copy_(tensor)
+    problems = {"missing": sorted(wanted - found), "of another shape": misshaped}
+    if any(problems.values()):
+        problems["not in the package"] = others
+        raise CheckpointError(
+            "the weights do not fit the package: " + "; ".join(_listed(k, v) for k, v in problems.items() if v),
+            where=str(path),
+            hint="compile the package from the configuration of these weights; names are those of its state_dict",
+        )
+
+
+def _names(file: Path) -> list[str]:
     from safetensors import SafetensorError, safe_open
 
-    missing = {s.name: s for s in specs if s.kind == "param" or (s.kind == "buffer" and s.persist)}
-    for file in weight_files(path):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys() & missing.keys():
-                    tensor, target = opened.get_tensor(name), state[name]
-                    if tensor.shape != target.shape:
-                        raise CheckpointError(
-                            f"{name} is {list(tensor.shape)} in the file and {list(target.shape)} in the package",
-                            where=str(file),
-                            hint="compile the package from the configuration of these weights",
-                        )
-                    target.copy_(tensor)
-                    del missing[name]
-        except SafetensorError as error:
-            raise CheckpointError(f"not a whole safetensors file: {error}", where=str(file)) from error
-    if missing:
-        first = ", ".join(list(missing)[:3])
-        raise CheckpointError(
-            f"{len(missing)} tensors of the package are not in the weights, first {first}",
-            where=str(path),
-            hint="the names must be those of the model's state_dict",
-        )
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return sorted(opened.keys())
+    except SafetensorError as error:
+        raise CheckpointError(f"not a whole safetensors file: {error}", where=str(file)) from error
+
+
+def _read(file: Path, name: str) -> Tensor:
+    """One tensor. The file is mapped anew for each, since the pages of a mapping stay in memory until it is dropped."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        tensor: Tensor = opened.get_tensor(name)
+    return tensor
+
+
+def _listed(problem: str, names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{len(names)} {problem} ({', '.join(names[:SHOWN])}{more})"

@@ -62,11 +62,11 @@ def test_wrong_weights_are_named(served: tuple[Build, torch.nn.Module, Path], tm
     tensors = {n: p.detach().clone() for n, p in model.named_parameters()}
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"1 tensors.*model\.norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"1 missing \(model\.norm\.weight\)"):
         open_generator(built.path, tmp_path, "cpu")
     tensors["model.norm.weight"] = torch.ones(3)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"\[3\] in the file and \[64\]"):
+    with pytest.raises(CheckpointError, match=r"is \[3\], not \[64\]"):
         open_generator(built.path, tmp_path, "cpu")
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match="not a whole safetensors file"):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from mgraph.errors import CheckpointError, DataError, MgraphError, OptionError, PackageError, StorageError
 from mgraph.runtime import checkpoint
@@ -32,13 +33,16 @@ def train(package: Path, out: Path, data: Path | str, *arguments: str) -> None:
     run(parse([*SMALL, "--data", str(data), "--out", str(out), *arguments], "train.py"), package)
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["own", "init"])
 def test_losses_equal_autograd_and_torch_optim(
-    package_dir: Path, text_file: Path, tmp_path: Path, losses: Callable[[Path], list[float]]
+    package_dir: Path, text_file: Path, tmp_path: Path, losses: Callable[[Path], list[float]], given: bool
 ) -> None:
-    """12 steps of 3 microbatches, against one backward pass over their mean loss."""
-    train(package_dir, tmp_path / "run", text_file, "--steps", "12", "--accumulate", "3")
-    state = create_state(load_package(package_dir, "cpu").state_specs, 5, "cpu")
+    """12 steps of 3 microbatches, against one backward pass over their mean loss; from own weights and a file's."""
+    state = create_state(load_package(package_dir, "cpu").state_specs, 7 if given else 5, "cpu")
     names = ("embed.weight", "hidden.weight", "head.weight")
+    save_file({name: state[name] for name in names}, tmp_path / "weights.safetensors")
+    init = ("--init", str(tmp_path / "weights.safetensors")) if given else ()
+    train(package_dir, tmp_path / "run", text_file, "--steps", "12", "--accumulate", "3", *init)
     embed, hidden, head = parameters = [state[name].double().requires_grad_() for name in names]
     optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     stream = Stream(load_corpus(str(text_file), ByteTokenizer()).train, 3, 19, 5)
