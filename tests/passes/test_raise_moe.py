@@ -117,3 +117,76 @@ def test_near_misses_of_experts(old: str, new: str, rule: str, expected: str) ->
     assert "moe_route" in ops(after.functions["f"]), "the rest is raised all the same"
     if expected.startswith("`"):
         assert_same(before, after)
+
+
+GROUPS = """
+func @f(%logits: f32[B, 8], %bias: f32[8]) {
+  %s: f32[B, 8] = aten.sigmoid.default(%logits)
+  %a: f32[B, 8] = aten.add.Tensor(%s, %bias)
+  %g: f32[B, 4, 2] = reshape(%a) {shape = [B, 4, 2]}
+  %h: f32[B, 4, 2], %hi: i64[B, 4, 2] = aten.topk.default(%g) {k = 2}
+  %q: f32[B, 4] = aten.sum.dim_IntList(%h) {dim = [-1]}
+  %qv: f32[B, 2], %qi: i64[B, 2] = aten.topk.default(%q) {k = 2, sorted = false}
+  %z: f32[B, 4] = aten.full.default() {dtype = f32, fill_value = 0.0, size = [B, 4]}
+  %m: f32[B, 4] = aten.scatter.value(%z, %qi) {dim = 1, value = 1}
+  %n: f32[B, 4, 1] = reshape(%m) {shape = [B, 4, 1]}
+  %o: f32[B, 4, 2] = aten.expand.default(%n) {size = [B, 4, 2]}
+  %p: f32[B, 8] = reshape(%o) {shape = [B, 8]}
+  %r: bool[B, 8] = cast(%p) {dtype = bool}
+  %u: bool[B, 8] = aten.bitwise_not.default(%r)
+  %c: f32[B, 8] = aten.masked_fill.Scalar(%a, %u) {value = -inf}
+  %cv: f32[B, 3], %i: i64[B, 3] = aten.topk.default(%c) {k = 3, sorted = false}
+  %v: f32[B, 3] = aten.gather.default(%s, %i) {dim = 1}
+  %t: f32[B, 1] = aten.sum.dim_IntList(%v) {dim = [-1], keepdim = true}
+  %e: f32[B, 1] = aten.add.Tensor(%t) {other = 1e-20}
+  %d: f32[B, 3] = aten.div.Tensor(%v, %e)
+  %w: f32[B, 3] = aten.mul.Tensor(%d) {other = 2.5}
+  return %w
+}
+"""
+"""The router of DeepSeek-V3."""
+
+
+def test_raises_a_router_of_groups() -> None:
+    before, after, report = raised(RaiseMoe(), GROUPS)
+    (node,) = after.functions["f"].nodes
+    assert (node.op, report.near_misses) == ("moe_route", [])
+    expected = {"top_k": 3, "score": "sigmoid", "renormalize": True, "epsilon": 1e-20, "scale": 2.5, "dtype": DType.F32}
+    assert node.attrs == {**expected, "groups": 4, "top_groups": 2, "group_best": 2}
+    assert_same(before, after)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("value = -inf", "value = 0.0", "`masked_fill` has value = 0.0, expected -inf"),
+        ("value = 1}", "value = 2}", "groups are marked by 2.0 in 0.0, expected 1.0 in 0.0"),
+        ("return %w", "return %w, %c", "`masked_fill` has 2 users, expected 1"),
+        ("%bias: f32[8]", "%bias: f32[1]", "the bias is f32[1], expected one number for each of 8 experts"),
+    ],
+)
+def test_near_misses_of_a_router_of_groups(old: str, new: str, expected: str) -> None:
+    assert old in GROUPS
+    details = near_misses(RaiseMoe(), GROUPS.replace(old, new))
+    assert any(d.startswith("moe_route: ") and expected in d for d in details), details
+
+
+def _with_bias(bias: str = "f32[4, 6]") -> str:
+    lines = '  %k: f32[2*B, 6] = aten.index.Tensor(%bias, %e) {args = ["self", "indices.0"]}\n'
+    lines += "  %l: f32[2*B, 6] = aten.add.Tensor(%g, %k)\n"
+    text = EXPERTS.replace("%weight: f32[4, 6, 6])", f"%weight: f32[4, 6, 6], %bias: {bias})")
+    return text.replace("  %t: f32[4, 6, 6]", lines + "  %t: f32[4, 6, 6]").replace("(%g, %t,", "(%l, %t,")
+
+
+def test_raises_biases_of_experts() -> None:
+    before, after, report = raised(RaiseMoe(), _with_bias())
+    assert ops(after.functions["f"]) == {"moe_route": 1, "moe_dispatch": 1, "grouped_matmul": 2, "moe_combine": 1}
+    assert [len(n.operands) for n in after.functions["f"].nodes if n.op == "grouped_matmul"] == [4, 3]
+    assert report.near_misses == []
+    assert_same(before, after)
+
+
+def test_a_bias_of_another_shape_stays_outside() -> None:
+    before, after, _ = raised(RaiseMoe(), _with_bias("f32[5, 6]"))
+    assert [len(n.operands) for n in after.functions["f"].nodes if n.op == "grouped_matmul"] == [3, 3]
+    assert_same(before, after)
