@@ -93,6 +93,10 @@ class Node:
         assert len(self.results) == 1, f"{self.op} {self.id} has {len(self.results)} results"
         return self.results[0]
 
+    def with_values(self, operands: tuple[Value, ...], results: tuple[Value, ...]) -> Node:
+        """The same operation on other values (as `dataclasses.replace` would, which is slow for thousands of nodes)."""
+        return Node(self.op, operands, results, self.attrs, self.phase, self.origin, self.made_by)
+
     def __repr__(self) -> str:
         return f"{', '.join(map(repr, self.results))} = {self.op}({', '.join(map(repr, self.operands))})"
 

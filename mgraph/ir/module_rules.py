@@ -122,8 +122,12 @@ def _state(scope: Scope) -> Iterator[Problem]:
 
 
 def _init(scope: Scope) -> Iterator[Problem]:
+    fitting: set[int] = set()  # most states share the object that says how they begin
     for state in scope.states.values():
         for call in state.init:
+            if id(call) in fitting and call[0] != "copy_from":
+                continue
+            fitting.add(id(call))
             if not _fits(call):
                 yield Problem(f"state @{state.name} cannot be initialised by {call!r}", hint=_init_hint(call))
             elif call[0] == "copy_from":
@@ -184,7 +188,7 @@ def _updates(module: Module, entry: Entry) -> Iterator[Problem]:
             hint = suggestion(name, module.state)
             message = f"entry {entry.name} updates @{name}, which is not declared"
             yield Problem(message, function, function.producers().get(value), hint)
-        elif value.type != state.type:
+        elif value.type is not state.type and value.type != state.type:
             message = f"entry {entry.name} updates @{name}, {state.type}, with {value!r}, {value.type}"
             yield Problem(message, function, function.producers().get(value))
 

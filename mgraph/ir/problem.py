@@ -109,8 +109,9 @@ def _values(
         for value in function.inputs():
             yield value, function, None
     for function, node in nodes:
-        for value in node.results:
-            yield value, function, node
+        if node.op != "call":  # the results of a call have the types of its callee's, which are looked at there
+            for value in node.results:
+                yield value, function, node
 
 
 def scope_of(module: Module, known: Module | None = None) -> Scope:

@@ -54,17 +54,20 @@ def _defined(scope: Scope) -> Iterator[Problem]:
 
 def _states(scope: Scope) -> Iterator[Problem]:
     entries = {entry.function for entry in scope.module.entries.values()}
+    reads: list[tuple[Value, Function, Node | None]] = []
     for function in scope.functions.values():
-        reads: list[tuple[Value, Node | None]] = [(v, n) for n in function.nodes for v in n.operands if v.is_state]
-        reads += [(v, None) for v in function.results if v.is_state]
-        for value, node in reads:
-            state = scope.module.state.get(value.name)
-            if state is None or state.value is not value:
-                hint = suggestion(value.name, scope.module.state)
-                yield Problem(f"state {value!r} is not declared by the module", function, node, hint)
-            elif function.name not in entries:
-                hint = "give the function a slot, and hand the state in at the call"
-                yield Problem(f"state {value!r} is read outside an entry function", function, node, hint)
+        if function.name not in entries:
+            reads += [(v, function, n) for n in function.nodes for v in n.operands if v.is_state]
+        reads += [(v, function, None) for v in function.results if v.is_state]
+    reads += [(v, f, n) for f, n in scope.walk() if f.name in entries for v in n.operands if v.is_state]
+    for value, function, node in reads:
+        state = scope.module.state.get(value.name)
+        if state is None or state.value is not value:
+            hint = suggestion(value.name, scope.module.state)
+            yield Problem(f"state {value!r} is not declared by the module", function, node, hint)
+        elif function.name not in entries:
+            hint = "give the function a slot, and hand the state in at the call"
+            yield Problem(f"state {value!r} is read outside an entry function", function, node, hint)
 
 
 def _phase(scope: Scope) -> Iterator[Problem]:
@@ -255,7 +258,7 @@ def _call_operands(scope: Scope) -> Iterator[Problem]:
             yield Problem(f"{message}, the call gives {len(node.operands)}", function, node)
             continue
         for given, taken in zip(node.operands, inputs, strict=True):
-            if given.type != taken.type:
+            if given.type is not taken.type and given.type != taken.type:
                 message = f"{given!r} is {given.type}, but {taken!r} of @{callee.name} is {taken.type}"
                 yield Problem(message, function, node)
 
@@ -311,7 +314,7 @@ def _inference(scope: Scope) -> Iterator[Problem]:
             yield Problem(f"{node.op} has {len(inferred)} result(s), not {len(given)}", function, node)
             continue
         for value, type_ in zip(node.results, inferred, strict=True):
-            if not _same(value.type, type_, op.collective):
+            if value.type is not type_ and not _same(value.type, type_, op.collective):
                 yield Problem(f"{value!r} is {value.type}, but {node.op} makes {type_}", function, node)
 
 

@@ -57,10 +57,11 @@ def _merge(function: Function, effects: set[str], report: Report) -> Function:
             builder.keep(node)
             continue
         key = node_key(node, map(builder.value, node.operands))
-        if key in first:
-            for old, new in zip(node.results, first[key].results, strict=True):
+        equal = first.get(key)
+        if equal is not None and [v.type for v in equal.results] == [v.type for v in node.results]:
+            for old, new in zip(node.results, equal.results, strict=True):
                 builder.replace(old, new)
-            report.match(function.name, node.id, f"equals {first[key].id}")
+            report.match(function.name, node.id, f"equals {equal.id}")
             merged += 1
         else:
             first[key] = builder.keep(node)

@@ -110,6 +110,7 @@ class _Placer:
     def __init__(self, module: Module, axis: str, states: dict[Value, Value]) -> None:
         self.module, self.axis, self.states = module, axis, states
         self.placed: dict[str, Function] = {}
+        self._types: dict[tuple[int, Placement | None], TensorType] = {}  # most values share the object of their type
 
     def place(self, function: Function, inputs: Sequence[Placement | None]) -> Function:
         """The function with its values placed; inputs without B lie as given."""
@@ -138,9 +139,14 @@ class _Placer:
         """The value sharded along its batch dim, or else placed as given."""
         if not isinstance(value.type, TensorType):
             return value
-        dim = _batch_dim(value.type)
-        placement = Shard(dim) if dim is not None else otherwise
-        return value if placement is None else Value(value.name, value.type.place(self.axis, placement), value.is_state)
+        key = id(value.type), otherwise
+        placed = self._types.get(key)
+        if placed is None:
+            dim = _batch_dim(value.type)
+            placement = Shard(dim) if dim is not None else otherwise
+            placed = value.type if placement is None else value.type.place(self.axis, placement)
+            self._types[key] = placed
+        return value if placed is value.type else Value(value.name, placed, value.is_state)
 
 
 def _mapped(function: Function, mapping: dict[Value, Value]) -> Function:
@@ -149,7 +155,7 @@ def _mapped(function: Function, mapping: dict[Value, Value]) -> Function:
     def all_of(values: tuple[Value, ...]) -> tuple[Value, ...]:
         return tuple(mapping.get(v, v) for v in values)
 
-    nodes = tuple(replace(n, operands=all_of(n.operands), results=all_of(n.results)) for n in function.nodes)
+    nodes = tuple(n.with_values(all_of(n.operands), all_of(n.results)) for n in function.nodes)
     return replace(
         function,
         params=all_of(function.params),

@@ -89,6 +89,7 @@ class _Outliner:
         self.min_nodes = min_nodes
         self.slots = set(function.slots)
         self.type_ids: dict[Any, int] = {}
+        self.type_objects: dict[int, int] = {}  # most values share the object of their type: no need to hash it again
         self.readers = function.users()
         self.returned = set(function.results)
 
@@ -268,7 +269,10 @@ class _Outliner:
         segment.key = tuple(key)
 
     def type_id(self, type_: Any) -> int:
-        return self.type_ids.setdefault(type_, len(self.type_ids))
+        found = self.type_objects.get(id(type_))
+        if found is None:
+            found = self.type_objects[id(type_)] = self.type_ids.setdefault(type_, len(self.type_ids))
+        return found
 
     def role(self, value: Value, prefix: str) -> Any:
         """What an external is: a parameter, a state of the layer by its relative name, or one shared state."""
