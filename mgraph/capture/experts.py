@@ -37,10 +37,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         return out + getattr(self, f"{name}_bias")[by_expert] if self.has_bias else out
 
     rows = hidden_states[order // top_k].to(self.down_proj.dtype)
-    if self.has_gate:
-        hidden = self._apply_gate(linear(rows, "gate_up_proj"))
-    else:
-        hidden = self.act_fn(linear(rows, "up_proj"))
+    first = linear(rows, "gate_up_proj" if self.has_gate else "up_proj")
+    hidden = self._apply_gate(first) if self.has_gate else self.act_fn(first)
     rows = linear(hidden, "down_proj")
     if getattr(self, "has_post_expert_norm", False):
         rows = self.post_expert_norm(rows)

@@ -3,8 +3,8 @@
 Shapes: T tokens, E experts, K experts a token. The families differ in what they score with, in what they choose by, and
 in what they do to the chosen scores:
 
-    scores    softmax over all experts (Mixtral, Qwen3-MoE), over the chosen ones alone (gpt-oss), or sigmoid (DeepSeek-V3)
-    choice    the K largest, after adding a bias that steers the load but weighs nothing, within the best groups of experts
+    scores    softmax over all experts (Mixtral, Qwen3-MoE), over the chosen ones (gpt-oss), or sigmoid (DeepSeek-V3)
+    choice    the K largest, after adding a bias that steers the load but weighs nothing, within the best groups
     weights   the chosen scores, divided by their sum, times a constant
 """
 
