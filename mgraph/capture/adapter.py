@@ -3,6 +3,9 @@
 Default loss: `labels[b, s]` is the target of position s, -100 is ignored, and so is a position whose `loss_mask` is 0:
 
     loss_sum = sum over (b, s) of -log softmax(float32(logits[b, s]))[labels[b, s]],    count = number of such (b, s)
+
+A loss of the model's own beside it, such as that of routers, is the output's `aux_loss` f32[]. It is added to the mean,
+so `loss_sum` takes count times it.
 """
 
 from __future__ import annotations
@@ -47,6 +50,13 @@ def logits_of(outputs: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
+def _with_own_loss(made: tuple[Tensor, Tensor], outputs: Any) -> tuple[Tensor, Tensor]:
+    """The loss sum and count, with the model's own loss added to the mean."""
+    total, count = made
+    own = getattr(outputs, "aux_loss", None)
+    return (total, count) if own is None else (total + own * count, count)
+
+
 class Adapter(nn.Module):
     """`forward` takes the inputs in the order of `names` and returns the first two or all of `OUTPUTS`."""
 
@@ -88,7 +98,7 @@ class Adapter(nn.Module):
         if self.loss is not None:
             made = self.loss(outputs, batch)
         else:
-            made = masked_cross_entropy(self._checked(outputs, logits), batch)
+            made = _with_own_loss(masked_cross_entropy(self._checked(outputs, logits), batch), outputs)
         self._check_loss(made)
         return made if logits is None else (*made, logits)
 

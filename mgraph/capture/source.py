@@ -80,12 +80,11 @@ def _in_dtype(factory: Callable[[], Any], dtype: DType | None) -> Callable[[], A
 def _zoo(spec: ModelSpec) -> Source:
     from mgraph import models
 
-    family, dash, size = spec.text.partition("-")
-    size = size if dash else "tiny"
-    if family not in models.FAMILIES or size not in models.SIZES[family]:
-        known = [f"{f}-{s}" for f in models.FAMILIES for s in models.SIZES[f]]
-        raise ModelError(f"unknown model '{spec.text}'", None, did_you_mean(spec.text, known))
-    return Source(f"{family}-{size}", spec.text, _in_dtype(lambda: models.get(family, size), spec.dtype))
+    known = {f"{family}-{size}": (family, size) for family, sizes in models.SIZES.items() for size in sizes}
+    name = spec.text if spec.text in known else f"{spec.text}-tiny"
+    if name not in known:
+        raise ModelError(f"unknown model '{spec.text}'", None, did_you_mean(spec.text, list(known)))
+    return Source(name, spec.text, _in_dtype(lambda: models.get(*known[name]), spec.dtype))
 
 
 def _file(spec: ModelSpec) -> Source:

@@ -118,7 +118,7 @@ def test_a_large_module_that_does_not_reduce_has_no_twin(monkeypatch: pytest.Mon
 
 @pytest.mark.full
 def test_the_shape_of_llama_3_8b_reduces() -> None:
-    module = capture("dense-llama3-8b")
+    module = capture("llama3-8b")
     twin, reduction = reduce(module)
     assert reduction.layers == (32, 4)
     assert reduction.extents[4096] == reduction.extents[32] * reduction.extents[128]
