@@ -23,5 +23,5 @@ def attrs_key(attrs: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def node_key(node: Node, operands: Iterable[Value]) -> tuple[Any, ...]:
-    """Equal for two nodes that compute the same from these operands in the same phase, if their types are equal, too."""
+    """Equal for two nodes that compute the same from these operands in the same phase, if their types are equal."""
     return node.op, tuple(operands), attrs_key(node.attrs), node.phase
