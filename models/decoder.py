@@ -28,7 +28,7 @@ class Output(NamedTuple):
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm(x)), then x + feed_forward(norm(x)); `sandwich_norm` puts norms behind both, too."""
+    """One layer: x + attention(norm(x)), then x + feed_forward(norm(x)); `sandwich_norm` adds norms behind both."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

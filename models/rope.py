@@ -20,7 +20,7 @@ def frequencies(width: int, theta: float) -> Tensor:
 
 
 def llama3_scaled(freqs: Tensor, scaling: Llama3) -> Tensor:
-    """The frequencies of `Llama3`: f / factor + blend * (f - f / factor); blend rises from 0 at `low` to 1 at `high`."""
+    """The frequencies of `Llama3`: f / factor + blend * (f - f / factor), blend from 0 at `low` to 1 at `high`."""
     waves = scaling.original_length * freqs / (2 * math.pi)
     blend = ((waves - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
     return (1 - blend) * freqs / scaling.factor + blend * freqs
