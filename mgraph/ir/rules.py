@@ -59,7 +59,13 @@ def _states(scope: Scope) -> Iterator[Problem]:
         if function.name not in entries:
             reads += [(v, function, n) for n in function.nodes for v in n.operands if v.is_state]
         reads += [(v, function, None) for v in function.results if v.is_state]
-    reads += [(v, f, n) for f, n in scope.walk() if f.name in entries for v in n.operands if v.is_state]
+    # Most states are as declared: only the others are worth a tuple each.
+    declared = scope.module.state
+    for function, node in scope.walk():
+        if function.name in entries:
+            for value in node.operands:
+                if value.is_state and (value.name not in declared or declared[value.name].value is not value):
+                    reads.append((value, function, node))
     for value, function, node in reads:
         state = scope.module.state.get(value.name)
         if state is None or state.value is not value:

@@ -37,6 +37,9 @@ class Instrument:
     def after(self, result: PassResult, before: Module, after: Module) -> None:
         """After a pass, with its report in `result`; called in reverse order of the instruments."""
 
+    def failed(self) -> None:
+        """A pass raised, and its error is about to leave the runner."""
+
 
 class Timer(Instrument):
     """`measured["seconds"]`: wall time of the pass. List it last to measure the pass alone."""
@@ -88,6 +91,30 @@ class VerifyEach(Instrument):
             verify(after, known=before)
         except GraphError as error:
             raise AssertionError(f"pass '{result.spec}' broke the graph\n{error}") from error
+
+
+class VerifyLater(VerifyEach):
+    """As `VerifyEach`, but what passes made is checked by `check`: the compiler calls it while kernels are built.
+
+    Where a pass fails, the passes before it are checked first: the first wrong one is to blame.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[PassResult, Module, Module]] = []
+
+    def after(self, result: PassResult, before: Module, after: Module) -> None:
+        """Keep what there is to check."""
+        self._waiting.append((result, before, after))
+
+    def failed(self) -> None:
+        """See the class."""
+        self.check()
+
+    def check(self) -> None:
+        """Check every pass's result, in order."""
+        waiting, self._waiting = self._waiting, []
+        for result, before, after in waiting:
+            super().after(result, before, after)
 
 
 @dataclass(frozen=True, slots=True)

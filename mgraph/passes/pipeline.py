@@ -166,7 +166,12 @@ def run_pipeline(
         for instrument in instruments:
             instrument.passing(pass_)
             instrument.before(result, module)
-        after = pass_.run(module, result.report)
+        try:
+            after = pass_.run(module, result.report)
+        except Exception:
+            for instrument in instruments:
+                instrument.failed()
+            raise
         result.changed = after is not module
         # The last to begin is the first to end, so that a timer listed last measures the pass alone.
         for instrument in reversed(instruments):

@@ -14,7 +14,7 @@ from mgraph.errors import GraphError
 from mgraph.ir.graph import Module
 from mgraph.ir.printer import print_module
 from mgraph.passes.base import Pass, Report, Stage
-from mgraph.passes.instrument import OpCounts, Snapshots, Timer, VerifyEach, op_count_lines
+from mgraph.passes.instrument import OpCounts, Snapshots, Timer, VerifyEach, VerifyLater, op_count_lines
 from mgraph.passes.pipeline import run_pipeline
 from tests.passes.build import stacked
 
@@ -65,6 +65,22 @@ def test_snapshots_are_written(tmp_path: Path) -> None:
 def test_verification_blames_the_pass() -> None:
     with pytest.raises(AssertionError, match="pass 'break' broke the graph"):
         run_pipeline(stacked(2), [Break()], [VerifyEach()])
+
+
+def test_later_verification_blames_the_first_wrong_pass() -> None:
+    class Fail(Break):
+        def run(self, module: Module, report: Report) -> Module:
+            raise RuntimeError("it came to a broken graph")
+
+    later = VerifyLater()
+    run_pipeline(stacked(2), [Break()], [later])
+    with pytest.raises(AssertionError, match="pass 'break' broke the graph"):
+        later.check()
+    later.check()
+    with pytest.raises(AssertionError, match="pass 'break' broke the graph"):
+        run_pipeline(stacked(2), [Break(), Fail()], [VerifyLater()])
+    with pytest.raises(RuntimeError, match="it came to"):
+        run_pipeline(stacked(2), [Fail()], [VerifyLater()])
 
 
 def test_verification_of_the_input_blames_the_caller() -> None:
