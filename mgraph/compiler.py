@@ -19,6 +19,7 @@ from mgraph.capture import CaptureReport, ModelSpec, capture_with_report
 from mgraph.codegen.package import PackageInfo, check_target, emit_package
 from mgraph.ir.graph import Module
 from mgraph.ir.types import DType
+from mgraph.parameter_groups import parse_group
 from mgraph.passes.instrument import Instrument, OpCounts, Snapshots, Timer, VerifyEach
 from mgraph.passes.pipeline import (
     NORMALIZE,
@@ -30,14 +31,15 @@ from mgraph.passes.pipeline import (
     run_pipeline,
     select,
 )
-from mgraph.passes.spec import print_value
+from mgraph.passes.spec import OptionValue, print_spec
 from mgraph.passes.verify import TwinCheck
 from mgraph.recipe import Recipe
 
 RAISE = "raise-norm,raise-rope,raise-attention,raise-glu,raise-moe,raise-loss,cse,dce"
 TIMES = "compilation.json"
 """The file in a package's graphs/ that keeps the seconds of each stage and the capture's report."""
-_DTYPES = {"fp32": DType.F32, "bf16": DType.BF16}
+_DTYPES = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}
+_ADAMW = ("beta1", "beta2", "eps", "weight_decay", "max_norm", "optimizer")
 
 
 @dataclass(slots=True)
@@ -65,8 +67,18 @@ def pipeline_text(recipe: Recipe) -> str:
     """The pipeline that a recipe means, before passes are left out."""
     if recipe.purpose == "serve":
         return f"{NORMALIZE},{RAISE},derive-serve{{max_length={recipe.max_length}}},cse,dce,in-place"
-    options = ",".join(f"{n}={getattr(recipe, n)!r}" for n in ("beta1", "beta2", "eps", "weight_decay", "max_norm"))
-    derive = f"autodiff,recompute{{mode={print_value(recipe.recompute)}}},adamw{{{options}}}"
+    frozen = [rule for rule in recipe.groups if parse_group(rule).frozen]
+    optimizer = {n: getattr(recipe, n) for n in (*_ADAMW, "groups")}
+    scaled = {}
+    if recipe.precision == "fp16":
+        scaled = {"loss_scale": recipe.loss_scale}
+        optimizer |= {n: getattr(recipe, f"loss_scale_{n}") for n in ("growth", "backoff", "interval")}
+    again: dict[str, OptionValue] = {"mode": recipe.recompute}
+    if recipe.budget:
+        again |= {"budget": recipe.budget, "batch": recipe.batch, "seq": recipe.seq}
+    specs = [print_spec("freeze", {"groups": recipe.groups})] if frozen else []
+    specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]
+    derive = ",".join(specs)
     shard = "".join(f"data-parallel{{axis={axis},size={size or 0}}}," for axis, size in recipe.mesh_axes().items())
     return f"{NORMALIZE},{RAISE},{derive},{shard}cse,dce,in-place"
 

@@ -7,6 +7,7 @@ and `mgraph env` are printed from here. A flag wins over the file, the file over
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,12 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from mgraph.errors import OptionError, did_you_mean
+from mgraph.parameter_groups import parse_group
 
 TARGET_ARCHS = {"h100": "sm_90a", "cpu": ""}
 """The GPU architectures that kernels of a target are built for."""
 
 ARCHS = ("sm_80", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_103", "sm_103a", "sm_120", "sm_120a")
 """The GPU architectures that kernels can be built for; the compiler behind Triton ends the process for others."""
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SIZE = re.compile(rf"\s*(\d+(?:\.\d*)?)\s*({'|'.join(_UNITS)})\s*")
+_BELOW_ONE = (0, 0.999999)
+"""A decay of 1 would never let go, and the correction of its bias divides by 1 - 1."""
 
 
 def option(
@@ -36,18 +43,35 @@ class Recipe:
     model: str = option("", "what to compile: a zoo model (dense-tiny), file.py:factory, or hf:config.json")
     purpose: str = option("train", "what the package is for", ("train", "serve"))
     mesh: str = option("dp=*", "mesh axes and sizes, e.g. dp=2; * binds to the number of processes at launch")
-    precision: str = option("fp32", "dtype of the parameters and of the computation", ("fp32", "bf16"))
+    precision: str = option("fp32", "dtype of the parameters and of the computation", ("fp32", "bf16", "fp16"))
     target: str = option("h100", "the machine that kernels are chosen for", tuple(TARGET_ARCHS))
     arch: str = option(
         "", "GPU architectures to build kernels for, comma-separated, or none (default: the target's, sm_90a for h100)"
     )
     output: str = option("", "the package's directory (default: build/MODEL-PURPOSE)")
-    recompute: str = option("none", "which layer activations are computed again in the backward", ("none", "full"))
-    weight_decay: float = option(0.01, "AdamW's weight decay, for parameters of two dims or more", within=(0, 10))
-    beta1: float = option(0.9, "AdamW's decay of the first moment", within=(0, 1))
-    beta2: float = option(0.95, "AdamW's decay of the second moment", within=(0, 1))
-    eps: float = option(1e-8, "AdamW's epsilon", within=(0, 1))
+    recompute: str = option(
+        "none",
+        "which layer activations the backward computes again: none, all, or the cheapest that meet memory_budget",
+        ("none", "selective", "full"),
+    )
+    memory_budget: str = option("", "with recompute selective: bytes of saved activations of a microbatch, e.g. 40GiB")
+    batch: int = option(8, "sequences of the microbatch that memory_budget is for", within=(1, 2**31))
+    seq: int = option(128, "tokens per sequence that memory_budget is for", within=(1, 2**31))
+    optimizer: str = option("adamw", "AdamW, or Adam with weight decay as part of the gradient (L2)", ("adamw", "adam"))
+    weight_decay: float = option(0.01, "weight decay, for parameters of two dims or more", within=(0, 10))
+    groups: tuple[str, ...] = option(
+        (), "a rule for parameters by name, the first that matches: 'PATTERN|PATTERN: weight_decay=0, lr=0.1, frozen'"
+    )
+    beta1: float = option(0.9, "decay of the first moment", within=_BELOW_ONE)
+    beta2: float = option(0.95, "decay of the second moment", within=_BELOW_ONE)
+    eps: float = option(1e-8, "the optimizer's epsilon", within=(0, 1))
     max_norm: float = option(1.0, "clip the gradient's norm to this; 0: never", within=(0, 1e9))
+    loss_scale: float = option(
+        65536.0, "with fp16: the factor that the loss's gradient begins with", within=(1, 2**100)
+    )
+    loss_scale_growth: float = option(2.0, "with fp16: how the loss scale grows", within=(1, 2**20))
+    loss_scale_backoff: float = option(0.5, "with fp16: how the loss scale shrinks at an overflow", within=(1e-6, 1))
+    loss_scale_interval: int = option(2000, "with fp16: clean steps before the loss scale grows", within=(1, 2**31))
     loss_mask: bool = option(False, "add the input loss_mask f32[B, S], a weight per target")
     position_ids: bool = option(False, "add the input position_ids i64[B, S]")
     max_length: int = option(
@@ -65,6 +89,13 @@ class Recipe:
             if within and not within[0] <= value <= within[1]:  # written so that nan fails too
                 hint = f"a value from {within[0]:g} to {within[1]:g}"
                 raise OptionError(f"{field.name} is {value!r}", where=flag_of(field.name), hint=hint)
+        # One spelling, so that recipes that mean the same have equal fingerprints.
+        object.__setattr__(self, "groups", tuple(parse_group(rule).text for rule in self.groups))
+        if (self.recompute == "selective") != bool(self.memory_budget):
+            hint = "--recompute selective --memory-budget 40GiB go together"
+            problem = f"recompute is {self.recompute}, and memory_budget is {self.memory_budget or 'not given'}"
+            raise OptionError(problem, where="--memory-budget", hint=hint)
+        assert self.budget >= 0, "the budget is a number of bytes"
         for arch in self.archs:
             if arch not in ARCHS:
                 raise OptionError(
@@ -110,6 +141,15 @@ class Recipe:
         """GPU architectures to build kernels for."""
         return _parts("" if self.arch == "none" else self.arch or TARGET_ARCHS[self.target])
 
+    @property
+    def budget(self) -> int:
+        """The memory budget in bytes; 0 where none is given."""
+        match = _SIZE.fullmatch(self.memory_budget or "0B")
+        if match is None or (self.memory_budget and float(match[1]) <= 0):
+            hint = f"a number and one of {', '.join(_UNITS)}, e.g. 40GiB"
+            raise OptionError(f"memory_budget is {self.memory_budget!r}", where="--memory-budget", hint=hint)
+        return int(float(match[1]) * _UNITS[match[2]])
+
     def patterns(self) -> tuple[str, ...]:
         """Passes to leave out."""
         return _parts(self.disable)
@@ -154,8 +194,10 @@ def _fitted(path: Path, name: str, value: Any, wanted: type) -> Any:
         # YAML 1.1 reads 1e-8, which has no dot, as text.
         with suppress(ValueError):
             return float(value)
+    if wanted is tuple and isinstance(value, list):
+        return tuple(value)
     if type(value) is not wanted:
-        kind = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}[wanted]
+        kind = {str: "text", int: "a whole number", float: "a number", bool: "true or false", tuple: "a list"}[wanted]
         raise OptionError(f"{name} is {value!r}", where=str(path), hint=f"give {kind}")
     return value
 

@@ -193,6 +193,26 @@ def gradient_scale(norm: Tensor, count: Tensor, *, max_norm: float) -> tuple[Ten
     return clip / tokens, mean_norm
 
 
+def all_finite(scalars: list[Tensor]) -> Tensor:
+    """Whether all of some scalars are finite, bool[]."""
+    return torch.isfinite(torch.stack([scalar.double() for scalar in scalars])).all()
+
+
+def loss_scale_update(
+    scale: Tensor, clean: Tensor, finite: Tensor, *, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
+) -> tuple[Tensor, Tensor]:
+    """The loss scale f32[] and the clean steps i64[] since it changed, after a step that was finite or not.
+
+    As torch.amp.GradScaler has it: a step that is not finite multiplies by `backoff`, `interval` clean ones multiply by
+    `growth`.
+    """
+    counted = clean + 1
+    full = counted >= interval
+    larger = scale * growth
+    grown = torch.where(full & torch.isfinite(larger), larger, scale)
+    return torch.where(finite, grown, scale * backoff), counted * (finite & ~full)
+
+
 def copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source into its target, rounding to the target's dtype."""
     torch._foreach_copy_(targets, sources)

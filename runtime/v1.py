@@ -31,6 +31,7 @@ from mgraph.runtime.moe import (
 )
 from mgraph.runtime.norm import layer_norm, layer_norm_grad
 from mgraph.runtime.ops import (
+    all_finite,
     copy_,
     cross_entropy,
     cross_entropy_grad,
@@ -41,6 +42,7 @@ from mgraph.runtime.ops import (
     glu_grad,
     gradient_scale,
     kv_append_,
+    loss_scale_update,
     rope,
     rope_table_grad,
     squared_relu,
@@ -51,6 +53,7 @@ from mgraph.runtime.ops import (
 __all__ = [
     "Pending",
     "adamw_",
+    "all_finite",
     "all_reduce",
     "all_reduce_start",
     "attention",
@@ -72,6 +75,7 @@ __all__ = [
     "kv_append_",
     "layer_norm",
     "layer_norm_grad",
+    "loss_scale_update",
     "moe_combine",
     "moe_combine_grad",
     "moe_dispatch",
@@ -145,8 +149,13 @@ def adamw_(
     eps: float,
     weight_decay: float,
     scale: Tensor | None = None,
+    decoupled: bool = True,
+    finite: Tensor | None = None,
 ) -> None:
     """One AdamW update of `params` and both moments, in place; `step` is the number of this update, from 1.
+
+    Not `decoupled` it is Adam: the weight decay is added to the gradient. Where `finite` (bool[]) is false, nothing
+    changes.
 
     With `scale` (f32[]) the gradients are first multiplied by it, in the same pass over memory; what they hold
     afterwards is undefined.
@@ -162,7 +171,8 @@ def adamw_(
     if not params:
         return
     wide = [param.to(moment.dtype) for param, moment in zip(params, exp_avgs, strict=True)]
-    torch._fused_adamw_(
+    fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    fused(
         wide,
         [grad.to(moment.dtype) for grad, moment in zip(grads, exp_avgs, strict=True)],
         list(exp_avgs),
@@ -178,6 +188,7 @@ def adamw_(
         maximize=False,
         # The kernel divides by what a loss scaler multiplied by.
         grad_scale=None if scale is None else scale.reciprocal(),
+        found_inf=None if finite is None else finite.logical_not().to(torch.float32),
     )
     for param, updated in zip(params, wide, strict=True):
         if updated is not param:  # `to` gave a copy

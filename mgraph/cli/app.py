@@ -39,7 +39,7 @@ def _compile(**given: Any) -> None:
     from mgraph.recipe import read_recipe
 
     recipe_file, force = given.pop("recipe_file"), given.pop("force")
-    flags = {name: value for name, value in given.items() if value is not None}
+    flags = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v not in (None, [])}
     run(read_recipe(recipe_file, flags), force)
 
 
@@ -47,7 +47,7 @@ def _recipe_parameters() -> list[inspect.Parameter]:
     """One parameter per field of the recipe (None: not given), then the two flags that are not part of it."""
     parameters = []
     for field in dataclasses.fields(Recipe):
-        kind: Any = type(field.default)
+        kind: Any = list[str] if field.default == () else type(field.default)
         shown: dict[str, Any] = {"help": field.metadata["help"], "show_default": False}
         if field.metadata["choices"]:
             shown["metavar"] = "|".join(field.metadata["choices"])
@@ -57,7 +57,7 @@ def _recipe_parameters() -> list[inspect.Parameter]:
             flags = [flag_of(field.name), *filter(None, [_SHORT.get(field.name)])]
             if kind is bool:
                 flags = [f"{flags[0]}/--no-{flags[0][2:]}"]
-            elif field.default != "":
+            elif field.default not in ("", ()):
                 shown["help"] += f" (default: {field.default})"
             declared = typer.Option(*flags, **shown)
         parameters.append(_parameter(field.name, Annotated[kind | None, declared], None))

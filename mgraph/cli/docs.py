@@ -49,7 +49,9 @@ def recipe() -> str:
     rows = []
     for field in dataclasses.fields(Recipe):
         choices = "/".join(field.metadata["choices"])
-        default = "" if field.default == "" else f"`{field.default}`".replace("True", "true").replace("False", "false")
+        default = (
+            "" if field.default in ("", ()) else f"`{field.default}`".replace("True", "true").replace("False", "false")
+        )
         rows.append((f"`{flag_of(field.name)}`", f"`{field.name}`", default, choices, field.metadata["help"]))
     return _table(("flag", "field", "default", "values", "meaning"), rows)
 

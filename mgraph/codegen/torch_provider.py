@@ -194,33 +194,39 @@ def _kv_append(site: Site) -> str:
     return f"rt.kv_append_({', '.join([cache, *rest])})"
 
 
+def _all_finite(site: Site) -> str:
+    return f"rt.all_finite({site.tensors(site.node.operands, '')})"
+
+
 def _global_norm(site: Site) -> str:
     return f"rt.global_norm({site.tensors(site.node.operands, '')})"
 
 
 def _adamw(site: Site) -> Written:
-    """One call per weight decay; it also scales the gradients, which nothing reads afterwards.
+    """One call per weight decay and rate; it also scales the gradients, which nothing reads afterwards.
 
     Operands: n weights (masters, where there are), first and second moments, the low-precision params that masters
-    stand for, gradients, then lr, scale and the old step count.
+    stand for, gradients, then lr, scale, the number of the update, and whether it is one.
     """
     node = site.node
     assert node.op == "adamw_", f"{node!r}: the update is emitted in place"
-    count, decays = node.attrs["n"], node.attrs["weight_decays"]
-    assert isinstance(count, int) and isinstance(decays, tuple)
-    masters = bool(node.attrs.get("masters", False))
-    values = [node.operands[i * count : (i + 1) * count] for i in range(5 if masters else 4)]
-    lr, scale, step = site.operands[-3:]
+    attrs = op_def("adamw").complete(node.attrs)
+    count, decays = attrs["n"], attrs["weight_decays"]
+    values = [node.operands[i * count : (i + 1) * count] for i in range(5 if attrs["masters"] else 4)]
+    lr, scale, step, finite = site.operands[-4:]
     weights, firsts, seconds, *low, grads = values
-    lines = [f"new_step = {step} + 1"]
-    options = ", ".join(f"{k}={site.literal(node.attrs[k])}" for k in ("beta1", "beta2", "eps") if k in node.attrs)
-    for decay in dict.fromkeys(decays):
-        hint = "DECAYED" if decay else "NOT_DECAYED"
+    options = [f"{k}={site.literal(node.attrs[k])}" for k in ("beta1", "beta2", "eps") if k in node.attrs]
+    options += [] if attrs["decoupled"] else ["decoupled=False"]
+    settings = list(zip(decays, attrs["rates"] or (1.0,) * count, strict=True))
+    lines = []
+    for decay, rate in dict.fromkeys(settings):
+        hint = ("DECAYED" if decay else "NOT_DECAYED") if rate == 1.0 else "GROUP"
         texts = [
-            site.tensors([v for v, d in zip(listed, decays, strict=True) if d == decay], hint)
+            site.tensors([v for v, s in zip(listed, settings, strict=True) if s == (decay, rate)], hint)
             for listed in (weights, grads, firsts, seconds)
         ]
-        texts += ["new_step", lr, options, f"weight_decay={site.literal(decay)}", f"scale={scale}"]
+        texts += [step, lr if rate == 1.0 else f"{lr} * {site.literal(rate)}", *options]
+        texts += [f"weight_decay={site.literal(decay)}", f"scale={scale}", f"finite={finite}"]
         lines.append(f"rt.adamw_({', '.join(texts)})")
     lines += [f"rt.copy_({site.tensors(params, '')}, {site.tensors(weights, '')})" for params in low]
     return Written(lines[-1], {i: i for i in range(len(node.results))}, tuple(lines[:-1]))
@@ -235,6 +241,7 @@ def _all_reduce(site: Site) -> str:
 
 _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "accumulate": _accumulate,
+    "all_finite": _all_finite,
     "all_reduce": _all_reduce,
     "all_reduce_start": _all_reduce,
     "attention": _runtime(),
@@ -253,6 +260,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "kv_append": _kv_append,
     "layer_norm": _runtime(),
     "layer_norm_grad": _runtime(),
+    "loss_scale_update": _runtime(),
     "moe_combine": _runtime(),
     "moe_combine_grad": _runtime(),
     "moe_dispatch": _runtime(),

@@ -30,11 +30,19 @@ EVALUATION = "evaluation"
 """The entry of a model that computes something else when it is not trained: without dropout and noise."""
 LOSS, COUNT = "loss_sum", "count"
 LOSS_TOTAL, COUNT_TOTAL = "acc.loss_sum", "acc.count"
+LOSS_SCALE, CLEAN_STEPS = "loss_scale", "clean_steps"
+"""The factor on the gradients of a scaled loss, and the steps since it last changed (`mgraph.passes.adamw`)."""
 
 
 @dataclass(frozen=True)
 class Autodiff(Pass):
-    """Derive the training entries from the captured forward."""
+    """Derive the training entries from the captured forward.
+
+    With `loss_scale` the backward is seeded with the state `loss_scale`, which begins with this value, so that small
+    gradients do not vanish in f16; 0 seeds it with 1.
+    """
+
+    loss_scale: float = 0.0
 
     name: ClassVar[str] = "autodiff"
     stage: ClassVar[Stage] = Stage.DERIVE
@@ -50,7 +58,7 @@ class Autodiff(Pass):
         if entry.outputs[:2] != (LOSS, COUNT):
             raise PassError(f"the forward entry gives {entry.outputs}, not a loss sum and a count")
         differentiator = Differentiator(module, self.name)
-        microbatch, state = _microbatch(differentiator, module, function)
+        microbatch, state = _microbatch(differentiator, module, function, self.loss_scale)
         updates = (LOSS_TOTAL, COUNT_TOTAL, *(s.name for s in state if s.kind is StateKind.GRAD))
         report.count("gradients", len(updates) - 2)
         quiet = module.entry_function(EVALUATION if EVALUATION in module.entries else "forward")
@@ -69,13 +77,16 @@ class Autodiff(Pass):
         return replace(module, functions=functions, entries=entries, state=declared)
 
 
-def _microbatch(differentiator: Differentiator, module: Module, function: Function) -> tuple[Function, list[State]]:
+def _microbatch(
+    differentiator: Differentiator, module: Module, function: Function, loss_scale: float
+) -> tuple[Function, list[State]]:
     """Forward and backward of one microbatch, and the accumulator states it needs."""
     trimmed = part_of(function, "microbatch", function.results[:2])
     loss, count = trimmed.results
     needs = tuple(False for _ in trimmed.inputs())
     sweep = Sweep(differentiator, trimmed, "microbatch", needs)
     state = _accumulators(module, loss.tensor.dtype)
+    scaling = _loss_scale_states(loss.tensor, loss_scale) if loss_scale else []
     by_name = {s.name: s for s in state}
     read = {v for node in trimmed.nodes for v in node.operands if v.is_state}
     for value in sorted(read, key=lambda v: v.name):
@@ -85,8 +96,13 @@ def _microbatch(differentiator: Differentiator, module: Module, function: Functi
     if loss not in sweep.active:
         raise PassError("the loss depends on no trainable parameter", where=str(function.nodes[-1].origin))
     with sweep.builder.at(forward[-1], Phase.BACKWARD):
-        one = sweep.builder.one("aten.ones.default", size=(), dtype=loss.tensor.dtype, name="d_loss_sum")
-        sweep.add(loss, one)
+        if scaling:
+            scale = scaling[0].value
+            same = scale.tensor.dtype is loss.tensor.dtype
+            sweep.add(loss, scale if same else sweep.builder.one("cast", scale, dtype=loss.tensor.dtype))
+        else:
+            one = sweep.builder.one("aten.ones.default", size=(), dtype=loss.tensor.dtype, name="d_loss_sum")
+            sweep.add(loss, one)
         sweep.backward()
     with sweep.builder.at(forward[-1]):
         totals = [
@@ -96,7 +112,14 @@ def _microbatch(differentiator: Differentiator, module: Module, function: Functi
     current = {f"{value.name}.grad": new for value, new in sweep.accumulators.items()}
     grads = [current.get(s.name, s.value) for s in state if s.kind is StateKind.GRAD]
     nodes = (*forward, *sweep.builder.nodes)
-    return replace(trimmed, nodes=nodes, results=(loss, count, *totals, *grads)), state
+    return replace(trimmed, nodes=nodes, results=(loss, count, *totals, *grads)), [*state, *scaling]
+
+
+def _loss_scale_states(type_: TensorType, begin: float) -> list[State]:
+    return [
+        State.make(LOSS_SCALE, gradient_type(type_), StateKind.SCALAR, init=(("fill_", begin),)),
+        State.make(CLEAN_STEPS, TensorType(DType.I64), StateKind.SCALAR, init=(("zeros_",),)),
+    ]
 
 
 def _accumulators(module: Module, loss_dtype: DType) -> list[State]:

@@ -3,7 +3,7 @@
 An entry that both have is run on both, on all ranks of the mesh. An entry that a pass derives has its own reference:
 
     microbatch          torch's autograd through the interpreted forward, and the forward's own outputs
-    finish              torch.optim.AdamW and clip_grad_norm_, three steps in float64
+    finish              torch.optim.AdamW or Adam and clip_grad_norm_, three steps in float64
     step (serving)      the logits of the whole sequence, against chunks over the cache
     over a new axis     one rank that runs the microbatches of all ranks
 
@@ -24,7 +24,8 @@ from typing import Any
 from mgraph.ir.graph import Module, StateKind
 from mgraph.ir.interpreter import Hook, run, run_ranks
 from mgraph.ir.torch_bridge import to_torch_dtype
-from mgraph.passes.autodiff import COUNT_TOTAL, EVALUATION, LOSS_TOTAL
+from mgraph.parameter_groups import assign
+from mgraph.passes.autodiff import COUNT_TOTAL, EVALUATION, LOSS_SCALE, LOSS_TOTAL
 from mgraph.passes.base import Pass, Tier
 from mgraph.passes.derive_serve import START
 from mgraph.passes.samples import (
@@ -283,7 +284,8 @@ def _autograd(before: Module, inputs: Tensors, state: Tensors, lifted: bool) -> 
     trained = {n: t for n, t in state.items() if n in before.state and before.state[n].trainable}
     leaves = {n: (t.double() if lifted else t).detach().clone().requires_grad_() for n, t in trained.items()}
     out, _ = run(before, "forward", inputs, {**state, **leaves}, lifted=lifted)
-    out["loss_sum"].backward()
+    seed = state.get(LOSS_SCALE)
+    out["loss_sum"].backward(None if seed is None else seed.to(out["loss_sum"].dtype))
     wanted = {"loss_sum": out["loss_sum"].detach(), "count": out["count"]}
     start = {n: t.double() if lifted and t.is_floating_point() else t for n, t in state.items()}
     wanted[LOSS_TOTAL] = start[LOSS_TOTAL] + wanted["loss_sum"]
@@ -304,34 +306,36 @@ def _optimizer(pass_: Any, after: Module) -> Evidence:
     state |= {n: torch.zeros_like(t) for n, t in state.items() if n == "step"}
     leaves = {n: state[n].clone().requires_grad_() for n in grads}
     state |= {f"{n}.master": t.detach().clone() for n, t in leaves.items() if f"{n}.master" in state}
+    rules = assign(pass_.groups, [s.name for s in after.state.values() if s.kind is StateKind.PARAM])
     groups = [
-        {"params": [t for t in leaves.values() if (t.dim() > 1) is decays], "weight_decay": pass_.weight_decay * decays}
-        for decays in (False, True)
+        {"params": [leaf], "weight_decay": rules[name].decay(pass_.weight_decay, leaf.dim()), "rate": rules[name].lr}
+        for name, leaf in leaves.items()
     ]
-    optimizer = torch.optim.AdamW(
-        [g for g in groups if g["params"]], betas=(pass_.beta1, pass_.beta2), eps=pass_.eps, foreach=False
-    )
+    kind = torch.optim.AdamW if pass_.optimizer == "adamw" else torch.optim.Adam
+    optimizer = kind(groups, betas=(pass_.beta1, pass_.beta2), eps=pass_.eps, foreach=False)
+    loss_scale = state.get(LOSS_SCALE, torch.tensor(1.0))
     worst = 0.0
     for step, (rate, size) in enumerate(zip(_RATES, (30.0, 1e-4, 3.0), strict=True)):
         loss, count = torch.tensor(7.0 + step, dtype=torch.float64), torch.tensor(3 + step)
         state |= {LOSS_TOTAL: loss, COUNT_TOTAL: count}
         for name, gradient in grads.items():
             noise = torch.randn(state[gradient].shape, generator=generator(step, gradient), dtype=torch.float64)
-            state[gradient] = size * noise
-            leaves[name].grad = state[gradient] / count
+            state[gradient] = size * noise * loss_scale
+            leaves[name].grad = size * noise / count
         norm = torch.nn.utils.clip_grad_norm_(leaves.values(), pass_.max_norm or math.inf)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["rate"]
         optimizer.step()
         with torch.no_grad():
             lr = torch.tensor(rate, dtype=torch.float64)
             out, new = run(after, "finish", {"lr": lr}, state, lifted=True)
         state = {**state, **new}
-        wanted = {"loss": loss / count, "grad_norm": norm, "count": count}
+        wanted = {"loss": loss / count, "grad_norm": norm, "count": count, "skipped": state["skipped"]}
+        wanted |= {n: loss_scale for n in out if n == LOSS_SCALE}
         worst = max(worst, compare("finish", wanted, out))
         expected, found = _after_step(after, optimizer, leaves, grads, state)
         worst = max(worst, compare("finish", expected, found))
-    return Evidence("torch.optim.AdamW, 3 steps in float64", worst, LIFTED_BOUND)
+    return Evidence(f"torch.optim.{kind.__name__}, 3 steps in float64", worst, LIFTED_BOUND)
 
 
 def _after_step(

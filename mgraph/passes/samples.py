@@ -23,6 +23,7 @@ IGNORED = -100
 SIZES = (2, 5, 3, 7)  # of the named dims; few tokens make it likely that all routing choices are clear
 MAX_RANKS = 16
 CHOICES = {"aten.topk.default": "k", "moe_route": "top_k"}
+_SCALE = 8.0  # a factor that is kept between steps: one that scales without rounding
 _START = 3  # where a chunk begins in a sequence, for entries that are told
 
 Tensors = dict[str, Any]
@@ -60,6 +61,8 @@ def random_state(module: Module, seed: int, rank: int = 0) -> Tensors:
         partial = any(isinstance(p, Partial) for _, p in state.type.placement)
         made[name] = _state(state, generator(seed, name, rank if partial else 0))
     for name, state in module.state.items():
+        if state.kind is StateKind.MASTER:
+            made[name] = made[name.removesuffix(".master")].to(made[name].dtype)
         for call in state.init:
             if call[0] == "copy_from":
                 made[name] = made[str(call[1])].to(made[name].dtype)
@@ -80,6 +83,8 @@ def _state(state: State, source: Any) -> Any:
         number = torch.randint(3, 9, shape, generator=source)
         return _replayed(state, number, dtype) if state.kind is StateKind.BUFFER else number.to(dtype)
     noise = torch.randn(shape, generator=source, dtype=torch.float64)
+    if state.kind is StateKind.SCALAR and state.persist:
+        return torch.full(shape, _SCALE, dtype=dtype)
     if state.kind is StateKind.BUFFER:
         return _replayed(state, noise, dtype)
     if state.kind is StateKind.PARAM:

@@ -94,6 +94,37 @@ def test_adamw_scales_gradients() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
 
 
+def test_adam_adds_the_decay_to_the_gradient() -> None:
+    params, grads = adamw_inputs(torch.float64)
+    references = [torch.nn.Parameter(param.clone()) for param in params]
+    optimizer = torch.optim.Adam(references, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    means, squares = ([torch.zeros_like(param) for param in params] for _ in range(2))
+    for index, step_grads in enumerate(grads):
+        for reference, grad in zip(references, step_grads, strict=True):
+            reference.grad = grad.double() * 0.5
+        optimizer.step()
+        lr, half = torch.tensor(0.01, dtype=torch.float64), torch.tensor(0.5)
+        step = torch.tensor(index + 1)
+        v1.adamw_(params, step_grads, means, squares, step, lr, 0.9, 0.95, 1e-8, 0.1, scale=half, decoupled=False)
+    torch.testing.assert_close(params, [reference.data for reference in references], rtol=1e-10, atol=1e-12)
+
+
+def test_an_update_that_is_not_finite_changes_nothing() -> None:
+    params, grads = adamw_inputs(torch.float32)
+    means, squares = ([torch.rand_like(param) for param in params] for _ in range(2))
+    before = [[tensor.clone() for tensor in tensors] for tensors in (params, means, squares)]
+    grads[0][0].view(-1)[0] = torch.inf
+    finite = v1.all_finite([torch.tensor(1.0), torch.tensor(torch.nan)])
+    for decoupled in (True, False):
+        scale = torch.tensor(torch.nan)
+        v1.adamw_(
+            params, grads[0], means, squares, torch.tensor(0), torch.tensor(0.1), 0.9, 0.95, 1e-8, 0.1, scale=scale,
+            decoupled=decoupled, finite=finite,
+        )  # fmt: skip
+    for tensors, old in zip((params, means, squares), before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(tensors, old, strict=True))
+
+
 def test_adamw_of_low_precision_parameters_and_of_none() -> None:
     params, grads = adamw_inputs(torch.bfloat16)
     before = [param.clone() for param in params]

@@ -46,42 +46,107 @@ def _infer_gradient_scale(types: Sequence[TensorType], attrs: Mapping[str, Any])
 gradient_scale = define_op("gradient_scale", _gradient_scale, attrs={"max_norm": REQUIRED}, infer=_infer_gradient_scale)
 
 
-def _adamw(
-    *operands: Any, n: int, masters: bool, beta1: float, beta2: float, eps: float, weight_decays: Sequence[float]
-) -> Any:
-    """AdamW (Loshchilov & Hutter 2019, as torch.optim.AdamW): for each of n parameters, with g = scale * gradient and
-    t the new step count,
+def _all_finite(*scalars: Any) -> Any:
+    """Whether all of some float scalars are finite, bool[]. The norm of all gradients stands for the gradients."""
+    import torch
 
-        w <- w - lr * wd * w;  m <- b1 m + (1-b1) g;  v <- b2 v + (1-b2) g^2
-        w <- w - lr / (1-b1^t) * m / (sqrt(v / (1-b2^t)) + eps)
+    return torch.isfinite(torch.stack([s.double() for s in scalars])).all()
+
+
+def _infer_all_finite(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    if any(t.shape for t in types):
+        raise ValueError("all_finite takes scalars")
+    return (TensorType(DType.BOOL),)
+
+
+all_finite = define_op("all_finite", _all_finite, infer=_infer_all_finite)
+
+
+def _loss_scale_update(scale: Any, clean: Any, finite: Any, *, growth: float, backoff: float, interval: int) -> Any:
+    """Dynamic loss scaling (as torch.amp.GradScaler): after a step that was not finite the scale shrinks by `backoff`;
+    after `interval` clean steps in a row it grows by `growth`, unless that would overflow.
+
+    scale f32[], clean i64[] (steps since the last change), finite bool[] -> the new scale and clean.
+    """
+    import torch
+
+    counted = clean + 1
+    full = counted >= interval
+    larger = scale * growth
+    grown = torch.where(full & torch.isfinite(larger), larger, scale)
+    rest = torch.where(full, torch.zeros_like(counted), counted)
+    return torch.where(finite, grown, scale * backoff), torch.where(finite, rest, torch.zeros_like(counted))
+
+
+def _infer_loss_scale_update(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    return types[0], types[1]
+
+
+loss_scale_update = define_op(
+    "loss_scale_update",
+    _loss_scale_update,
+    attrs={"growth": 2.0, "backoff": 0.5, "interval": 2000},
+    infer=_infer_loss_scale_update,
+)
+
+
+def _adamw(
+    *operands: Any,
+    n: int,
+    masters: bool,
+    decoupled: bool,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decays: Sequence[float],
+    rates: Sequence[float],
+) -> Any:
+    """AdamW (Loshchilov & Hutter 2019, as torch.optim.AdamW): for each of n parameters, with g = scale * gradient,
+    r = lr * rate, and t the number of this update, from 1,
+
+        w <- w - r * wd * w;  m <- b1 m + (1-b1) g;  v <- b2 v + (1-b2) g^2
+        w <- w - r / (1-b1^t) * m / (sqrt(v / (1-b2^t)) + eps)
+
+    Not `decoupled` it is Adam (Kingma & Ba 2015, as torch.optim.Adam): wd * w is added to g instead. Where `finite` is
+    false, nothing changes.
 
     Operands: n weights, n first moments, n second moments, (with `masters`: n params of lower precision, of which the
-    weights are the f32 masters), n gradients, then lr, scale, step (the old count). Results: the new weights, first
-    moments, second moments, (params: the weights rounded to their dtype).
+    weights are the f32 masters), n gradients, then lr, scale, t, finite bool[]. Results: the new weights, first
+    moments, second moments, (params: the weights rounded to their dtype). `weight_decays` and `rates` (multipliers of
+    lr; empty: all 1) have one number per parameter.
     """
+    import torch
+
     lists = 5 if masters else 4
-    weights, firsts, seconds, *_, grads = (operands[i * n : (i + 1) * n] for i in range(lists))
-    lr, scale, step = operands[lists * n :]
-    t = (step + 1).to(lr.dtype)
+    weights, firsts, seconds, *low, grads = (operands[i * n : (i + 1) * n] for i in range(lists))
+    lr, scale, step, finite = operands[lists * n :]
+    t = step.to(lr.dtype)
     correction1, correction2 = 1 - beta1**t, 1 - beta2**t
     results: list[list[Any]] = [[], [], []]
-    for w, m, v, g, decay in zip(weights, firsts, seconds, grads, weight_decays, strict=True):
+    for w, m, v, g, decay, rate in zip(
+        weights, firsts, seconds, grads, weight_decays, rates or (1.0,) * n, strict=True
+    ):
+        r = lr * rate
         g = g.to(m.dtype) * scale
-        m = beta1 * m + (1 - beta1) * g
-        v = beta2 * v + (1 - beta2) * g * g
-        update = (m / correction1) / ((v / correction2).sqrt() + eps)
-        for made, new in zip(results, ((w * (1 - lr * decay) - lr * update).to(w.dtype), m, v), strict=True):
-            made.append(new)
-    if masters:
-        params = operands[3 * n : 4 * n]
-        results.append([w.to(p.dtype) for w, p in zip(results[0], params, strict=True)])
+        g = g if decoupled else g + decay * w
+        first = beta1 * m + (1 - beta1) * g
+        second = beta2 * v + (1 - beta2) * g * g
+        update = (first / correction1) / ((second / correction2).sqrt() + eps)
+        weight = (w * (1 - r * decay) if decoupled else w) - r * update
+        for made, new, old in zip(results, (weight.to(w.dtype), first, second), (w, m, v), strict=True):
+            made.append(torch.where(finite, new, old))
+    if low:
+        rounded = [w.to(p.dtype) for w, p in zip(results[0], low[0], strict=True)]
+        results.append([torch.where(finite, new, old) for new, old in zip(rounded, low[0], strict=True)])
     return tuple(x for made in results for x in made)
 
 
 def _infer_adamw(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
     n, lists = attrs["n"], 5 if attrs["masters"] else 4
-    if len(types) != lists * n + 3 or len(attrs["weight_decays"]) != n:
-        raise ValueError(f"adamw of {n} parameters takes {lists * n + 3} operands and {n} weight decays")
+    if len(types) != lists * n + 4 or len(attrs["weight_decays"]) != n or len(attrs["rates"]) not in (0, n):
+        raise ValueError(
+            f"adamw of {n} parameters takes {lists * n + 4} operands, {n} weight decays, and {n} rates or 0"
+        )
     for i in range(n):
         if len({types[i + j * n].shape for j in range(lists)}) != 1:
             raise ValueError(f"adamw: parameter {i} and its moments and gradient differ in shape")
@@ -94,10 +159,12 @@ adamw = define_op(
     attrs={
         "n": REQUIRED,
         "masters": False,
+        "decoupled": True,
         "beta1": 0.9,
         "beta2": 0.999,
         "eps": 1e-8,
         "weight_decays": REQUIRED,
+        "rates": (),
     },
     infer=_infer_adamw,
     compute_dtype="moments",
