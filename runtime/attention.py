@@ -1,12 +1,19 @@
 """Scaled dot-product attention and its gradient on torch's fused kernels, with a plain form where none fits.
 
-q [B, H, S, D], k [B, G, T, D], v [B, G, T, E] → out [B, H, S, E], lse f32 [B, H, S] (log sum exp of the scaled and
-masked scores). Query head h reads key head h // (H/G). Query i sits at position p = start + i (start 0 if None) and
-sees key j where `j <= p` (causal) and `j > p - window` (window).
+q [B, H, S, D], k [B, G, T, D], v [B, G, T, E] → out [B, H, S, E], lse f32 [B, H, S] (log sum exp of the scores that are
+seen, and of the sink). `extra` names the operands that follow: start i64[], sinks [H], segments int [B, S] (any number
+of them), keys [B, T]. Query head h reads key head h // (H/G). Query i sits at position p = start + i (start 0 if not
+given) and sees key j where `j <= p` (causal), `j > p - window` (window), all segments are equal at i and j, and keys is
+not 0 at j. A row that sees nothing gives 0.
+
+Where a mask is more than causal, the queries are taken in blocks: memory is bounded by a block's scores or mask, and
+keys that no query of a block can reach are left out. A sink changes only the sums: `out · exp(lse - lse')` with the
+lse' that counts it; every gradient kernel starts from out and lse, and so needs no other change.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,67 +26,84 @@ from mgraph.runtime.ops import wide
 _aten: Any = torch.ops.aten
 _LSE_ROWS = 32
 """The efficient kernel pads the rows of its lse to a multiple of this."""
+BLOCK_ELEMENTS = 2**24
+"""At most so many scores, or elements of a mask, are held at once (but at least those of one query)."""
+_HIDDEN = float("-inf")
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What a query sees."""
+    """What a query sees, and how scores are made."""
 
     scale: float
     causal: bool
     window: int | None
+    softcap: float | None
     start: Tensor | None
+    segments: tuple[Tensor, ...]
+    keys: Tensor | None
 
     @property
     def simple(self) -> bool:
-        """Whether `causal` says everything."""
-        return self.window is None and self.start is None
+        """Whether `causal` says everything that is hidden."""
+        return self.window is None and self.start is None and not self.segments and self.keys is None
 
-    def hidden(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """True where a query does not see a key, [queries, keys]."""
-        rows = torch.arange(queries, device=device)[:, None] + (0 if self.start is None else self.start)
-        columns = torch.arange(keys, device=device)
-        hidden = columns > rows if self.causal else torch.zeros(queries, keys, dtype=torch.bool, device=device)
-        return hidden if self.window is None else hidden | (columns <= rows - self.window)
+    def reach(self, rows: slice, keys: int) -> slice:
+        """The keys that some query of a block may see by its position."""
+        low, high = 0, keys
+        if self.start is None:
+            high = min(keys, rows.stop) if self.causal else keys
+            low = 0 if self.window is None else max(0, min(rows.start - self.window + 1, high - 1))
+        return slice(low, high)
 
-    def bias(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """What to add to the scores, [S, T], for kernels that take a mask; None where `causal` does it."""
-        if self.simple:
-            return None
-        hidden = self.hidden(q.shape[2], k.shape[2], q.device)
-        return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
+    def hidden(self, rows: slice, columns: slice, device: torch.device) -> Tensor:
+        """True where a query does not see a key: [1 or B, 1, rows, columns]."""
+        queries = torch.arange(rows.start, rows.stop, device=device)[:, None] + (
+            0 if self.start is None else self.start
+        )
+        keys = torch.arange(columns.start, columns.stop, device=device)
+        hidden = keys > queries if self.causal else torch.zeros_like(keys > queries)
+        if self.window is not None:
+            hidden = hidden | (keys <= queries - self.window)
+        hidden = hidden[None, None]
+        for segments in self.segments:
+            hidden = hidden | (segments[:, None, rows, None] != segments[:, None, None, columns])
+        return hidden if self.keys is None else hidden | (self.keys[:, None, None, columns] == 0)
+
+
+def _read(extra: Sequence[str], more: Sequence[Tensor], **attrs: Any) -> tuple[Mask, Tensor | None]:
+    """The mask and the sinks of an attention's attributes and further operands."""
+    given = dict(zip(extra, more, strict=True))
+    segments = tuple(t for name, t in zip(extra, more, strict=True) if name == "segments")
+    mask = Mask(start=given.get("start"), segments=segments, keys=given.get("keys"), **attrs)
+    return mask, given.get("sinks")
 
 
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    start: Tensor | None = None,
-    *,
+    *more: Tensor,
     scale: float,
     causal: bool = False,
     window: int | None = None,
+    softcap: float | None = None,
+    extra: Sequence[str] = (),
 ) -> tuple[Tensor, Tensor]:
     """out and lse."""
-    mask = Mask(scale, causal, window, start)
-    kernel = _kernel(q, k, v, mask)
-    if kernel == "cpu":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal and mask.simple, attn_mask=mask.bias(q, k), scale=scale
-        )
-    elif kernel == "flash":
-        out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
-    elif kernel == "efficient":
-        k, v = _repeated(q, k), _repeated(q, v)
-        out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
-        lse = lse[:, :, : q.shape[2]]
-    else:
-        scores = _scores(q, k, mask)
-        lse = scores.logsumexp(-1)
-        weights = scores.sub_(lse[..., None]).exp_()
-        out = torch.einsum("bgrst,bgte->bgrse", weights, wide(v)).flatten(1, 2).to(q.dtype)
-        lse = lse.flatten(1, 2)
-    return out, lse
+    mask, sinks = _read(extra, more, scale=scale, causal=causal, window=window, softcap=softcap)
+    form = _form(q, k, v, mask)
+    outs, sums = [], []
+    for rows, columns in _blocks(q, k, mask, form):
+        seen = _Block(mask, rows, columns, q)
+        out, lse = form.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], seen)
+        outs.append(out)
+        sums.append(lse)
+    out, lse = (parts[0] if len(parts) == 1 else torch.cat(parts, 2) for parts in (outs, sums))
+    if sinks is not None:
+        total = torch.logaddexp(lse, wide(sinks)[:, None])
+        out, lse = out * (lse - total).exp()[..., None], total
+    return out.to(q.dtype), lse
 
 
 def attention_grad(
@@ -89,51 +113,218 @@ def attention_grad(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    start: Tensor | None = None,
-    *,
+    *more: Tensor,
     scale: float,
     causal: bool = False,
     window: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients for q, k and v."""
-    mask = Mask(scale, causal, window, start)
-    kernel = _kernel(q, k, v, mask)
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    if kernel == "cpu":
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, causal and mask.simple, attn_mask=mask.bias(q, k), scale=scale
+    softcap: float | None = None,
+    extra: Sequence[str] = (),
+) -> tuple[Tensor, ...]:
+    """Gradients for q, k and v, and for the sinks where there are."""
+    mask, sinks = _read(extra, more, scale=scale, causal=causal, window=window, softcap=softcap)
+    form = _form(q, k, v, mask)
+    blocks = list(_blocks(q, k, mask, form))
+    dqs: list[Tensor] = []
+    dk = dv = torch.empty(0)
+    if len(blocks) > 1:
+        dk, dv = torch.zeros_like(wide(k)), torch.zeros_like(wide(v))
+    for rows, columns in blocks:
+        seen = _Block(mask, rows, columns, q)
+        at_rows = (dout[:, :, rows], q[:, :, rows], out[:, :, rows], lse[:, :, rows])
+        part_q, part_k, part_v = form.backward(*at_rows, k[:, :, columns], v[:, :, columns], seen)
+        dqs.append(part_q)
+        if len(blocks) == 1:
+            dk, dv = part_k, part_v
+        else:
+            dk[:, :, columns] += part_k
+            dv[:, :, columns] += part_v
+    dq = dqs[0] if len(dqs) == 1 else torch.cat(dqs, 2)
+    grads = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    if sinks is None:
+        return grads
+    share = (wide(sinks)[:, None] - lse).exp()
+    dsinks = -(share * (wide(dout) * wide(out)).sum(-1)).sum((0, 2))
+    return (*grads, dsinks.to(sinks.dtype))
+
+
+def _blocks(q: Tensor, k: Tensor, mask: Mask, form: _Form) -> Iterator[tuple[slice, slice]]:
+    """Blocks of queries, each with the keys that it may reach."""
+    batch, heads, queries, _ = q.shape
+    size = queries
+    if form.whole_scores or not mask.simple:
+        held = batch * (heads if form.whole_scores else 1) * k.shape[2]
+        size = max(1, min(queries, BLOCK_ELEMENTS // held))
+        if mask.window is not None and mask.start is None:
+            size = min(size, max(mask.window, 128))
+    for first in range(0, queries, size):
+        rows = slice(first, min(queries, first + size))
+        yield rows, mask.reach(rows, k.shape[2])
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The mask of a block of queries, for the kernels."""
+
+    mask: Mask
+    rows: slice
+    columns: slice
+    like: Tensor
+
+    @property
+    def causal(self) -> bool:
+        """Whether the kernel's own causal mask is meant: the block is everything, and nothing else is hidden."""
+        return self.mask.causal and self.mask.simple
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.mask.hidden(self.rows, self.columns, self.like.device)
+
+    def bias(self) -> Tensor | None:
+        """What to add to the scores, [1 or B, 1, rows, columns]; None where `causal` says everything."""
+        if self.mask.simple:
+            return None
+        hidden = self.hidden
+        bias = torch.zeros(hidden.shape, dtype=self.like.dtype, device=self.like.device)
+        return bias.masked_fill_(hidden, _HIDDEN)
+
+
+class _Form:
+    """One way to run a block: out and lse, and from them the gradients of q, k and v."""
+
+    whole_scores = False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def backward(
+        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: _Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class _Cpu(_Form):
+    """The flash kernel for CPUs. It gives 0 as the lse of a row that sees nothing."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Tensor]:
+        bias = block.bias()
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, block.causal, attn_mask=bias, scale=block.mask.scale
         )
-    elif kernel == "flash":
+        if block.mask.keys is not None:
+            lse = lse.masked_fill(block.hidden.all(-1), _HIDDEN)
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: _Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if block.mask.keys is not None:
+            lse = lse.masked_fill(lse == _HIDDEN, 0.0)
+        grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, block.causal, attn_mask=block.bias(), scale=block.mask.scale
+        )
+        return grads
+
+
+class _Flash(_Form):
+    """The flash kernel for GPUs: no mask but causal."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Tensor]:
+        out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, block.causal, scale=block.mask.scale)[:2]
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: _Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused[0], scale=scale
+        sizes = (None, None, q.shape[2], k.shape[2], 0.0, block.causal, unused, unused[0])
+        grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse, *sizes, scale=block.mask.scale
         )
-    elif kernel == "efficient":
+        return grads
+
+
+class _Efficient(_Form):
+    """The memory-efficient kernel for GPUs: keys and values with a head for each query head, no mask but causal.
+
+    With a mask that is added, its gradient in bf16 was wrong on an H100 (dq and dk; torch 2.11).
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Tensor]:
+        keys, values = _repeated(q, k), _repeated(q, v)
+        out, lse = _aten._scaled_dot_product_efficient_attention(
+            q, keys, values, None, True, 0.0, block.causal, scale=block.mask.scale
+        )[:2]
+        return out, lse[:, :, : q.shape[2]]
+
+    def backward(
+        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: _Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
         lse = F.pad(lse, (0, -lse.shape[2] % _LSE_ROWS), value=float("inf"))
         unused = torch.empty((), dtype=torch.int64, device=q.device)
         keys, values = _repeated(q, k), _repeated(q, v)
+        state = (None, out, lse, unused, unused, 0.0, [True, True, True, False], block.causal)
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, keys, values, None, out, lse, unused, unused, 0.0, [True, True, True, False], causal, scale=scale
+            dout, q, keys, values, *state, scale=block.mask.scale
         )
-        dk, dv = _summed(dk, k), _summed(dv, v)
-    else:
-        dq, dk, dv = _plain_grad(dout, q, k, v, out, lse, mask)
-    return dq, dk, dv
+        return dq, _summed(dk, k), _summed(dv, v)
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> str:
-    """Which form runs: `cpu`, `flash`, `efficient` or `plain`; the same for an attention and its gradient."""
-    even = q.shape[3] == v.shape[3]
+class _Plain(_Form):
+    """Matrix products and a softmax in at least f32; holds a block's scores."""
+
+    whole_scores = True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Tensor]:
+        scores = self._scores(q, k, block.mask).masked_fill_(block.hidden[:, :, None], _HIDDEN)
+        lse = scores.logsumexp(-1)
+        weights = scores.sub_(self._finite(lse)[..., None]).exp_()
+        out = torch.einsum("bgrst,bgte->bgrse", weights, wide(v))
+        return out.flatten(1, 2), lse.flatten(1, 2)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: _Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mask, grad = block.mask, _grouped(dout, k)
+        scores = self._scores(q, k, mask)
+        bend = None if mask.softcap is None else 1 - (scores / mask.softcap) ** 2
+        scores = scores.masked_fill_(block.hidden[:, :, None], _HIDDEN)
+        weights = scores.sub_(self._finite(_grouped(lse, k))[..., None]).exp_()
+        delta = (grad * _grouped(out, k)).sum(-1, keepdim=True)
+        dv = torch.einsum("bgrst,bgrse->bgte", weights, grad)
+        dscores = torch.einsum("bgrse,bgte->bgrst", grad, wide(v)).sub_(delta).mul_(weights).mul_(mask.scale)
+        if bend is not None:
+            dscores.mul_(bend)
+        dq = torch.einsum("bgrst,bgtd->bgrsd", dscores, wide(k)).flatten(1, 2)
+        dk = torch.einsum("bgrst,bgrsd->bgtd", dscores, _grouped(q, k))
+        return dq, dk, dv
+
+    @staticmethod
+    def _scores(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        """Scaled and capped scores [B, G, H/G, S, T]."""
+        scores = torch.einsum("bgrsd,bgtd->bgrst", _grouped(q, k), wide(k)).mul_(mask.scale)
+        return scores if mask.softcap is None else scores.div_(mask.softcap).tanh_().mul_(mask.softcap)
+
+    @staticmethod
+    def _finite(lse: Tensor) -> Tensor:
+        """The lse with 0 for rows that see nothing: their weights are exp(-inf)."""
+        return lse.masked_fill(lse == _HIDDEN, 0.0)
+
+
+_PLAIN, _CPU, _FLASH, _EFFICIENT = _Plain(), _Cpu(), _Flash(), _Efficient()
+
+
+def _form(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> _Form:
+    """Which form runs; the same for an attention and its gradient."""
+    even = q.shape[3] == v.shape[3] and mask.softcap is None
     if q.device.type == "cpu":
-        return "cpu" if even and q.dtype != torch.float16 else "plain"
+        return _CPU if even and q.dtype != torch.float16 else _PLAIN
     aligned = q.shape[3] % 8 == 0 and q.shape[3] <= 256
-    if not (mask.simple and even and aligned and (q.shape[2] == k.shape[2] or not mask.causal)):
-        return "plain"
+    square = q.shape[2] == k.shape[2] or not mask.causal
+    if not (even and aligned and square and mask.simple):
+        return _PLAIN
     if q.dtype in (torch.float16, torch.bfloat16):
-        return "flash"
-    return "efficient" if q.dtype == torch.float32 else "plain"
+        return _FLASH
+    return _EFFICIENT if q.dtype == torch.float32 else _PLAIN
 
 
 def _grouped(heads: Tensor, k: Tensor) -> Tensor:
@@ -151,25 +342,3 @@ def _repeated(q: Tensor, k: Tensor) -> Tensor:
 def _summed(grad: Tensor, like: Tensor) -> Tensor:
     """The inverse of `_repeated` for gradients."""
     return grad if grad.shape == like.shape else grad.reshape(grad.shape[0], like.shape[1], -1, *grad.shape[2:]).sum(2)
-
-
-def _scores(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
-    """Scaled and masked scores [B, G, H/G, S, T]."""
-    scores = torch.einsum("bgrsd,bgtd->bgrst", _grouped(q, k), wide(k)).mul_(mask.scale)
-    if mask.causal or not mask.simple:
-        scores.masked_fill_(mask.hidden(q.shape[2], k.shape[2], q.device), float("-inf"))
-    return scores
-
-
-def _plain_grad(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask
-) -> tuple[Tensor, Tensor, Tensor]:
-    """P = exp(scores - lse), D = sum(dout * out): dv = P'dout, ds = P (dout v' - D) scale, dq = ds k, dk = ds' q."""
-    grad = _grouped(dout, k)
-    weights = _scores(q, k, mask).sub_(_grouped(lse, k)[..., None]).exp_()
-    delta = (grad * _grouped(out, k)).sum(-1, keepdim=True)
-    dv = torch.einsum("bgrst,bgrse->bgte", weights, grad)
-    dscores = torch.einsum("bgrse,bgte->bgrst", grad, wide(v)).sub_(delta).mul_(weights).mul_(mask.scale)
-    dq = torch.einsum("bgrst,bgtd->bgrsd", dscores, wide(k)).flatten(1, 2)
-    dk = torch.einsum("bgrst,bgrsd->bgtd", dscores, _grouped(q, k))
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -11,7 +11,7 @@ After (the keys and values of earlier tokens are state; `start` counts them):
     %positions_1 = aten.add.Tensor(%positions, %start)
     %keys = kv_append(%cache.k, %k, %start)
     %values = kv_append(%cache.v, %v, %start)
-    %out, %lse = attention(%q, %keys, %values, %start) {causal = true, …}
+    %out, %lse = attention(%q, %keys, %values, %start) {causal = true, extra = ["start"], …}
     entry step = @step -> (logits) updates (cache.0.k, cache.0.v, …)
 
 One sequence (B = 1), a contiguous cache of `max_length` rows, logits only where the next token is sampled.
@@ -139,11 +139,17 @@ class _Derivation:
     def _attention(self, builder: FunctionBuilder, node: Node, caches: list[Value], start: Value) -> tuple[Value, ...]:
         if not node.attrs.get("causal"):
             raise PassError("attention that is not causal cannot be served token by token", where=str(node.origin))
-        query, key, value = node.operands[:3]
+        extra = node.attrs.get("extra", ())
+        assert isinstance(extra, tuple)
+        unserved = [name for name in extra if name != "sinks"]
+        if unserved:
+            raise PassError(f"attention with {unserved[0]} cannot be served token by token", where=str(node.origin))
+        query, key, value, *more = node.operands
         with builder.at(node, Phase.DECODE):
             keys = builder.one("kv_append", caches[0], key, start, name="keys")
             values = builder.one("kv_append", caches[1], value, start, name="values")
-        builder.keep(replace(node, operands=(query, keys, values, start), phase=Phase.DECODE))
+        attrs = {**node.attrs, "extra": ("start", *extra)}
+        builder.keep(replace(node, operands=(query, keys, values, start, *more), attrs=attrs, phase=Phase.DECODE))
         self.report.match(builder.name, node.id, f"attention over a cache of {self.length} rows")
         return keys, values
 

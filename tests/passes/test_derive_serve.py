@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mgraph.capture import capture
 from mgraph.errors import PassError
-from mgraph.ir.graph import Module, StateKind
+from mgraph.ir.graph import Module, State, StateKind
 from mgraph.ir.interpreter import run
 from mgraph.passes.pipeline import run_pipeline
+from tests.passes.build import B, S, f32, i64, module_of, started
 from tests.passes.models import mlp_module
 
 RAISED = "outline,canonicalize,constant-fold,cse,dce,raise-norm,raise-rope,raise-attention,raise-glu,raise-moe,cse,dce"
@@ -54,3 +57,17 @@ def test_attention_that_was_not_raised_is_refused() -> None:
 def test_a_model_without_attention_is_refused() -> None:
     with pytest.raises(PassError, match="nothing can be cached"):
         run_pipeline(mlp_module(), "derive-serve")
+
+
+def test_attention_over_segments_is_refused_by_name() -> None:
+    """Packed documents are for training: a cache holds one sequence."""
+    builder = started()
+    tokens = builder.param("tokens", i64(B, S))
+    table = State.make("embed", f32(11, 8), StateKind.PARAM)
+    x = builder.one("reshape", builder.one("aten.embedding.default", table.value, tokens), shape=(B, 1, S, 8))
+    attrs = {"scale": 1.0, "causal": True, "extra": ("segments",)}
+    mixed = builder.emit("attention", (x, x, x, tokens), attrs)[0]
+    module = module_of(builder.build([builder.one("reshape", mixed, shape=(B, S, 8))]), state={"embed": table})
+    entries = {"forward": replace(module.entries["forward"], outputs=("logits",))}
+    with pytest.raises(PassError, match="attention with segments cannot be served"):
+        run_pipeline(replace(module, entries=entries), "derive-serve")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mgraph.ir.opdef import op_def
+from mgraph.runtime import attention as attention_module
 from mgraph.runtime import v1 as rt
 
 CASES: list[tuple[tuple[int, ...], dict[str, Any], int | None]] = [
@@ -30,7 +31,7 @@ def test_attention(sizes: tuple[int, ...], how: dict[str, Any], start: int | Non
     k = torch.randn(batch, keys, groups, width).transpose(1, 2).to(dtype)
     v = torch.randn(batch, keys, groups, value_width).transpose(1, 2).to(dtype)
     more = () if start is None else (torch.tensor(start),)
-    how = {"scale": 0.3, **how}
+    how = {"scale": 0.3, **how} if start is None else {"scale": 0.3, "extra": ("start",), **how}
     wide = [x.double() for x in (q, k, v)]
     expected, expected_lse = op_def("attention").body(*wide, *more, **how)
     out, lse = rt.attention(q, k, v, *more, **how)
@@ -45,3 +46,52 @@ def test_attention(sizes: tuple[int, ...], how: dict[str, Any], start: int | Non
     for grad, reference, like in zip(grads, want, (q, k, v), strict=True):
         assert grad.dtype == dtype and grad.shape == like.shape
         torch.testing.assert_close(grad.double(), reference, rtol=tolerance, atol=tolerance)
+
+
+EXTRAS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (("sinks",), {"causal": True}),
+    (("segments",), {"causal": True, "window": 5}),
+    (("segments", "segments"), {}),
+    (("keys",), {"causal": True}),
+    (("sinks", "keys"), {"causal": True, "softcap": 2.0}),
+    (("sinks", "segments"), {"causal": True, "window": 4, "softcap": 1.0}),
+]
+
+
+@pytest.mark.parametrize("held", [2**24, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("names", "how"), EXTRAS)
+def test_extra_operands(
+    names: tuple[str, ...], how: dict[str, Any], dtype: torch.dtype, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole and in blocks of queries; with `keys`, rows that see nothing."""
+    monkeypatch.setattr(attention_module, "BLOCK_ELEMENTS", held)
+    batch, heads, groups, length = 2, 6, 2, 19
+    q, k, v = (torch.randn(batch, n, length, 8).to(dtype) for n in (heads, groups, groups))
+    keys = torch.rand(batch, length) < 0.6
+    keys[:, :2] = False
+    values = {"sinks": torch.randn(heads).to(dtype), "keys": keys}
+    more = [values[n] if n in values else torch.randint(2, (batch, length)).cumsum(1) for n in names]
+    how = {"scale": 0.6, "extra": names, **how}
+    exact = [t.double() if t.is_floating_point() else t for t in (q, k, v, *more)]
+    expected, expected_lse = op_def("attention").body(*exact, **how)
+    out, lse = rt.attention(q, k, v, *more, **how)
+    tolerance = 4e-2 if dtype == torch.bfloat16 else 2e-5
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=tolerance, atol=tolerance)
+
+    dout = torch.randn(out.shape).to(dtype)
+    grads = rt.attention_grad(dout, q, k, v, out, lse, *more, **how)
+    want = op_def("attention_grad").body(dout.double(), *exact[:3], expected, expected_lse, *exact[3:], **how)
+    like = (q, k, v, *(t for n, t in zip(names, more, strict=True) if n == "sinks"))
+    for grad, reference, given in zip(grads, want, like, strict=True):
+        assert grad.dtype == dtype and grad.shape == given.shape
+        scale = max(1.0, float(reference.abs().max()))
+        torch.testing.assert_close(grad.double(), reference, rtol=tolerance, atol=tolerance * scale)
+
+
+def test_a_window_reads_only_the_keys_it_reaches() -> None:
+    mask = attention_module.Mask(1.0, True, 4, None, None, (), None)
+    assert mask.reach(slice(128, 256), 300) == slice(125, 256)
+    assert mask.reach(slice(0, 128), 300) == slice(0, 128)

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mgraph.ir.opdef import op_def
+from mgraph.ir.types import DType, TensorType
+
 SHAPES = [  # B, H, G, S, T, D, E
     (2, 4, 2, 5, 5, 8, 8),
     (1, 1, 1, 1, 1, 1, 1),
@@ -55,7 +58,7 @@ def test_start_continues_a_sequence(check_op: Any, start: int, window: int | Non
         return functional.scaled_dot_product_attention(q, k, v, seen, scale=1.5, enable_gqa=True)
 
     operands = (q, k, v, torch.tensor(start))
-    check_op("attention", operands, {"scale": 1.5, "causal": True, "window": window}, reference)
+    check_op("attention", operands, {"scale": 1.5, "causal": True, "window": window, "extra": ("start",)}, reference)
 
 
 def test_low_precision_rounds_once(run_op: Any) -> None:
@@ -71,3 +74,79 @@ def test_low_precision_rounds_once(run_op: Any) -> None:
     for ours, theirs in zip(grads, torch.autograd.grad(exact, wide, dout.double()), strict=True):
         assert ours.dtype == torch.bfloat16
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-2, atol=1e-2)
+
+
+EXTRAS: list[tuple[str, ...]] = [
+    ("sinks",),
+    ("segments",),
+    ("keys",),
+    ("segments", "segments"),
+    ("sinks", "segments", "keys"),
+]
+
+
+def _extra(names: tuple[str, ...], batch: int, heads: int, rows: int) -> list[Tensor]:
+    """Operands by name; the first key is never seen, so that a causal mask leaves rows that see nothing."""
+    made = []
+    for name in names:
+        if name == "sinks":
+            made.append(torch.randn(heads).requires_grad_())
+        elif name == "segments":
+            made.append(torch.randint(2, (batch, rows)).cumsum(1))
+        else:
+            keys = torch.rand(batch, rows) < 0.7
+            keys[:, 0] = False
+            made.append(keys)
+    return made
+
+
+@pytest.mark.parametrize("names", EXTRAS)
+@pytest.mark.parametrize(("causal", "window", "softcap"), [(True, None, None), (True, 3, 1.5), (False, None, 0.5)])
+def test_sinks_segments_keys_and_softcap(
+    check_op: Any, names: tuple[str, ...], causal: bool, window: int | None, softcap: float | None
+) -> None:
+    """Against the explicit softmax with one more column; exp of minus infinity is 0 in a row that sees nothing."""
+    batch, heads, groups, rows = 2, 6, 2, 7
+    more = _extra(names, batch, heads, rows)
+    place = _visible(rows, rows, 0, causal, window)
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = k.repeat_interleave(heads // groups, 1), v.repeat_interleave(heads // groups, 1)
+        scores = q @ keys.mT * 0.7
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        seen = place.expand(batch, 1, rows, rows)
+        sink = torch.full((batch, heads, rows, 1), -torch.inf, dtype=q.dtype)
+        for name, value in zip(names, given, strict=True):
+            if name == "sinks":
+                sink = value[None, :, None, None].expand(batch, heads, rows, 1)
+            elif name == "segments":
+                seen = seen & (value[:, None, :, None] == value[:, None, None, :])
+            else:
+                seen = seen & value[:, None, None, :]
+        weights = torch.cat((scores.masked_fill(~seen, -torch.inf), sink), -1)
+        lse = weights.logsumexp(-1)
+        shares = (weights - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+        return shares[..., :-1] @ values, lse
+
+    operands = (*_operands((batch, heads, groups, rows, rows, 5, 4)), *more)
+    attrs = {"scale": 0.7, "causal": causal, "window": window, "softcap": softcap, "extra": names}
+    check_op("attention", operands, attrs, reference)
+
+
+@pytest.mark.parametrize(
+    ("extra", "shapes", "wrong"),
+    [
+        (("sinks",), [(3,)], "sinks .* does not fit"),
+        (("segments",), [(2, 4)], "segments has the dtype"),
+        (("sinks",), [], "0 operands after v, but extra names 1"),
+        (("bias",), [(4,)], "bias .* does not fit"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(
+    extra: tuple[str, ...], shapes: list[tuple[int, ...]], wrong: str
+) -> None:
+    heads = TensorType(DType.F32, (2, 4, 4, 8))
+    types = [heads] * 3 + [TensorType(DType.F32, s) for s in shapes]
+    with pytest.raises(ValueError, match=wrong):
+        op_def("attention").result_types(types, {"scale": 1.0, "extra": extra})
