@@ -15,6 +15,7 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 BENCHMARKS = {
     "compile_time": "compile time against depth",
+    "published_shapes": "mgraph compile of every published shape",
     "cpu_step": "the emitted CPU step against eager PyTorch",
 }
 ON_A_GPU = {

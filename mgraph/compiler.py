@@ -20,7 +20,7 @@ from mgraph.codegen.package import PackageInfo, check_target, emit_package
 from mgraph.ir.graph import Module
 from mgraph.ir.types import DType
 from mgraph.parameter_groups import parse_group
-from mgraph.passes.instrument import Instrument, OpCounts, Snapshots, Timer, VerifyEach
+from mgraph.passes.instrument import Instrument, OpCounts, Snapshots, Timer, VerifyLater
 from mgraph.passes.pipeline import (
     NORMALIZE,
     PassResult,
@@ -115,6 +115,15 @@ def build_module(
     recipe: Recipe, extra: tuple[Instrument, ...] = (), say: Callable[[str], Any] = lambda _: None
 ) -> Compilation:
     """Capture a model and run its pipeline; nothing is written. `say` hears what happens, a line at a time."""
+    done, verifier = _run_passes(recipe, extra, say)
+    verifier.check()
+    return done
+
+
+def _run_passes(
+    recipe: Recipe, extra: tuple[Instrument, ...], say: Callable[[str], Any]
+) -> tuple[Compilation, VerifyLater]:
+    """`build_module` but for the verifier, which has yet to check what the passes made."""
     pipeline = pipeline_of(recipe)
     spec = ModelSpec(
         recipe.model,
@@ -127,15 +136,15 @@ def build_module(
     say(f"capture {recipe.model}")
     module, captured = capture_with_report(spec)
     begun = time.perf_counter()
-    snapshots, check, start = Snapshots(), TwinCheck(), Start()
+    snapshots, check, start, verifier = Snapshots(), TwinCheck(), Start(), VerifyLater()
     checks = (check,) if recipe.verify else ()
-    instruments = (VerifyEach(), *checks, OpCounts(), snapshots, *extra, Timer(), start)
+    instruments = (verifier, *checks, OpCounts(), snapshots, *extra, Timer(), start)
     with collector_spared():
         module, results = run_pipeline(module, pipeline, instruments)
     # Checking and printing what was captured belongs to the capture: it is the last work done once per layer.
     seconds = {"capture": captured.total_seconds + start.at - begun, "passes": time.perf_counter() - start.at}
     twin = str(check.reduction or check.why_not) if recipe.verify else ""
-    return Compilation(module, captured, results, snapshots, seconds, twin)
+    return Compilation(module, captured, results, snapshots, seconds, twin), verifier
 
 
 def compile_package(
@@ -151,14 +160,20 @@ def compile_package(
     the `MgraphError` of the stage that fails.
     """
     check_target(recipe.directory.absolute(), force=force)
-    done = build_module(recipe, extra, say)
+    done, verifier = _run_passes(recipe, extra, say)
     say("emit the package")
     begun = time.perf_counter()
     pipeline = print_pipeline(pipeline_of(recipe))
     verification = {
         f"{r.index:03d}_{r.name}": r.measured["verify"]["status"] for r in done.results if "verify" in r.measured
     }
-    info = PackageInfo(recipe.purpose, recipe, pipeline, recipe.archs, done.write_graphs, verification)
+
+    def write_graphs(directory: Path) -> str:
+        """Runs while kernels are built; a wrong graph ends the emission, and the package does not come to be."""
+        verifier.check()
+        return done.write_graphs(directory)
+
+    info = PackageInfo(recipe.purpose, recipe, pipeline, recipe.archs, write_graphs, verification)
     with collector_spared():
         done.package = emit_package(done.module, info, recipe.directory, force=force)
     done.seconds["emit"] = time.perf_counter() - begun

@@ -61,11 +61,11 @@ def _states(scope: Scope) -> Iterator[Problem]:
         reads += [(v, function, None) for v in function.results if v.is_state]
     # Most states are as declared: only the others are worth a tuple each.
     declared = scope.module.state
-    for function, node in scope.walk():
+    for function, reader in scope.walk():
         if function.name in entries:
-            for value in node.operands:
+            for value in reader.operands:
                 if value.is_state and (value.name not in declared or declared[value.name].value is not value):
-                    reads.append((value, function, node))
+                    reads.append((value, function, reader))
     for value, function, node in reads:
         state = scope.module.state.get(value.name)
         if state is None or state.value is not value:
