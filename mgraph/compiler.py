@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mgraph.capture import CaptureReport, ModelSpec, capture_with_report
+from mgraph.capture.source import configuration_file
 from mgraph.codegen.package import PackageInfo, check_target, emit_package
 from mgraph.ir.graph import Module
 from mgraph.ir.types import DType
@@ -73,9 +74,12 @@ def pipeline_text(recipe: Recipe) -> str:
     if recipe.precision == "fp16":
         scaled = {"loss_scale": recipe.loss_scale}
         optimizer |= {n: getattr(recipe, f"loss_scale_{n}") for n in ("growth", "backoff", "interval")}
-    again: dict[str, OptionValue] = {"mode": recipe.recompute}
-    if recipe.budget:
-        again |= {"budget": recipe.budget, "batch": recipe.batch, "seq": recipe.seq}
+    again: dict[str, OptionValue] = {
+        "mode": recipe.recompute,
+        "budget": recipe.budget,
+        "batch": recipe.batch,
+        "seq": recipe.seq,
+    }
     specs = [print_spec("freeze", {"groups": recipe.groups})] if frozen else []
     specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]
     derive = ",".join(specs)
@@ -173,7 +177,8 @@ def compile_package(
         verifier.check()
         return done.write_graphs(directory)
 
-    info = PackageInfo(recipe.purpose, recipe, pipeline, recipe.archs, write_graphs, verification)
+    configuration = configuration_file(recipe.model)
+    info = PackageInfo(recipe.purpose, recipe, pipeline, recipe.archs, write_graphs, verification, configuration)
     with collector_spared():
         done.package = emit_package(done.module, info, recipe.directory, force=force)
     done.seconds["emit"] = time.perf_counter() - begun

@@ -219,11 +219,13 @@ def _adamw(site: Site) -> Written:
     options += [] if attrs["decoupled"] else ["decoupled=False"]
     settings = list(zip(decays, attrs["rates"] or (1.0,) * count, strict=True))
     lines = []
+    # The names of the params come first: those of all other states are these with an ending.
+    named = low[0] if low else weights
     for decay, rate in dict.fromkeys(settings):
         hint = ("DECAYED" if decay else "NOT_DECAYED") if rate == 1.0 else "GROUP"
-        texts = [
+        _, *texts = [
             site.tensors([v for v, s in zip(listed, settings, strict=True) if s == (decay, rate)], hint)
-            for listed in (weights, grads, firsts, seconds)
+            for listed in (named, weights, grads, firsts, seconds)
         ]
         texts += [step, lr if rate == 1.0 else f"{lr} * {site.literal(rate)}", *options]
         texts += [f"weight_decay={site.literal(decay)}", f"scale={scale}", f"finite={finite}"]

@@ -125,6 +125,10 @@ class Pass:
         """Per changed state, how its stored form follows from the logical one; none for most passes."""
         return ()
 
+    def on_twin(self, real: Module) -> Pass:
+        """The pass to run on the reduced twin of `real`: this one, unless its decisions hang on extents."""
+        return self
+
     @property
     def spec(self) -> str:
         """The text form; parsing it gives an equal pass."""

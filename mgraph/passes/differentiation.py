@@ -217,7 +217,14 @@ class Sweep:
                 f"{node.op} has no gradient, but the loss depends on it through {node!r}", where=str(node.origin)
             )
         cotangents = tuple(self.cotangents.get(v) for v in node.results)
+        begin = len(self.builder.nodes)
         made = rule(GradientRequest(self.builder, node, cotangents, needs))
+        if any("." in n.op and op_def(n.op).random for n in self.builder.nodes[begin:]):
+            raise PassError(
+                f"the gradient of {node.op} would draw its random numbers anew",
+                where=str(node.origin),
+                hint="write it with torch.nn.functional.dropout, or with random numbers that need no gradient",
+            )
         for operand, need, gradient in zip(node.operands, needs, made, strict=True):
             if need and gradient is not None:
                 self.add(operand, gradient)

@@ -55,18 +55,18 @@ class TwinCheck(Instrument):
     def after(self, result: PassResult, before: Module, after: Module) -> None:
         """Run the pass on the twin and check it. Raises PassError where the numbers differ."""
         try:
-            evidence = self._check(after)
+            evidence = self._check(before, after)
         except Unverified as reason:
             result.measured["verify"] = {"status": UNVERIFIED, "why": str(reason)}
         else:
             result.measured["verify"] = {"status": VERIFIED, **_worst(evidence)}
 
-    def _check(self, real: Module) -> list[Evidence]:
+    def _check(self, real_before: Module, real: Module) -> list[Evidence]:
         if self._twin is None or self.reduction is None:
             raise Unverified(self.why_not)
         before = self._twin
         try:
-            self._twin = self._pass.run(before, Report())
+            self._twin = self._pass.on_twin(real_before).run(before, Report())
         except (MgraphError, AssertionError) as error:
             self._twin, self.why_not = None, f"pass {self._pass.name!r} fails on the twin: {error}"
             raise Unverified(self.why_not) from error

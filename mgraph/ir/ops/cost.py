@@ -6,6 +6,12 @@ from collections.abc import Callable
 
 from mgraph.ir.dims import Dim, as_dim
 from mgraph.ir.graph import Node, Value
+from mgraph.ir.opdef import op_def
+
+_CONTRACTED = {f"aten.{op}.default": 0 for op in ("linear", "mm", "bmm", "matmul")} | {
+    f"aten.{op}.default": 1 for op in ("addmm", "baddbmm")
+}
+"""Matrix products of torch, with the operand whose last dim is summed over."""
 
 
 def value_bytes(value: Value) -> Dim:
@@ -16,6 +22,16 @@ def value_bytes(value: Value) -> Dim:
 def traffic(node: Node) -> Dim:
     """Bytes of a node that reads each operand once and writes each result once."""
     return as_dim(sum(map(value_bytes, (*node.operands, *node.results))))
+
+
+def flops_of(node: Node) -> Dim:
+    """Operations of a node: as its op declares, else those of a matrix product, else one per element of the results."""
+    declared = op_def(node.op).flops
+    if declared is not None:
+        return as_dim(declared(node))
+    elements = sum(v.tensor.numel for v in node.results)
+    contracted = _CONTRACTED.get(node.op)
+    return as_dim(elements if contracted is None else 2 * elements * node.operands[contracted].tensor.shape[-1])
 
 
 def per_element(count: int) -> Callable[[Node], Dim]:

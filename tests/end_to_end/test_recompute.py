@@ -1,0 +1,66 @@
+"""Recomputation in emitted packages: bitwise the same gradients, and saved tensors as small as was asked for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mgraph.runtime.package import Package, load_package
+from mgraph.runtime.state import create_state
+from tests.end_to_end.builds import batches, build
+
+BATCH, SEQ = 3, 21
+
+
+def gradients(package: Package) -> dict[str, torch.Tensor]:
+    """The gradients of two microbatches."""
+    state = create_state(package.state_specs, 3, "cpu")
+    for tokens, labels in batches(2, BATCH, SEQ):
+        package.call("microbatch", state, tokens, labels)
+    return {n: t for n, t in state.items() if n.endswith(".grad")}
+
+
+def saved_bytes(package: Package) -> int:
+    """The bytes of all tensors that the layers' forward functions hand to the backward in one microbatch, with the
+    inputs of the layers."""
+    functions: dict[str, Any] = inspect.unwrap(package.entries["microbatch"]).__globals__
+    found: dict[int, torch.Tensor] = {}
+
+    def watched(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(x: torch.Tensor, *rest: torch.Tensor) -> Any:
+            out = forward(x, *rest)
+            kept = out[1] if isinstance(out, tuple) else []
+            found.update({t.untyped_storage().data_ptr(): t for t in (x, *kept)})
+            return out
+
+        return call
+
+    for name in [n for n in functions if n.endswith("_fwd")]:
+        functions[name] = watched(functions[name])
+    state = create_state(package.state_specs, 3, "cpu")
+    ((tokens, labels),) = batches(1, BATCH, SEQ)
+    package.call("microbatch", state, tokens, labels)
+    return sum(t.untyped_storage().nbytes() for t in found.values())
+
+
+@pytest.mark.parametrize("name", ["dense-tiny", "moe-tiny"])
+def test_every_mode_gives_the_same_gradients_and_keeps_to_its_budget(name: str, tmp_path: Path) -> None:
+    none = load_package(build(name, tmp_path / "none").path, "cpu")
+    expected, everything = gradients(none), saved_bytes(none)
+    sizes = [everything]
+    for budget in (400, 0):
+        options: dict[str, Any] = {"recompute": "full"}
+        if budget:
+            options = {"recompute": "selective", "memory_budget": f"{budget}KiB", "batch": BATCH, "seq": SEQ}
+        package = load_package(build(name, tmp_path / str(budget), **options).path, "cpu")
+        found = gradients(package)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(tensor, found[n]) for n, tensor in expected.items()), budget
+        sizes.append(saved_bytes(package))
+        assert not budget or sizes[-1] <= budget * 1024
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
