@@ -75,7 +75,7 @@ def test_zoo_moe_keeps_the_custom_op() -> None:
     nodes = capture("moe-tiny").functions["forward"].nodes
     grouped = [n for n in nodes if n.op == "zoo.grouped_linear.default"]
     assert len(grouped) == 6
-    assert {n.origin.file for n in grouped} == {"models/moe.py"}
+    assert {n.origin.file for n in grouped} == {"models/experts.py"}
     assert {n.origin.path for n in grouped} == {"layers.0.ffn", "layers.1.ffn"}
 
 

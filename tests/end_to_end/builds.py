@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 ZOO: dict[str, Callable[[], nn.Module]] = {
-    "dense-tiny": lambda: models.get("dense", "tiny"),
-    "dense-tiny-geglu": lambda: models.get("dense", "tiny-geglu"),
-    "moe-tiny": lambda: models.get("moe", "tiny"),
+    f"{family}-{size}": partial(models.get, family, size)
+    for family, sizes in models.SIZES.items()
+    for size in sizes
+    if "tiny" in size
 }
-MODELS = [*ZOO, "llama"]
+MODELS = ["dense-tiny", "dense-tiny-geglu", "moe-tiny", "llama"]
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,12 @@ def llama() -> nn.Module:
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The loss sum, as the trainer defines it."""
+    """The loss sum, as the trainer defines it: `count` times a loss of the model's own, which is added to the mean."""
     out = model(tokens)
     logits = getattr(out, "logits", out)
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    own = getattr(out, "aux_loss", None)
+    return loss if own is None else loss + (labels != -100).sum() * own
 
 
 def fill(model: nn.Module, state: dict[str, torch.Tensor]) -> None:

@@ -1,0 +1,68 @@
+"""Every tiny size of the zoo, raised and all-aten: loss, gradients and steps of AdamW against eager PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mgraph.runtime.package import Package, load_package
+from mgraph.runtime.state import create_state
+from tests.end_to_end.builds import ZOO, batches, build, fill, loss_of
+from tests.end_to_end.test_equality import relative
+from tests.sampling import sampled
+
+RAISED = {"rms_norm", "rope", "attention", "glu", "squared_relu", "moe_route", "moe_dispatch", "moe_combine"}
+CASES = [(name, disable) for name in ZOO for disable in ("", "raise-*")]
+
+
+@pytest.mark.parametrize(("name", "disable"), sampled(CASES, 3))
+def test_a_tiny_size_trains_like_eager(name: str, disable: str, tmp_path: Path) -> None:
+    built = build(name, tmp_path, disable=disable)
+    ops = {n.op for _, n in built.compilation.module.walk()}
+    assert not RAISED & ops if disable else {"rms_norm", "attention"} <= ops
+    package = load_package(built.path, "cpu")
+    state = create_state(package.state_specs, 3, "cpu")
+    model = built.eager()
+    fill(model, state)
+    gradients_are_equal(package, state, model)
+    steps_are_equal(package, state, model)
+
+
+def gradients_are_equal(package: Package, state: dict[str, torch.Tensor], model: nn.Module) -> None:
+    """Loss sum, count and every gradient of two microbatches, each on its own; the accumulators are zero afterwards."""
+    fresh = {name: tensor.clone() for name, tensor in state.items()}
+    for tokens, labels in batches(1) + batches(1, batch=1, seq=45, seed=1):
+        model.zero_grad()
+        loss = loss_of(model, tokens, labels)
+        loss.backward()
+        out = package.call("microbatch", state, tokens, labels)
+        assert relative(out["loss_sum"], loss.detach()) <= 1e-5
+        assert int(out["count"]) == int((labels != -100).sum())
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            assert relative(state[f"{name}.grad"], parameter.grad) <= 1e-5, name
+        for name, tensor in fresh.items():
+            state[name].copy_(tensor)
+
+
+def steps_are_equal(package: Package, state: dict[str, torch.Tensor], model: nn.Module) -> None:
+    """The losses of five steps, and the parameters after them."""
+    decays = {
+        True: [p for p in model.parameters() if p.dim() > 1],
+        False: [p for p in model.parameters() if p.dim() < 2],
+    }
+    optimizer = torch.optim.AdamW([{"params": p, "weight_decay": 0.01 * d} for d, p in decays.items()], lr=1e-3)
+    for tokens, labels in batches(5, seed=7):
+        model.zero_grad()
+        loss = loss_of(model, tokens, labels) / (labels != -100).sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        package.call("microbatch", state, tokens, labels)
+        out = package.call("finish", state, torch.tensor(1e-3))
+        torch.testing.assert_close(out["loss"], loss.detach(), rtol=1e-5, atol=0)
+    for name, parameter in model.named_parameters():
+        assert relative(state[name], parameter.detach()) <= 1e-4, name
