@@ -6,9 +6,19 @@
     ...                          # and so for v                       {scale = 0.25, causal = true, window = none}
     %out = aten.scaled_dot_product_attention.default(%q, %c, %d, %mask) {scale = 0.25}
 
-Keys and values that were repeated for the query heads of a group are taken before the repetition. A mask is read as a
-predicate (`mgraph.passes.mask`), through the calls of the function if it is a parameter; a mask that says more than
-causal and window stays, and with it the torch op. The mask that nothing reads any more goes with the next `dce`.
+Keys and values that were repeated for the query heads of a group are taken before the repetition. Written out, scores
+may be capped (`tanh(x / c) * c`), and may have one more column, the sinks of the heads, which the softmax sums and a
+slice drops:
+
+    %e = aten.expand.default(%d) {size = (B, 4, S, 1)}         # d: [1, 4, 1, 1]
+    %f = aten.cat.default(%scores, %e) {dim = -1}
+    %g = aten.softmax.int(%f) {dim = -1}                  ==>  %out, %lse = attention(%q, %k, %v, %sinks)
+    %h = aten.slice.Tensor(%g) {dim = 3, end = S}                         {scale = 0.25, extra = ("sinks")}
+    %out = aten.matmul.default(%h, %v)
+
+A mask is read as a predicate (`mgraph.passes.mask`), through the calls of the function if it is a parameter; a mask
+that says more than causal and window stays, and with it the torch op. The mask that nothing reads any more goes with
+the next `dce`.
 """
 
 from __future__ import annotations
@@ -18,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mgraph.ir.builder import FunctionBuilder
-from mgraph.ir.graph import Function, Module, Node, Value
+from mgraph.ir.graph import AttrValue, Function, Module, Node, Value
 from mgraph.ir.opdef import op_def
 from mgraph.ir.pattern import ANY, LAST_DIM, NUMBER, Guard, Match, Pattern, capture, either, op, optional_cast, where
 from mgraph.passes.calls import resolve_argument
@@ -56,22 +66,43 @@ def _fused(*mask: Pattern) -> Pattern:
     )
 
 
-def _written_out() -> Pattern:
+def _scores() -> Pattern:
+    """The scores of queries and keys: scaled, capped, masked."""
     keys = op("aten.permute.default", _grouped("k"), dims=_SWAP_LAST_TWO, shared=True)
-    scores = op("aten.matmul.default", capture("q"), keys)
+    products = op("aten.matmul.default", capture("q"), keys)
     scaled = either(
-        op("aten.mul.Tensor", scores, other=NUMBER, name="times"),
-        op("aten.div.Tensor", scores, other=NUMBER, name="over"),
-        scores,
+        op("aten.mul.Tensor", products, other=NUMBER, name="times"),
+        op("aten.div.Tensor", products, other=NUMBER, name="over"),
+        products,
     )
-    masked = either(
-        op("aten.masked_fill.Scalar", scaled, capture("hidden"), value=_HIDES),
-        op("aten.where.ScalarOther", capture("mask"), scaled, other=_HIDES),
-        op("aten.add.Tensor", scaled, capture("mask"), commutative=True),
-        scaled,
+    inside = op("aten.div.Tensor", optional_cast(scaled), other=NUMBER, name="cap_inside")
+    capped = op("aten.mul.Tensor", op("aten.tanh.default", inside), other=NUMBER, name="cap_outside")
+    plain = optional_cast(either(capped, scaled))
+    shown = op("aten.bitwise_not.default", capture("mask"), shared=True)
+    return either(
+        op("aten.masked_fill.Scalar", plain, shown, value=_HIDES),
+        op("aten.masked_fill.Scalar", plain, capture("hidden"), value=_HIDES),
+        op("aten.where.ScalarOther", capture("mask"), plain, other=_HIDES),
+        op("aten.add.Tensor", plain, capture("mask"), commutative=True),
+        plain,
     )
-    weights = op("aten.softmax.int", optional_cast(masked), dim=LAST_DIM, dtype=ANY)
+
+
+def _written_out() -> Pattern:
+    weights = op("aten.softmax.int", optional_cast(_scores()), dim=LAST_DIM, dtype=ANY)
     return op("aten.matmul.default", optional_cast(weights), _grouped("v"))
+
+
+def _written_out_with_sinks() -> Pattern:
+    """Sinks are one more column of the scores. Less the maximum of its row, a score has the same softmax."""
+    head = either(op("reshape", capture("sinks"), shape=ANY, shared=True), capture("sinks"))
+    column = optional_cast(op("aten.expand.default", head, size=ANY, shared=True, name="column"))
+    scores = op("aten.cat.default", optional_cast(_scores()), column, dim=LAST_DIM, binds="scores")
+    largest = op("aten.max.dim", capture("scores"), dim=LAST_DIM, keepdim=True)
+    shifted = either(op("aten.sub.Tensor", scores, largest), scores)
+    weights = op("aten.softmax.int", optional_cast(shifted), dim=LAST_DIM, dtype=ANY)
+    seen = op("aten.slice.Tensor", optional_cast(weights), dim=LAST_DIM, start=ANY, end=ANY, step=ANY, name="seen")
+    return op("aten.matmul.default", optional_cast(seen), _grouped("v"))
 
 
 def _scale(match: Match) -> float:
@@ -106,6 +137,28 @@ def _shape(match: Match) -> str | None:
             if not all(shapes):
                 return f"{name} is expanded otherwise than each head for its group"
     return None
+
+
+def _softcap(match: Match) -> str | None:
+    """Scores are divided by what they are multiplied by after the tanh."""
+    inside, outside = (match.attr(name, "other") for name in ("cap_inside", "cap_outside"))
+    if inside != outside:
+        return f"scores are divided by {inside} before the tanh and multiplied by {outside} after it"
+    return None if inside is None or inside > 0 else f"scores are capped at {inside}, expected a positive number"
+
+
+def _sinks(match: Match) -> str | None:
+    """One number a head, the same in every row and for every sequence of the batch; its column is the one dropped."""
+    if "column" not in match.nodes:
+        return None
+    start = match.attr("seen", "start", 0)
+    if start not in (0, None) or match.attr("seen", "step", 1) != 1:
+        return f"weights are taken from column {start!r} on, expected all but the last"
+    batch, heads, rows, _ = match["q"].tensor.shape
+    (head,), column = match.nodes["column"].operands, match.nodes["column"].result
+    if head.tensor.shape == (1, heads, 1, 1) and column.tensor.shape == (batch, heads, rows, 1):
+        return None
+    return f"sinks {head.type} are expanded to {column.type}, expected one of each of {heads} heads for all rows"
 
 
 def _dtype(match: Match) -> str | None:
@@ -151,8 +204,16 @@ class _Masks:
             predicate = self.of(match)
             assert predicate is not None, "guarded by check"
             causal, window = causal or predicate.causal, predicate.window
-        attrs = {"scale": _scale(match), "causal": causal, "window": window}
+        attrs: dict[str, AttrValue] = {"scale": _scale(match), "causal": causal, "window": window}
         operands = (match["q"], match["k"], match["v"])
+        if "cap_outside" in match.nodes:
+            attrs["softcap"] = float(match.attr("cap_outside", "other"))
+        if "column" in match.nodes:
+            heads, sinks = match["q"].tensor.shape[1:2], match["sinks"]
+            attrs["extra"] = ("sinks",)
+            if sinks.tensor.shape != heads:
+                (sinks,) = builder.emit("reshape", (sinks,), {"shape": heads})
+            operands = (*operands, sinks)
         return builder.emit("attention", operands, attrs, names=("attention", "lse"))[:1]
 
 
@@ -164,7 +225,7 @@ def _negated(function: Function, value: Value) -> tuple[Function, Value]:
 
 
 _FUSED = either(_fused(capture("mask")), _fused())
-_WRITTEN_OUT = _written_out()
+_WRITTEN_OUT = either(_written_out_with_sinks(), _written_out())
 
 
 @dataclass(frozen=True)
@@ -176,7 +237,8 @@ class RaiseAttention(RaisePass):
     def rules(self, module: Module, function: Function) -> Sequence[Rule]:
         """Masks are read in the functions that make them, which differ from function to function."""
         masks = _Masks(module, function)
-        guards = (Guard("shape", _shape), Guard("dtype", _dtype), Guard("mask", masks.check))
+        guards = (Guard("shape", _shape), Guard("dtype", _dtype), Guard("softcap", _softcap), Guard("sinks", _sinks))
+        guards = (*guards, Guard("mask", masks.check))
         return (
             Rule("attention", _FUSED, ("aten.scaled_dot_product_attention.default",), masks.emit, guards),
             Rule("attention", _WRITTEN_OUT, ("aten.softmax.int",), masks.emit, guards),

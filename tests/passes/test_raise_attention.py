@@ -101,3 +101,115 @@ def test_near_miss_of_a_mask_that_says_more() -> None:
     )
     (miss,) = near_misses(RaiseAttention(), text)
     assert miss.startswith("attention: the mask %seen also depends on Ne(keep(")
+
+
+CAPPED = WRITTEN_OUT.replace(
+    "  %c: f32[B, 4, S, S] = aten.masked_fill.Scalar(%b,",
+    """  %b1: f32[B, 4, S, S] = aten.div.Tensor(%b) {other = 1.5}
+  %b2: f32[B, 4, S, S] = aten.tanh.default(%b1)
+  %b3: f32[B, 4, S, S] = aten.mul.Tensor(%b2) {other = 1.5}
+  %c: f32[B, 4, S, S] = aten.masked_fill.Scalar(%b3,""",
+)
+SINKS = f"""
+{HEAD.replace(") {", ", %s: f32[4]) {")}{REPEATED}{MASK}
+  %zero: f32[] = aten.full.default() {{dtype = f32, fill_value = 0.0, size = []}}
+  %added: f32[S, S] = aten.where.ScalarOther(%seen, %zero) {{other = -3.0e+38}}
+  %t: f32[B, 4, 8, S] = aten.permute.default(%kc) {{dims = [0, 1, 3, 2]}}
+  %a: f32[B, 4, S, S] = aten.matmul.default(%q, %t)
+  %b: f32[B, 4, S, S] = aten.mul.Tensor(%a) {{other = 0.5}}
+  %c: f32[B, 4, S, S] = aten.add.Tensor(%b, %added)
+  %sa: f32[1, 4, 1, 1] = reshape(%s) {{shape = [1, 4, 1, 1]}}
+  %sb: f32[B, 4, S, 1] = aten.expand.default(%sa) {{size = [B, 4, S, 1]}}
+  %d: f32[B, 4, S, S+1] = aten.cat.default(%c, %sb) {{args = ["tensors.0", "tensors.1"], dim = -1}}
+  %m: f32[B, 4, S, 1], %n: i64[B, 4, S, 1] = aten.max.dim(%d) {{dim = -1, keepdim = true}}
+  %e: f32[B, 4, S, S+1] = aten.sub.Tensor(%d, %m)
+  %g: f32[B, 4, S, S+1] = aten.softmax.int(%e) {{dim = -1, dtype = f32}}
+  %h: f32[B, 4, S, S] = aten.slice.Tensor(%g) {{dim = 3, end = S}}
+  %y: f32[B, 4, S, 8] = aten.matmul.default(%h, %vc)
+  return %y
+}}
+"""
+UNSHIFTED = SINKS.replace("aten.softmax.int(%e)", "aten.softmax.int(%d)")
+FIXED = UNSHIFTED.replace(
+    "reshape(%s) {shape = [1, 4, 1, 1]}", "aten.full.default() {dtype = f32, fill_value = 0.5, size = [1, 4, 1, 1]}"
+)
+
+
+def _without(text: str, *names: str) -> str:
+    """The text without the lines that make these values."""
+    return "\n".join(line for line in text.splitlines() if not line.strip().startswith(tuple(f"%{n}:" for n in names)))
+
+
+def test_raises_a_softcap() -> None:
+    before, after, report = raised(RaiseAttention(), CAPPED)
+    (node,) = (n for n in after.functions["f"].nodes if n.op == "attention")
+    assert node.attrs == {"scale": 0.5, "causal": True, "window": None, "softcap": 1.5}
+    assert report.near_misses == []
+    assert_same(before, after)
+
+
+@pytest.mark.parametrize("text", [SINKS, _without(UNSHIFTED, "m", "e"), _without(FIXED, "m", "e")])
+def test_raises_sinks(text: str) -> None:
+    before, after, report = raised(RaiseAttention(), text)
+    (node,) = (n for n in after.functions["f"].nodes if n.op == "attention")
+    assert node.attrs == {"scale": 0.5, "causal": True, "window": None, "extra": ("sinks",)}
+    assert node.operands[3].tensor.shape == (4,)
+    assert not {"aten.softmax.int", "aten.max.dim", "aten.cat.default"} & set(ops(after.functions["f"]))
+    assert report.near_misses == []
+    assert_same(before, after)
+
+
+@pytest.mark.parametrize("text", [CAPPED, SINKS])
+def test_raises_weights_in_another_dtype(text: str) -> None:
+    """bf16 throughout, but for scores from the mask on."""
+    wide = {"added", "zero", "c", "sa", "sb", "d", "m", "e", "g", "h"}
+    lines = []
+    for line in text.splitlines():
+        name = line.strip().removeprefix("%").partition(":")[0]
+        if name == "c":
+            last = "b3" if "%b3" in line else "b"
+            lines.append(f"  %wide: f32[B, 4, S, S] = cast(%{last}) {{dtype = f32}}")
+            line = line.replace(f"(%{last},", "(%wide,")
+        if name == "sa":
+            lines.append("  %sw: f32[4] = cast(%s) {dtype = f32}")
+            line = line.replace("(%s)", "(%sw)")
+        if name == "y":
+            last = "h" if "(%h," in line else "d"
+            lines.append(f"  %narrow: bf16[B, 4, S, S] = cast(%{last}) {{dtype = bf16}}")
+            line = line.replace(f"(%{last},", "(%narrow,")
+        lines.append(line if name in wide else line.replace("f32[", "bf16["))
+    before, after, report = raised(RaiseAttention(), "\n".join(lines).replace("%wide: bf16", "%wide: f32"))
+    assert ops(after.functions["f"])["attention"] == 1
+    assert report.near_misses == []
+    assert_same(before, after)
+
+
+def test_reads_the_callers_mask_through_its_negation() -> None:
+    inner = WRITTEN_OUT.replace(MASK, "\n").replace("f32[B, 2, S, 8]) {", "f32[B, 2, S, 8], %seen: bool[S, S]) {")
+    outer = f"{HEAD}{MASK}  %y: f32[B, 4, S, 8] = call @g(%q, %k, %v, %seen)\n  return %y\n}}\n"
+    _, after, report = raised(RaiseAttention(), outer + inner.replace("@f(", "@g("))
+    (node,) = (n for n in after.functions["g"].nodes if n.op == "attention")
+    assert node.attrs["causal"] is True
+    assert report.near_misses == []
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new", "expected"),
+    [
+        (CAPPED, "aten.div.Tensor(%b) {other = 1.5}", "aten.div.Tensor(%b) {other = 2.5}", "are divided by 2.5 before"),
+        (CAPPED, "{other = 1.5}", "{other = -1.5}", "scores are capped at -1.5, expected a positive number"),
+        (CAPPED, "tanh", "sigmoid", "reads `sigmoid`"),
+        (SINKS, "%s: f32[4]", "%s: f32[B, 4, 1, 1]", "expected one of each of 4 heads"),
+        (SINKS, "{dim = 3, end = S}", "{dim = 3, start = 1}", "taken from column 1 on, expected all but the last"),
+        (SINKS, "(%c, %sb)", "(%sb, %c)", "`cat` reads"),
+        (SINKS, "return %y", "return %y, %g", "`softmax` has 2 users, expected 1"),
+        (SINKS, "return %y", "return %y, %d", "`cat` has 3 users, expected 2"),
+    ],
+)
+def test_near_misses_of_sinks_and_softcap(text: str, old: str, new: str, expected: str) -> None:
+    assert old in text
+    text = text.replace(old, new)
+    if "%s: f32[B" in text:
+        text = text.replace("%sa: f32[1, ", "%sa: f32[B, ").replace("{shape = [1, 4, 1, 1]}", "{shape = [B, 4, 1, 1]}")
+    misses = near_misses(RaiseAttention(), text)
+    assert any(expected in miss for miss in misses), misses
