@@ -42,6 +42,10 @@ class Options:
             "weights to begin with: a .safetensors file, or a directory of them (default: as the model says)"
         ),
     )
+    export: Path | None = field(
+        default=None,
+        metadata=_about("at the end, write the weights here as safetensors, with config.json if the model has one"),
+    )
     steps: int = field(default=200, metadata=_about("optimizer steps in all, those before a resume included", low=1))
     batch_size: int = field(default=8, metadata=_about("sequences per microbatch", low=1))
     seq_len: int = field(default=128, metadata=_about("tokens per sequence", low=1))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import sys
 import traceback
 from collections.abc import Callable
@@ -68,6 +69,11 @@ class StateSpec:
     persist: bool
     init: tuple[tuple[Any, ...], ...]
     seed_name: str
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

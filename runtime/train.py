@@ -31,6 +31,7 @@ from mgraph import philox
 from mgraph.errors import MgraphError, OptionError, PackageError
 from mgraph.runtime import checkpoint, dropout, mesh, v1
 from mgraph.runtime.data import Batch, Corpus, Position, Stream, load_corpus, validation_batches
+from mgraph.runtime.export import CONFIG, check_export, export_weights
 from mgraph.runtime.log import Log, Record
 from mgraph.runtime.mesh import DATA_AXIS, Mesh
 from mgraph.runtime.options import Options, parse
@@ -78,6 +79,8 @@ def run(options: Options, package_dir: Path) -> None:
         device = mesh.choose_device(options.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        if options.export is not None:
+            check_export(options.export)
         package = _open(package_dir, device, options)
         opened.append(package)
         axes = mesh.bind_axes(package.manifest["mesh"], mesh.environment()[1])
@@ -320,9 +323,10 @@ class Trainer:
         return path
 
     def conclude(self) -> None:
-        """After the last step: the sample, the picture, and the line that sums the run up."""
+        """After the last step: the exported weights, the sample, the picture, and the line that sums the run up."""
         if math.isnan(self.validation_loss):  # resumed at the end: no step of this process was evaluated
             self.evaluate()
+        self.mesh.together(self._export)
         text = self.sample() if self.options.sample_length else None
         self.mesh.together(lambda: self._write_results(text))
 
@@ -357,6 +361,13 @@ class Trainer:
             f"unigram entropy {self.corpus.unigram_entropy:.4f} nats/byte",
             flush=True,
         )
+
+    def _export(self) -> None:
+        """Every rank has all weights; the first one writes them."""
+        if self.options.export is not None and self.log is not None:
+            specs = self.package.state_specs
+            export_weights(self.options.export, self.state, specs, self.package.path / CONFIG)
+            self.log.message(f"exported the weights to {self.options.export}")
 
     def _on_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
         tokens, labels = batch

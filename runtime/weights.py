@@ -21,6 +21,11 @@ SHOWN = 3
 """How many names of each kind of problem an error shows."""
 
 
+def model_tensors(specs: Iterable[StateSpec]) -> list[StateSpec]:
+    """The tensors that a file of weights has: parameters and persistent buffers."""
+    return [s for s in specs if s.kind == "param" or (s.kind == "buffer" and s.persist)]
+
+
 def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a path: itself, those of its index, or all in the directory.
 
@@ -49,18 +54,20 @@ def load_weights(path: Path, state: State, specs: Iterable[StateSpec]) -> None:
     """Copy every parameter and persistent buffer from the files of `path` into `state`, converting dtypes.
 
     A master copy takes the file's own precision, not that of its parameter. Raises CheckpointError for an unreadable
-    file, and one for all tensors that are missing or of another shape; tensors that the package lacks are ignored.
+    file, and one for all tensors that are missing, of another shape, or not in the package. Two kinds of tensors may be
+    there besides: buffers that the package makes itself, and copies of a parameter, under the other name of a tied one.
     """
     specs = list(specs)
-    wanted = {s.name for s in specs if s.kind == "param" or (s.kind == "buffer" and s.persist)}
+    wanted = {s.name for s in model_tensors(specs)}
+    derived = {s.name for s in specs if s.kind == "buffer"} - wanted
     masters = {call[1]: s.name for s in specs if s.kind == "master" for call in s.init if call[0] == "copy_from"}
     found: set[str] = set()
-    others: list[str] = []
+    others: list[tuple[Path, str]] = []
     misshaped: list[str] = []
     for file in weight_files(path):
         for name in _names(file):
             if name not in wanted:
-                others.append(name)
+                others.append((file, name))
                 continue
             found.add(name)
             tensor = _read(file, name)
@@ -70,9 +77,12 @@ def load_weights(path: Path, state: State, specs: Iterable[StateSpec]) -> None:
             for target in (name, masters.get(name)):
                 if target is not None:
                     state[target].copy_(tensor)
-    problems = {"missing": sorted(wanted - found), "of another shape": misshaped}
+    problems = {
+        "missing": sorted(wanted - found),
+        "of another shape": misshaped,
+        "not in the package": [n for f, n in others if n not in derived and not _is_copy(_read(f, n), state, found)],
+    }
     if any(problems.values()):
-        problems["not in the package"] = others
         raise CheckpointError(
             "the weights do not fit the package: " + "; ".join(_listed(k, v) for k, v in problems.items() if v),
             where=str(path),
@@ -97,6 +107,12 @@ def _read(file: Path, name: str) -> Tensor:
     with safe_open(file, framework="pt") as opened:
         tensor: Tensor = opened.get_tensor(name)
     return tensor
+
+
+def _is_copy(tensor: Tensor, state: State, names: Iterable[str]) -> bool:
+    """Whether a tensor holds what one of these has: a tied parameter may be in a file under its other names too."""
+    alike = (state[name] for name in names if state[name].shape == tensor.shape)
+    return any(torch.equal(tensor.to(own), own) for own in alike)
 
 
 def _listed(problem: str, names: list[str]) -> str:

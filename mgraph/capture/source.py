@@ -61,6 +61,14 @@ def resolve(spec: ModelSpec) -> Source:
     return _zoo(spec)
 
 
+def configuration_file(text: str) -> Path | None:
+    """The file of a transformers configuration that a model's name means; None for other models."""
+    if not text.startswith("hf:"):
+        return None
+    path = Path(text.removeprefix("hf:"))
+    return path / "config.json" if path.is_dir() else path
+
+
 def _in_dtype(factory: Callable[[], Any], dtype: DType | None) -> Callable[[], Any]:
     """The factory run under another default dtype."""
     if dtype is None:
@@ -132,8 +140,8 @@ def _load(path: Path) -> ModuleType:
 
 
 def _transformers(spec: ModelSpec) -> Source:
-    path = Path(spec.text.removeprefix("hf:"))
-    path = path / "config.json" if path.is_dir() else path
+    path = configuration_file(spec.text)
+    assert path is not None, f"'{spec.text}' names no configuration"
     try:
         settings = json.loads(path.read_text())
     except OSError as error:

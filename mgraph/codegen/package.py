@@ -28,6 +28,8 @@ from mgraph.ir.printer import print_module
 
 MANIFEST = "manifest.json"
 EDITED = ".edited"
+CONFIGURATION = "config.json"
+"""Where a package keeps the configuration of a transformers model, for those who export its weights."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class PackageInfo:
     `kind` is `train` or `serve`; `options` the recipe (a dataclass), all of whose fields enter the fingerprint; `archs`
     the GPU architectures to build kernels for; `write_graphs` writes the snapshots of the passes into a directory and
     returns the text of the last one, the module's; `verification` says of each pass whether it was `verified` or is
-    `unverified` (empty: --verify was not asked for).
+    `unverified` (empty: --verify was not asked for); `configuration` the model's own, a file of `transformers`, which
+    the package keeps as config.json.
     """
 
     kind: str
@@ -46,6 +49,7 @@ class PackageInfo:
     archs: Sequence[str] = ()
     write_graphs: Callable[[Path], str] | None = None
     verification: Mapping[str, str] = field(default_factory=dict)
+    configuration: Path | None = None
 
 
 def emit_package(module: Module, info: PackageInfo, out_dir: Path | str, *, force: bool = False) -> Path:
@@ -94,6 +98,8 @@ def _write(module: Module, info: PackageInfo, directory: Path) -> None:
         text = info.write_graphs(directory / "graphs") if info.write_graphs is not None else print_module(module)
         kernels = building.result()
     (directory / f"{info.kind}.py").write_text(driver_text(info.kind, module.name), encoding="utf-8")
+    if info.configuration is not None:
+        shutil.copyfile(info.configuration, directory / CONFIGURATION)
     files = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if _is_source(p))
     data = manifest(
         module,
