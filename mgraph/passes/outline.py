@@ -11,13 +11,14 @@
     }                                                            %z_1 = call @layer(%z; @layers.1.w) at "layers.1"
                                                                  return %z_1 }
 
-Nodes are grouped by the first `<list>.<index>` of their module path. A group becomes a *segment*; where values leave
-it and come back (a layer applied twice), it becomes several. Segments with the same structure and the same shared
+Nodes are grouped by the first `<list>.<index>` of their module path. A group becomes a *segment*; where values leave it
+and come back (a layer applied twice), it becomes several. Segments with the same structure and the same shared
 arguments become one function. Structure is: ops, how values flow, types, attributes, module paths relative to the
-layer, and names of states relative to the layer. A *shared* argument is one that several segments of the list read
-and that no segment of the list makes (a mask, rotary tables): layers that read different ones stay different
-functions, so that what is known of the argument holds for the whole function. Numbers that differ are lifted to
-statics of the call. What is read outside of a segment becomes a result. Lists within layers are outlined in turn.
+layer, and names of states relative to the layer. A *shared* argument is one that several segments of the list read and
+that no segment of the list makes (a mask, rotary tables), or that depends on no input: layers that read different ones
+stay different functions, so that what is known of the argument holds for the whole function. Numbers that differ are
+lifted to statics of the call. What is read outside of a segment becomes a result. Lists within layers are outlined in
+turn.
 """
 
 from __future__ import annotations
@@ -206,6 +207,7 @@ class _Outliner:
             for value in segment.externals:
                 readers[segment.list_path, value] = readers.get((segment.list_path, value), 0) + 1
         depends = self.dependence(segments)
+        constants = self.constants()
         kinds: dict[Any, list[_Segment]] = {}
         for structure, members in by_structure.items():
             path = members[0].list_path
@@ -216,11 +218,23 @@ class _Outliner:
             ]
             for member in members:
                 shared = tuple(
-                    value if not is_carried and readers[path, value] > 1 else None
+                    None if is_carried else constants.get(value, value if readers[path, value] > 1 else None)
                     for value, is_carried in zip(member.externals, carried, strict=True)
                 )
                 kinds.setdefault((structure, shared), []).append(member)
         return sorted(kinds.values(), key=lambda kind: kind[0].first)
+
+    def constants(self) -> dict[Value, int]:
+        """Values made from no input and no state, like masks and positions; those made alike have the same number."""
+        constants: dict[Value, int] = {}
+        numbers: dict[Any, int] = {}
+        for node in self.function.nodes:
+            if all(value in constants for value in node.operands):
+                attrs = tuple((name, attr_key(attr)) for name, attr in sorted(node.attrs.items()))
+                key = node.op, tuple(constants[value] for value in node.operands), attrs
+                for index, value in enumerate(node.results):
+                    constants[value] = numbers.setdefault((key, index), len(numbers))
+        return constants
 
     def dependence(self, segments: Iterable[_Segment]) -> dict[Value, int]:
         """Per value, the segments it was made through."""

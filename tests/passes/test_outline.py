@@ -13,6 +13,7 @@ from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Module, Origin, State, StateKind, Static, Value
 from mgraph.ir.parser import parse_module
 from mgraph.ir.printer import print_module
+from mgraph.ir.types import DType
 from mgraph.ir.verifier import verify
 from mgraph.passes.base import Report
 from mgraph.passes.outline import Outline
@@ -113,6 +114,18 @@ def test_layers_that_read_different_shared_values_stay_apart() -> None:
     after = check(stack.module(x))
     assert calls_of(after) == ["layer", "layer", "layer_1"] * 2
     assert [p.name for p in after.functions["layer_1"].params] == ["x", "m1"]
+
+
+def test_constants_keep_layers_apart_where_they_are_made_otherwise() -> None:
+    stack = Stack()
+    x = stack.builder.param("x", f32(B, 4))
+    for index, number in enumerate((0.5, 0.5, 2.0)):
+        attrs = {"size": (4,), "fill_value": number, "dtype": DType.F32}
+        stack.builder.origin = Origin("", "model.py", 1)
+        (made,) = stack.builder.emit("aten.full.default", (), attrs)
+        x = stack.layer(f"layers.{index}", x, made)
+    after = check(stack.module(x))
+    assert calls_of(after) == ["layer", "layer", "layer_1"]
 
 
 def test_values_of_one_layer_each_are_arguments() -> None:
