@@ -19,9 +19,9 @@ def test_overview(mgraph: Mgraph, compiled: Path) -> None:
 def test_node(mgraph: Mgraph, compiled: Path) -> None:
     text = mgraph("explain", compiled, "layer.fwd:rms_norm_1").out
     assert text.startswith("@layer.fwd %rms_norm_1\n")
-    assert "from     models/layers.py:50, module layers.*.ffn_norm" in text
+    assert "from     models/norm.py:30, module layers.*.ffn_norm" in text
     assert "made by  raise-norm" in text
-    assert "6 raise-norm: matched rms_norm at layers.*.ffn_norm (models/layers.py:50)" in text
+    assert "6 raise-norm: matched rms_norm at layers.*.ffn_norm (models/norm.py:30)" in text
     assert "14 autodiff: added it" in text
     assert re.search(r"emitted  step.py:\d+  rms_norm\w*, rstd\w* = K.rms_norm_fwd_0\(", text)
     assert "kernel   rms_norm_fwd_0: no binary" in text
@@ -49,7 +49,7 @@ def test_op_module_and_limit(mgraph: Mgraph, compiled: Path) -> None:
 
 def test_pass(mgraph: Mgraph, compiled: Path) -> None:
     text = mgraph("explain", compiled, "raise-norm").out
-    assert "at @layer %mul_2: rms_norm at layers.*.attn_norm (models/layers.py:50)" in text
+    assert "at @layer %mul_2: rms_norm at layers.*.attn_norm (models/norm.py:30)" in text
     assert "no near misses" in text
 
 

@@ -61,6 +61,7 @@ def test_two_processes_drop_what_one_drops(gpt2: Family, tmp_path: Path) -> None
         assert second[step] == pytest.approx(loss, rel=1e-6), step
 
 
+@pytest.mark.full
 def test_a_resumed_run_drops_the_same(gpt2: Family, tmp_path: Path) -> None:
     whole = run(*command(gpt2.path, tmp_path / "whole", 1, "--save-every", "5", "--keep", "9"))
     assert whole.returncode == 0, whole.stderr

@@ -46,7 +46,7 @@ def gradients(family: Family, dtype: torch.dtype, state: dict[str, torch.Tensor]
     return {"loss": loss.detach(), **found}
 
 
-@pytest.mark.parametrize(("name", "mode", "precision"), sampled(CASES, 8, always=[("gpt2", "raised", "fp32")]))
+@pytest.mark.parametrize(("name", "mode", "precision"), sampled(CASES, 4, always=[("gpt2", "raised", "fp32")]))
 def test_loss_and_every_gradient_equal_eager(name: str, mode: str, precision: str, tmp_path: Path) -> None:
     family = compile_family(name, tmp_path, disable=MODES[mode], precision=precision)
     package = load_package(family.path, "cpu")
@@ -67,7 +67,7 @@ def test_loss_and_every_gradient_equal_eager(name: str, mode: str, precision: st
         assert relative(state[f"{parameter}.grad"], wanted, least) <= 1.5 * own + slack, parameter
 
 
-@pytest.mark.parametrize("name", sampled(list(CONFIGS), 2, always=["gpt2"]))
+@pytest.mark.parametrize("name", sampled(list(CONFIGS), 1, always=["gpt2"]))
 def test_a_short_run_gives_the_curve_of_eager(name: str, tmp_path: Path) -> None:
     family = compile_family(name, tmp_path)
     package = load_package(family.path, "cpu")

@@ -13,7 +13,7 @@ from tests.sampling import sampled
 CASES = [(name, precision) for name in CONFIGS for precision in ("fp32", "bf16")]
 
 
-@pytest.mark.parametrize(("name", "precision"), sampled(CASES, 6))
+@pytest.mark.parametrize(("name", "precision"), sampled(CASES, 4))
 def test_expected_ops_are_found(name: str, precision: str, tmp_path: Path) -> None:
     assert found(name, precision, tmp_path) == {k: dict(v) for k, v in EXPECTED[name].items()}
 
