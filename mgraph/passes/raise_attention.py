@@ -205,7 +205,7 @@ class _Masks:
             assert predicate is not None, "guarded by check"
             causal, window = causal or predicate.causal, predicate.window
         attrs: dict[str, AttrValue] = {"scale": _scale(match), "causal": causal, "window": window}
-        operands = (match["q"], match["k"], match["v"])
+        operands = [match["q"], match["k"], match["v"]]
         if "cap_outside" in match.nodes:
             attrs["softcap"] = float(match.attr("cap_outside", "other"))
         if "column" in match.nodes:
@@ -213,7 +213,7 @@ class _Masks:
             attrs["extra"] = ("sinks",)
             if sinks.tensor.shape != heads:
                 (sinks,) = builder.emit("reshape", (sinks,), {"shape": heads})
-            operands = (*operands, sinks)
+            operands.append(sinks)
         return builder.emit("attention", operands, attrs, names=("attention", "lse"))[:1]
 
 
@@ -237,8 +237,8 @@ class RaiseAttention(RaisePass):
     def rules(self, module: Module, function: Function) -> Sequence[Rule]:
         """Masks are read in the functions that make them, which differ from function to function."""
         masks = _Masks(module, function)
-        guards = (Guard("shape", _shape), Guard("dtype", _dtype), Guard("softcap", _softcap), Guard("sinks", _sinks))
-        guards = (*guards, Guard("mask", masks.check))
+        checks = {"shape": _shape, "dtype": _dtype, "softcap": _softcap, "sinks": _sinks, "mask": masks.check}
+        guards = tuple(Guard(name, check) for name, check in checks.items())
         return (
             Rule("attention", _FUSED, ("aten.scaled_dot_product_attention.default",), masks.emit, guards),
             Rule("attention", _WRITTEN_OUT, ("aten.softmax.int",), masks.emit, guards),
