@@ -35,4 +35,4 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for outcome, column in (("passed", 0), ("failed", 1), ("error", 1), ("skipped", 2)):
         for report in terminalreporter.stats.get(outcome, []):
             counts.setdefault(report.nodeid.partition("::")[0], [0, 0, 0])[column] += 1
-    target.write_text(results_table.render(counts), encoding="utf-8")
+    target.write_text(results_table.render(counts, config.option.markexpr), encoding="utf-8")

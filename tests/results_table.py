@@ -14,15 +14,15 @@ TABLE = ROOT / "docs" / "test-results.md"
 _ROW = re.compile(r"^\| `(tests/[^`]+)` \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE)
 
 
-def render(counts: dict[str, list[int]]) -> str:
-    """The table of passed, failed and skipped tests per file, with date, commit and versions."""
+def render(counts: dict[str, list[int]], selection: str) -> str:
+    """The table of passed, failed and skipped tests per file, with date, commit, versions and the markers selected."""
     import torch
 
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     lines = [
-        "# Results of the whole test suite",
+        "# Results of the test suite",
         "",
-        f"`make test-full` on {datetime.date.today().isoformat()}, commit {commit.stdout.strip() or 'unknown'}, "
+        f"`pytest -m '{selection}'` on {datetime.date.today().isoformat()}, commit {commit.stdout.strip() or 'unknown'}, "
         f"Python {platform.python_version()}, torch {torch.__version__}, no GPU. Written by the run itself.",
         "",
         "| file | passed | failed | skipped |",
