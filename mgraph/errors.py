@@ -7,6 +7,7 @@ line prints `str(error)` on stderr and exits with `error.exit_code`; no tracebac
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -76,6 +77,15 @@ class CheckpointError(MgraphError):
 
 class StorageError(MgraphError):
     """Writing failed: disk full, no permission, not a directory."""
+
+
+def storage_hint(failure: BaseException) -> str:
+    """What to do where a write failed, up to the name of the place: only a full disk or quota asks for space.
+
+    Anything that says no reason (torch's writer, of a short write) is taken for a full disk.
+    """
+    reason = failure.errno if isinstance(failure, OSError) else None
+    return "free some space or give another" if reason in (None, errno.ENOSPC, errno.EDQUOT) else "give another"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -23,12 +23,13 @@ from typing import Any
 
 from torch import Tensor
 
-from mgraph.errors import CheckpointError, StorageError
+from mgraph.errors import CheckpointError, StorageError, storage_hint
 from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.package import DTYPES, State, StateSpec
 
 _NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = ".unfinished"
+_FEW = 5
 _RUN_FILE = "run.json"
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -130,15 +131,19 @@ def _verify(checkpoint: Checkpoint, names: list[str]) -> None:
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, what: str) -> None:
-    """Raise `CheckpointError` naming the first field in which two records differ."""
-    for name in [*now, *(name for name in saved if name not in now)]:
-        if saved.get(name) != now.get(name):
-            raise CheckpointError(
-                f"the checkpoint does not fit this run: {what} '{name}' is {saved.get(name, 'absent')} in it "
-                f"and {now.get(name, 'absent')} here",
-                where=str(path),
-                hint="resume with the package and options that wrote it, or start anew in another --out",
-            )
+    """Raise `CheckpointError` naming the fields in which two records differ, of many the first."""
+    names = [name for name in {**now, **saved} if saved.get(name) != now.get(name)]
+    if names:
+        parts = [
+            f"{what} '{name}' is {saved.get(name, 'absent')} in it and {now.get(name, 'absent')} here"
+            for name in names[:_FEW]
+        ]
+        more = f"; and {len(names) - _FEW} more" if len(names) > _FEW else ""
+        raise CheckpointError(
+            f"the checkpoint does not fit this run: {'; '.join(parts)}{more}",
+            where=str(path),
+            hint="resume with the package and options that wrote it, or start anew in another --out",
+        )
 
 
 def _whole(directory: Path) -> list[Path]:
@@ -176,7 +181,7 @@ def _storage_error(place: Path, failure: OSError | RuntimeError) -> StorageError
     return StorageError(
         f"the checkpoint could not be written or read: {reason}",
         where=str(place),
-        hint="free some space or give another --out; checkpoints written before are untouched",
+        hint=f"{storage_hint(failure)} --out; checkpoints written before are untouched",
     )
 
 

@@ -1,8 +1,9 @@
 """What a run reports while it goes: JSON lines, TensorBoard events, a progress bar or plain lines, and a picture.
 
 `log.jsonl` is the record from which everything else can be made: one object per step (`step`, `loss`, `grad_norm`,
-`learning_rate`, `tokens_per_second`, ...) and one per evaluation (`step`, `validation_loss`). A resumed run first cuts
-the lines that lie after its checkpoint, so the file reads as if the run had never been interrupted.
+`learning_rate`, `tokens_per_second`, ...; what is not finite is left out) and one per evaluation (`step`,
+`validation_loss`). A resumed run first cuts the lines that lie after its checkpoint, so the file reads as if the run
+had never been interrupted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mgraph.errors import StorageError
+from mgraph.errors import StorageError, storage_hint
 from mgraph.runtime.plot import Points, save_loss_curve
 
 LOG_FILE = "log.jsonl"
@@ -57,13 +58,23 @@ class Log:
         self._console.print(text, markup=False)
 
     def train(self, records: list[Record]) -> None:
-        """Add the records of some steps, and show the last of them."""
+        """Add the records of some steps, and show the last of them; a step that was skipped may have no loss."""
+        skipped = self._skipped()
         self._add(records, "train")
         last = records[-1]
-        text = f"loss {last['loss']:.4f}  lr {last['learning_rate']:.2e}  {last['tokens_per_second']:,.0f} tokens/s"
+        loss = f"{last['loss']:.4f}" if "loss" in last else "not finite"
+        text = f"loss {loss}  lr {last['learning_rate']:.2e}  {last['tokens_per_second']:,.0f} tokens/s"
+        more = self._skipped() - skipped
+        if more:
+            steps = f"{more} step{'s' * (more > 1)}"
+            self.message(f"step {last['step']}  {steps} skipped, not finite ({skipped + more} in all)")
         self._progress.update(self._task, completed=last["step"], description=text)
         if not self._console.is_terminal:
             self.message(f"step {last['step']}/{int(self._progress.tasks[0].total or 0)}  {text}")
+
+    def _skipped(self) -> int:
+        """The steps that were skipped, up to the last record that says so."""
+        return next((int(record["skipped"]) for record in reversed(self.records) if "skipped" in record), 0)
 
     def validation(self, step: int, loss: float) -> None:
         """Add the result of an evaluation."""
@@ -148,5 +159,5 @@ def _storage_error(path: Path, error: OSError) -> StorageError:
     return StorageError(
         f"the log of the run cannot be written: {error.strerror or error}",
         where=str(path),
-        hint="free some space, or give another --out",
+        hint=f"{storage_hint(error)} --out",
     )

@@ -17,7 +17,7 @@ from mgraph.runtime.schedule import DECAYS
 EXIT_CODES = """exit codes:
   0  the run ended, or was stopped by SIGTERM or Ctrl-C after its step and saved
   2  wrong input (options, data, checkpoint, package) or no space on the disk
-  3  the loss is no longer finite; checkpoints written before are untouched
+  3  the loss or the gradient is no longer finite (--non-finite raise); checkpoints written before are untouched
 130  a second Ctrl-C, or one before the first step: ended at once, nothing saved
 torchrun itself exits with 1 where a process it started exits with another code, or where it was stopped itself."""
 
@@ -57,6 +57,13 @@ class Options:
     min_lr: float = field(default=1e-4, metadata=_about("learning rate at the end of the decay", low=0))
     warmup: int = field(default=20, metadata=_about("steps of linear warm-up", low=0))
     decay: str = field(default="cosine", metadata=_about("how the rate falls after the warm-up", choices=tuple(DECAYS)))
+    non_finite: str = field(
+        default="raise",
+        metadata=_about(
+            "what a step with an infinite loss or gradient is: raise ends the run, skip leaves it out and goes on",
+            choices=("raise", "skip"),
+        ),
+    )
     eval_every: int = field(default=100, metadata=_about("steps between evaluations (0: at the end only)", low=0))
     eval_batches: int = field(default=16, metadata=_about("validation batches per evaluation, over all ranks", low=1))
     save_every: int = field(default=500, metadata=_about("steps between checkpoints (0: at the end only)", low=0))

@@ -4,8 +4,7 @@ Nothing is loaded or unpickled. The manifest holds, for each tensor, the initial
 was built, and they are replayed here. Random calls count by global element index under the key
 (seed, seed name, call index), so the values depend on neither the mesh, nor the order of creation, nor the device.
 
-A tensor may start as the copy of another (`copy_from`): the fp32 master of a bf16 parameter, for example. Copies are
-made after what they copy.
+A tensor may start as the copy of another (`copy_from`). Copies are made after what they copy.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from mgraph.runtime.data import Batch, Corpus, Position, Stream, load_corpus, va
 from mgraph.runtime.export import CONFIG, check_export, export_weights
 from mgraph.runtime.log import Log, Record
 from mgraph.runtime.mesh import DATA_AXIS, Mesh
-from mgraph.runtime.options import Options, parse
+from mgraph.runtime.options import Options, flag, parse
 from mgraph.runtime.package import Package, State, load_package
 from mgraph.runtime.sample import generate
 from mgraph.runtime.schedule import learning_rate
@@ -49,8 +49,12 @@ SUMMARY_STEPS = 20
 """The train loss of the summary is the mean over this many last steps: that of a single batch is noise."""
 
 
+SAME_RUN = ("out", "resume")
+"""Options that say where a run is, not how it goes on."""
+
+
 class NonFiniteLossError(MgraphError):
-    """The loss became infinite or not a number."""
+    """The loss or the norm of the gradient became infinite or not a number."""
 
     exit_code = 3
 
@@ -109,6 +113,12 @@ def _open(path: Path, device: torch.device, options: Options) -> Package:
             where=str(package.path),
             hint="mgraph compile MODEL --for train",
         )
+    if options.non_finite == "skip" and "skipped" not in package.manifest["entries"]["finish"]["outputs"]:
+        raise PackageError(
+            "the package cannot skip steps: its finish updates the parameters whatever the loss is",
+            where=str(package.path),
+            hint="compile it again with this version of mgraph, or --non-finite raise",
+        )
     package.check_size("B", options.batch_size, "--batch-size")
     package.check_size("S", options.seq_len, "--seq-len")
     return package
@@ -158,6 +168,7 @@ class Trainer:
     step: int = 0
     log: Log | None = None
     validation_loss: float = math.nan
+    changed: list[str] = field(default_factory=list)
     # Losses stay on the device until they are reported: reading one waits for the device.
     unread: list[tuple[int, float, dict[str, Tensor]]] = field(default_factory=list)
     unread_since: float = field(default_factory=time.perf_counter)
@@ -222,6 +233,16 @@ class Trainer:
         checkpoint.load(found, self.state, self.package.state_specs, self.mesh)
         self.step = found.step
         self.stream.position = Position(*found.run["position"])
+        self.changed = self._changes(found.run["options"])
+
+    def _changes(self, saved: dict[str, str]) -> list[str]:
+        """The options that differ from those of the run that is gone on with, as `--lr 0.01 (before: 0.02)`."""
+        now = {name: str(value) for name, value in vars(self.options).items() if name not in SAME_RUN}
+        return [
+            f"{flag(name)} {value} (before: {saved[name]})"
+            for name, value in now.items()
+            if saved.get(name, value) != value
+        ]
 
     def announce(self) -> None:
         """Say what is going to run."""
@@ -234,6 +255,10 @@ class Trainer:
             f"{self.package.manifest['name']}: {numbers:,} trained parameters on {self.mesh.world_size} "
             f"process{'es' * (self.mesh.world_size > 1)} ({self.mesh.device.type}), {tokens:,} tokens per step{start}"
         )
+        if self.changed:
+            self.log.message(f"note: resumed with {', '.join(self.changed)}")
+        if self.step >= self.options.steps:
+            self.log.message(f"nothing is left to train: saved at step {self.step}, --steps {self.options.steps}")
         if self.package.edited:
             self.log.message(f"note: edited since it was compiled: {', '.join(self.package.edited)}")
 
@@ -276,21 +301,28 @@ class Trainer:
         self.unread.append((self.step, rate, {name: value.detach().clone() for name, value in outputs.items()}))
 
     def report(self) -> None:
-        """Read and log the results of the steps since the last report; raise `NonFiniteLossError` at a bad loss."""
+        """Read and log the results of the steps since the last report.
+
+        Raises `NonFiniteLossError` at a step that was not finite, unless such steps are skipped. An overflow of
+        gradients whose loss is scaled is no such step: it is how the scale is found.
+        """
         results = [
             {"step": step, "learning_rate": rate, **{name: value.item() for name, value in outputs.items()}}
             for step, rate, outputs in self.unread
         ]
         tokens = len(results) * self.microbatches * self.options.batch_size * self.options.seq_len
         speed = round(tokens / (time.perf_counter() - self.unread_since), 1)
-        bad = next((index for index, result in enumerate(results) if not math.isfinite(result["loss"])), None)
-        records: list[Record] = [{**result, "tokens_per_second": speed} for result in results[:bad]]
+        problems = [_problem(result) if self.options.non_finite == "raise" else "" for result in results]
+        bad = next((index for index, problem in enumerate(problems) if problem), None)
+        finite = [{k: v for k, v in result.items() if math.isfinite(v)} for result in results[:bad]]
+        records: list[Record] = [{**result, "tokens_per_second": speed} for result in finite]
         self.unread = []
         self.mesh.together(lambda: self.log.train(records) if self.log is not None and records else None)
         if bad is not None:
             raise NonFiniteLossError(
-                f"the loss of step {results[bad]['step']} is {results[bad]['loss']}",
-                hint="a lower --lr or a longer --warmup; --resume goes on from the last checkpoint, if there is one",
+                problems[bad],
+                hint="a lower --lr or a longer --warmup; --non-finite skip leaves such steps out; "
+                "--resume goes on from the last checkpoint, if there is one",
             )
         self.unread_since = time.perf_counter()
 
@@ -372,6 +404,15 @@ class Trainer:
     def _on_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
         tokens, labels = batch
         return tokens.to(self.mesh.device), labels.to(self.mesh.device)
+
+
+def _problem(result: Record) -> str:
+    """What is not finite about a step's results, or nothing."""
+    checked = {"loss": "loss", "grad_norm": "gradient norm"}
+    if "loss_scale" in result:
+        del checked["grad_norm"]
+    wrong = [name for name in checked if not math.isfinite(result[name])]
+    return f"the {checked[wrong[0]]} of step {result['step']} is {result[wrong[0]]}" if wrong else ""
 
 
 def _due(step: int, every: int) -> bool:

@@ -60,7 +60,7 @@ def load_weights(path: Path, state: State, specs: Iterable[StateSpec]) -> None:
     specs = list(specs)
     wanted = {s.name for s in model_tensors(specs)}
     derived = {s.name for s in specs if s.kind == "buffer"} - wanted
-    masters = {call[1]: s.name for s in specs if s.kind == "master" for call in s.init if call[0] == "copy_from"}
+    masters = {s.name.removesuffix(".master"): s.name for s in specs if s.kind == "master"}
     found: set[str] = set()
     others: list[tuple[Path, str]] = []
     misshaped: list[str] = []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 
-from mgraph.errors import MgraphError, ModelError, did_you_mean
+from mgraph.errors import MgraphError, ModelError, did_you_mean, storage_hint
 
 
 def test_text_says_what_where_and_what_to_do() -> None:
@@ -23,3 +24,9 @@ def test_survives_pickling() -> None:
 def test_did_you_mean() -> None:
     assert did_you_mean("mor", ["moe", "dense"]) == "did you mean 'moe'?"
     assert did_you_mean("xyz", ["moe", "dense"]) == "one of dense, moe"
+
+
+def test_only_a_full_disk_asks_for_space() -> None:
+    assert storage_hint(OSError(errno.ENOSPC, "full")) == storage_hint(RuntimeError("short write"))
+    assert "space" in storage_hint(OSError(errno.EDQUOT, "quota"))
+    assert storage_hint(PermissionError(errno.EACCES, "no")) == "give another"

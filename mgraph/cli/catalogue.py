@@ -1,4 +1,4 @@
-"""`mgraph passes` and `mgraph ops`: what there is."""
+"""`mgraph passes` and `mgraph ops`: what there is. The rows of all such tables, in the documentation, too."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mgraph.ir.printer import attr_text
 from mgraph.passes import PASSES, pass_class
 from mgraph.passes.base import Pass
 from mgraph.passes.spec import print_value
+from mgraph.recipe import Recipe, flag_of
 
 
 def passes() -> None:
@@ -38,6 +39,29 @@ def ops() -> None:
         gradient = "yes" if op.gradient is not None else ""
         rows.append((op.name, signature, " ".join(attrs), gradient, _first_sentence(op.doc)))
     sys.stdout.write(table(("op", "signature", "attributes (! required)", "gradient", "meaning"), rows))
+
+
+def recipe_rows() -> list[tuple[str, str, str, str, str]]:
+    """Flag, field, default, values and meaning of every field of a recipe."""
+    rows = []
+    for field in dataclasses.fields(Recipe):
+        default = "" if field.default in ("", ()) else str(field.default)
+        default = default.lower() if isinstance(field.default, bool) else default
+        values = "/".join(field.metadata["choices"])
+        rows.append((flag_of(field.name), field.name, default, values, field.metadata["help"]))
+    return rows
+
+
+def trainer_rows() -> list[tuple[str, str, str, str]]:
+    """Flag, default, values and meaning of every option of a package's trainer."""
+    from mgraph.runtime import options as trainer  # imports torch, which the other tables do without
+
+    rows = []
+    for field in dataclasses.fields(trainer.Options):
+        default = "" if field.default is None or field.default is False else str(field.default)
+        values = "/".join(field.metadata["choices"] or ())
+        rows.append((trainer.flag(field.name), default, values, field.metadata["help"]))
+    return rows
 
 
 def _options(found: type[Pass]) -> str:

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mgraph.cli.app import command
-from mgraph.cli.catalogue import pass_rows
-from mgraph.recipe import Recipe, flag_of
-from mgraph.runtime import options as trainer
+from mgraph.cli.catalogue import pass_rows, recipe_rows, trainer_rows
+from mgraph.recipe import Recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 
@@ -46,24 +45,18 @@ def verbs() -> str:
 
 def recipe() -> str:
     """Every field of a recipe with its flag, default and values."""
-    rows = []
-    for field in dataclasses.fields(Recipe):
-        choices = "/".join(field.metadata["choices"])
-        default = (
-            "" if field.default in ("", ()) else f"`{field.default}`".replace("True", "true").replace("False", "false")
-        )
-        rows.append((f"`{flag_of(field.name)}`", f"`{field.name}`", default, choices, field.metadata["help"]))
+    rows = [(_code(flag), _code(name), _code(default), *rest) for flag, name, default, *rest in recipe_rows()]
     return _table(("flag", "field", "default", "values", "meaning"), rows)
 
 
 def trainer_options() -> str:
     """Every option of a package's trainer."""
-    rows = []
-    for field in dataclasses.fields(trainer.Options):
-        choices = "/".join(field.metadata["choices"] or ())
-        default = "" if field.default is None or field.default is False else f"`{field.default}`"
-        rows.append((f"`{trainer.flag(field.name)}`", default, choices, field.metadata["help"]))
+    rows = [(_code(flag), _code(default), *rest) for flag, default, *rest in trainer_rows()]
     return _table(("flag", "default", "values", "meaning"), rows)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
 
 
 def passes() -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 import mgraph as package
 from mgraph.cli.environment import EXTRAS
 from mgraph.ir.opdef import declared_ops
 from mgraph.passes import PASSES
+from mgraph.recipe import Recipe, flag_of
+from mgraph.runtime.options import Options, flag
 
 from .conftest import Mgraph
 
@@ -27,6 +31,8 @@ def test_ops(mgraph: Mgraph) -> None:
 def test_environment(mgraph: Mgraph) -> None:
     text = mgraph("env").out
     assert torch.__version__ in text and "MGRAPH_DEBUG" in text and "\ncpu " in text
+    assert all(flag_of(field.name) in text for field in dataclasses.fields(Recipe))
+    assert all(flag(field.name) in text for field in dataclasses.fields(Options))
     for extra in EXTRAS:
         (line,) = (line for line in text.splitlines() if f" {extra.distribution} " in line)
         assert ("unverified" in line) == extra.adapter

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from mgraph.runtime.checkpoint import latest, load
+from mgraph.runtime.mesh import current
+from mgraph.runtime.options import parse
 from mgraph.runtime.package import load_package
 from mgraph.runtime.state import create_state
+from mgraph.runtime.train import run
 from tests.end_to_end.builds import ZOO, batches, build, fill, loss_of
 
 LR = torch.tensor(1e-2)
@@ -96,3 +100,26 @@ def test_masters_begin_as_drawn_and_parameters_as_their_rounding(tmp_path: Path)
     for name in (n.removesuffix(".master") for n in low if n.endswith(".master")):
         assert torch.equal(low[f"{name}.master"], full[name]), name
         assert torch.equal(low[name], full[name].bfloat16()), name
+
+
+def test_the_loss_scale_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
+    """8 steps, the first ones skipped, against 5 and then 3: the same state, bit for bit."""
+    built = build("dense-tiny", tmp_path, precision="fp16", loss_scale=2.0**20, loss_scale_interval=2)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {n}: the quick brown fox jumps over {n * n % 97} lazy dogs\n" for n in range(200)))
+
+    def train(out: str, steps: int, *arguments: str) -> dict[str, torch.Tensor]:
+        common = ["--batch-size", "2", "--seq-len", "16", "--decay", "constant", "--sample-length", "0"]
+        common += ["--eval-batches", "1", "--data", str(text), "--out", str(tmp_path / out), "--steps", str(steps)]
+        run(parse([*common, *arguments], "train.py"), built.path)
+        package, found = load_package(built.path, "cpu"), latest(tmp_path / out / "checkpoints")
+        assert found is not None
+        state = create_state(package.state_specs, 0, "cpu")
+        load(found, state, package.state_specs, current())
+        return state
+
+    whole = train("whole", 8)
+    train("parts", 5)
+    parts = train("parts", 8, "--resume")
+    assert 0 < int(whole["skipped"]) < 8 and float(whole["loss_scale"]) != 2.0**20
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())

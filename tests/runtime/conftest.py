@@ -31,7 +31,12 @@ def state_entries() -> list[dict[str, Any]]:
                 {"name": f"{name}.{kind}", "kind": "moment", "persist": True, "init": [["zeros_"]], **common}
             )
         entries.append({"name": f"{name}.grad", "kind": "grad", "persist": False, "init": [["zeros_"]], **common})
-    for name, dtype, persist in (("step", "i64", True), ("loss_sum", "f32", False), ("count", "i64", False)):
+    for name, dtype, persist in (
+        ("step", "i64", True),
+        ("skipped", "i64", True),
+        ("loss_sum", "f32", False),
+        ("count", "i64", False),
+    ):
         scalar = {"kind": "scalar", "shape": [], "init": [["zeros_"]]}
         entries.append({"name": name, "dtype": dtype, "persist": persist, **scalar})
     return entries
@@ -54,7 +59,7 @@ def write_package(path: Path, **changes: Any) -> Path:
         "state": state_entries(),
         "entries": {
             "microbatch": {"inputs": ["tokens", "labels"], "outputs": ["loss_sum", "count"]},
-            "finish": {"inputs": ["lr"], "outputs": ["loss", "grad_norm", "count"]},
+            "finish": {"inputs": ["lr"], "outputs": ["loss", "grad_norm", "count", "skipped"]},
             "evaluate": {"inputs": ["tokens", "labels"], "outputs": ["loss_sum", "count"]},
             "predict": {"inputs": ["tokens"], "outputs": ["logits"]},
         },

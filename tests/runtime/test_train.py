@@ -18,13 +18,13 @@ from mgraph.errors import CheckpointError, DataError, MgraphError, OptionError, 
 from mgraph.runtime import checkpoint
 from mgraph.runtime import train as train_module
 from mgraph.runtime.data import Stream, load_corpus
-from mgraph.runtime.mesh import MeshError
+from mgraph.runtime.mesh import MeshError, current
 from mgraph.runtime.options import parse
 from mgraph.runtime.package import load_package
 from mgraph.runtime.schedule import learning_rate
 from mgraph.runtime.state import create_state
 from mgraph.runtime.tokenizer import ByteTokenizer
-from mgraph.runtime.train import NonFiniteLossError, StopSignal, main, run
+from mgraph.runtime.train import NonFiniteLossError, StopSignal, _problem, main, run
 
 SMALL = ("--batch-size", "3", "--seq-len", "19", "--warmup", "3", "--lr", "0.02", "--sample-length", "0", "--seed", "5")
 
@@ -128,13 +128,7 @@ def test_validation_loss_is_the_mean_over_tokens(
     package_dir: Path, text_file: Path, tmp_path: Path, losses: Callable[[Path], list[float]]
 ) -> None:
     train(package_dir, tmp_path / "run", text_file, "--steps", "2", "--eval-batches", "1000")
-    package = load_package(package_dir, "cpu")
-    state = create_state(package.state_specs, 0, "cpu")
-    found = checkpoint.latest(tmp_path / "run" / "checkpoints")
-    assert found is not None
-    from mgraph.runtime.mesh import current
-
-    checkpoint.load(found, state, package.state_specs, current())
+    state = state_of(package_dir, tmp_path / "run")
     tokens = load_corpus(str(text_file), ByteTokenizer()).validation.long()
     count = (len(tokens) - 1) // 19 // 3 * 3 * 19
     logits = torch.tanh(state["embed.weight"][tokens[:count]] @ state["hidden.weight"].T) @ state["head.weight"].T
@@ -183,6 +177,82 @@ def test_non_finite_loss(
     assert "error: the loss of step 7 is nan" in capsys.readouterr().err
 
 
+def state_of(package_dir: Path, out: Path) -> dict[str, torch.Tensor]:
+    """The state of a run's newest checkpoint."""
+    package = load_package(package_dir, "cpu")
+    state = create_state(package.state_specs, 0, "cpu")
+    found = checkpoint.latest(out / "checkpoints")
+    assert found is not None
+    checkpoint.load(found, state, package.state_specs, current())
+    return state
+
+
+def test_non_finite_steps_may_be_skipped(
+    package_dir: Path,
+    make_package: Callable[..., Path],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Parameters, moments and step are as before the step; the log has no loss for it, and counts it."""
+    arguments = ("--non-finite", "skip", "--decay", "constant", "--eval-batches", "1")
+    train(package_dir, tmp_path / "before", text_file, "--steps", "3", *arguments)
+    monkeypatch.setenv("TEST_NAN_AT", "4")
+    train(package_dir, tmp_path / "after", text_file, "--steps", "4", *arguments)
+    before, after = (state_of(package_dir, tmp_path / name) for name in ("before", "after"))
+    assert (int(before.pop("skipped")), int(after.pop("skipped"))) == (0, 1)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    capsys.readouterr()
+    train(package_dir, tmp_path / "after", text_file, "--steps", "6", *arguments, "--resume")
+    records = [json.loads(line) for line in (tmp_path / "after" / "log.jsonl").read_text().splitlines()]
+    steps = [(r["step"], r["skipped"], "loss" in r) for r in records if "skipped" in r]
+    assert steps == [(1, 0, True), (2, 0, True), (3, 0, True), (4, 1, False), (5, 1, True), (6, 1, True)]
+    train(package_dir, tmp_path / "again", text_file, "--steps", "6", *arguments)
+    assert "1 step skipped, not finite (1 in all)" in capsys.readouterr().err
+    finish = {"inputs": ["lr"], "outputs": ["loss", "grad_norm", "count"]}
+    entries = load_package(package_dir, "cpu").manifest["entries"]
+    with pytest.raises(PackageError, match="cannot skip steps"):
+        train(
+            make_package(entries={**entries, "finish": finish}), tmp_path / "other", text_file, "--non-finite", "skip"
+        )
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_too() -> None:
+    finite = {"step": 3, "loss": 1.0, "grad_norm": 2.0}
+    assert _problem(finite) == ""
+    assert _problem({**finite, "grad_norm": math.inf}) == "the gradient norm of step 3 is inf"
+    assert _problem({**finite, "grad_norm": math.inf, "loss_scale": 2.0}) == ""
+    assert _problem({**finite, "loss": math.nan, "loss_scale": 2.0}) == "the loss of step 3 is nan"
+
+
+def test_accumulated_microbatches_equal_one_big_batch(
+    package_dir: Path, text_file: Path, tmp_path: Path, losses: Callable[[Path], list[float]]
+) -> None:
+    arguments = ("--steps", "8", "--eval-batches", "1")
+    train(package_dir, tmp_path / "big", text_file, *arguments, "--batch-size", "6")
+    train(package_dir, tmp_path / "small", text_file, *arguments, "--batch-size", "2", "--accumulate", "3")
+    big, small = losses(tmp_path / "big"), losses(tmp_path / "small")
+    assert small == pytest.approx(big, rel=1e-5)
+    states = [state_of(package_dir, tmp_path / name) for name in ("big", "small")]
+    torch.testing.assert_close(states[0], states[1], rtol=1e-3, atol=1e-5)
+
+
+def test_what_differs_in_a_resumed_run_is_said(
+    package_dir: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    train(package_dir, out, text_file, "--steps", "3")
+    capsys.readouterr()
+    train(package_dir, out, text_file, "--steps", "5", "--resume", "--batch-size", "2", "--lr", "0.01")
+    said = capsys.readouterr().err
+    assert "resumed with --steps 5 (before: 3), --batch-size 2 (before: 3), --lr 0.01 (before: 0.02)" in said
+    train(package_dir, out, text_file, "--steps", "4", "--resume", "--batch-size", "2", "--lr", "0.01")
+    assert "nothing is left to train: saved at step 5, --steps 4" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=r"'--seq-len' is 19 in it and 20 here; option '--seed' is 5 in it and 6"):
+        train(package_dir, out, text_file, "--steps", "6", "--resume", "--seq-len", "20", "--seed", "6")
+
+
 def test_second_interrupt_ends_at_once(package_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         with StopSignal() as stop:
@@ -219,8 +289,9 @@ def test_wrong_input(
     ]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for kind, message, arguments in cases:
-        with pytest.raises(kind, match=message):
+        with pytest.raises(kind, match=message) as caught:
             train(package_dir, out, text_file, "--steps", "2", *arguments)
+        assert kind is not StorageError or "free some space" not in str(caught.value)
         assert not out.exists()
     serving = make_package(kind="serve", entries={"predict": {"inputs": ["tokens"], "outputs": ["logits"]}})
     with pytest.raises(PackageError, match=r"no entry 'microbatch' .it is for serve"):

@@ -45,20 +45,23 @@ def microbatch(state: State, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Te
     return loss_sum, count
 
 
-def finish(state: State, lr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def finish(state: State, lr: Tensor) -> tuple[Tensor, ...]:
     grads = [state[f"{name}.grad"] for name in PARAMS]
+    disturb(int(state["step"] + state["skipped"]) + 1, state["loss_sum"])
     rt.all_reduce([*grads, state["loss_sum"], state["count"]], "dp")
     count = state["count"].float()
     torch._foreach_div_(grads, count)
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
     torch._foreach_mul_(grads, (1.0 / (norm + 1e-6)).clamp(max=1.0))
-    state["step"] += 1
+    finite = rt.all_finite([norm, state["loss_sum"]])
+    state["step"] += finite
+    state["skipped"] += ~finite
     means, squares = ([state[f"{name}.{kind}"] for name in PARAMS] for kind in ("exp_avg", "exp_avg_sq"))
-    rt.adamw_([state[name] for name in PARAMS], grads, means, squares, state["step"], lr, 0.9, 0.95, 1e-8, 0.1)
+    params = [state[name] for name in PARAMS]
+    rt.adamw_(params, grads, means, squares, state["step"], lr, 0.9, 0.95, 1e-8, 0.1, finite=finite)
     loss, total = state["loss_sum"] / count, state["count"].clone()
     torch._foreach_zero_([*grads, state["loss_sum"], state["count"]])
-    disturb(int(state["step"]), loss)
-    return loss, norm, total
+    return loss, norm, total, state["skipped"]
 
 
 def disturb(step: int, loss: Tensor) -> None:
