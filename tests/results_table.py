@@ -22,8 +22,8 @@ def render(counts: dict[str, list[int]], selection: str) -> str:
     lines = [
         "# Results of the test suite",
         "",
-        f"`pytest -m '{selection}'` on {datetime.date.today().isoformat()}, commit {commit.stdout.strip() or 'unknown'}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, no GPU. Written by the run itself.",
+        f"`pytest -m '{selection}'` on {datetime.date.today().isoformat()}, "
+        f"commit {commit.stdout.strip() or 'unknown'}, Python {platform.python_version()}, torch {torch.__version__}, no GPU. Written by the run itself.",
         "",
         "| file | passed | failed | skipped |",
         "|---|---|---|---|",
