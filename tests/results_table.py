@@ -23,7 +23,8 @@ def render(counts: dict[str, list[int]], selection: str) -> str:
         "# Results of the test suite",
         "",
         f"`pytest -m '{selection}'` on {datetime.date.today().isoformat()}, "
-        f"commit {commit.stdout.strip() or 'unknown'}, Python {platform.python_version()}, torch {torch.__version__}, no GPU. Written by the run itself.",
+        f"commit {commit.stdout.strip() or 'unknown'}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, no GPU. Written by the run itself.",
         "",
         "| file | passed | failed | skipped |",
         "|---|---|---|---|",
