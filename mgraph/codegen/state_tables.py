@@ -91,14 +91,16 @@ class Element:
         numbers = (
             f"range({self.layers.stop})" if self.layers.start == 0 else f"range{self.layers.start, self.layers.stop}"
         )
+        # A name may be a template itself, whose braces are none of the f-string's.
+        prefix, *ends = (part.replace("{", "{{").replace("}", "}}") for part in (self.prefix, *self.ends))
         if not self.ends:
             writer.line(f'"{self.prefix}",')
         elif len(self.ends) == 1:
-            writer.line(f'*[f"{self.prefix}{{i}}{self.ends[0]}" for i in {numbers}],')
+            writer.line(f'*[f"{prefix}{{i}}{ends[0]}" for i in {numbers}],')
         else:
             writer.line("*[")
             with writer.indented():
-                writer.line(f'f"{self.prefix}{{i}}{{end}}"')
+                writer.line(f'f"{prefix}{{i}}{{end}}"')
                 writer.line(f"for i in {numbers}")
                 writer.line("for end in (")
                 with writer.indented():

@@ -20,6 +20,18 @@ def test_folded_names_are_the_names() -> None:
     assert "range(1, 3)" in writer.text()
 
 
+def test_templates_of_names_are_folded_too() -> None:
+    """Layers that hold lists of layers: the outer number is filled in later."""
+    templates = [f"layers.{{}}.blocks.{i}.{n}" for i in range(2) for n in ("a", "b")]
+    templates += [f"heads.{i}.{{}}.w" for i in range(3)]
+    tables, writer = StateTables(), SourceWriter()
+    tables.add("TEMPLATES", templates)
+    tables.write(writer)
+    found: dict[str, list[str]] = {}
+    exec(writer.text(), found)
+    assert found["TEMPLATES"] == templates
+
+
 def test_tensors_reuse_a_table_with_an_ending() -> None:
     tables = StateTables()
     tables.add("W", NAMES)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from mgraph.compiler import compile_package
+from mgraph.recipe import Recipe
 from mgraph.runtime.package import Package, load_package
 from mgraph.runtime.state import create_state
 from tests.end_to_end.builds import batches, build
@@ -64,3 +66,57 @@ def test_every_mode_gives_the_same_gradients_and_keeps_to_its_budget(name: str, 
         sizes.append(saved_bytes(package))
         assert not budget or sizes[-1] <= budget * 1024
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
+
+
+NESTED = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 20), nn.Linear(20, 12)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.gate = nn.ModuleList(Block() for _ in range(2)), nn.Linear(12, 12)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x + torch.sigmoid(self.gate(x)) * x
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, 12), nn.Linear(12, 256)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+"""
+
+
+def test_layers_within_layers(tmp_path: Path) -> None:
+    """A call within a layer runs again as a whole."""
+    (tmp_path / "model.py").write_text(NESTED)
+    found = []
+    for name, budget in (("none", ""), ("full", ""), ("selective", "120KiB")):
+        output, model = str(tmp_path / name), f"{tmp_path / 'model.py'}:Model"
+        recipe = Recipe(
+            model=model, target="cpu", output=output, recompute=name, memory_budget=budget, batch=BATCH, seq=SEQ
+        )
+        done = compile_package(recipe)
+        assert {"layer.bwd", "block.bwd"} <= set(done.module.functions)
+        package = load_package(Path(output), "cpu")
+        found.append((gradients(package), saved_bytes(package)))
+    (expected, most), (full, least), (selective, some) = found
+    assert all(torch.equal(tensor, full[n]) and torch.equal(tensor, selective[n]) for n, tensor in expected.items())
+    assert least < some < most and some <= 120 * 1024
