@@ -76,7 +76,8 @@ def test_zoo_moe_keeps_the_custom_op() -> None:
     grouped = [n for n in nodes if n.op == "zoo.grouped_linear.default"]
     assert len(grouped) == 6
     assert {n.origin.file for n in grouped} == {"models/experts.py"}
-    assert {n.origin.path for n in grouped} == {"layers.0.ffn", "layers.1.ffn"}
+    paths = {f"layers.{layer}.ffn.{name}" for layer in (0, 1) for name in ("gate", "up", "down")}
+    assert {n.origin.path for n in grouped} == paths
 
 
 def test_user_model_with_own_inputs_and_loss() -> None:

@@ -56,7 +56,7 @@ def test_wrong_graph_is_a_diagnostic(mgraph: Mgraph, graph: Path) -> None:
     )
     run = mgraph("opt", graph)
     assert (run.code, run.out) == (1, "")
-    assert "models/layers.py" in run.err
+    assert "models/attention.py" in run.err
 
 
 @pytest.mark.parametrize(
