@@ -76,9 +76,7 @@ def _dropout_gradient(request: GradientRequest) -> Sequence[Value | None]:
     return (dx, None, None, None)
 
 
-define_op(
-    "random", random, attrs={"shape": REQUIRED, "dtype": DType.F32, **_PLACE}, infer=_infer_random, random=True
-)
+define_op("random", random, attrs={"shape": REQUIRED, "dtype": DType.F32, **_PLACE}, infer=_infer_random, random=True)
 define_op(
     "dropout",
     dropout,
