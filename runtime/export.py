@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mgraph.errors import OptionError, StorageError
+from mgraph.errors import OptionError, StorageError, storage_hint
 from mgraph.runtime.package import State, StateSpec
 from mgraph.runtime.weights import INDEX, model_tensors
 
@@ -61,7 +61,7 @@ def export_weights(
         raise StorageError(
             f"the weights could not be written: {reason}",
             where=str(target),
-            hint="free some space, or --export elsewhere",
+            hint=f"{storage_hint(error)} --export",
         ) from error
     finally:
         if temporary is not None:

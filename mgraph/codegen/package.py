@@ -22,7 +22,7 @@ from mgraph.codegen.kernel_sites import kernel_sites
 from mgraph.codegen.manifest import file_digests, manifest, manifest_text
 from mgraph.codegen.step import step_text
 from mgraph.codegen.triton.aot import build_kernels
-from mgraph.errors import PackageError, StorageError
+from mgraph.errors import PackageError, StorageError, storage_hint
 from mgraph.ir.graph import Module
 from mgraph.ir.printer import print_module
 
@@ -189,6 +189,4 @@ def _move_into_place(temporary: Path, target: Path) -> None:
 
 def _storage_error(error: OSError, target: Path) -> StorageError:
     reason = "the disk is full" if error.errno == errno.ENOSPC else (error.strerror or str(error))
-    return StorageError(
-        f"cannot write the package: {reason}", where=str(target), hint="free space, or give another -o DIR"
-    )
+    return StorageError(f"cannot write the package: {reason}", where=str(target), hint=f"{storage_hint(error)} -o DIR")

@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Function, Module, Node, Origin, Static, Value
 from mgraph.passes.base import Pass, Report, Stage
-from mgraph.passes.keys import attr_key
+from mgraph.passes.keys import attr_key, attrs_key
 
 _LAYER = re.compile(r"^((?:[^.]+\.)*?[^.]+)\.(\d+)(?=\.|$)")
 _LIFTABLE = (int, float)
@@ -230,8 +230,7 @@ class _Outliner:
         numbers: dict[Any, int] = {}
         for node in self.function.nodes:
             if all(value in constants for value in node.operands):
-                attrs = tuple((name, attr_key(attr)) for name, attr in sorted(node.attrs.items()))
-                key = node.op, tuple(constants[value] for value in node.operands), attrs
+                key = node.op, tuple(constants[value] for value in node.operands), attrs_key(node.attrs)
                 for index, value in enumerate(node.results):
                     constants[value] = numbers.setdefault((key, index), len(numbers))
         return constants
