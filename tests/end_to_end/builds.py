@@ -87,6 +87,31 @@ def fill(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
             parameter.copy_(state[name])
 
 
+def relative(found: torch.Tensor, expected: torch.Tensor, least: float = 1e-30) -> float:
+    """|found - expected| / |expected|, in the 2-norm; `least` is the smallest norm that counts as one."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=least))
+
+
+def adamw(model: nn.Module, eps: float = 1e-8) -> torch.optim.AdamW:
+    """The optimizer that a package has by default: parameters of two dims or more decay by 0.01."""
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-3, eps=eps)
+
+
+def eager_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    """One clipped step on the mean loss, as `microbatch` and `finish` make it; the loss before it, f32[]."""
+    model.zero_grad()
+    loss = loss_of(model, tokens, labels) / (labels != -100).sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
 def batches(count: int, batch: int = 3, seq: int = 21, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Random tokens and shifted labels, one label of each batch masked."""
     generator = torch.Generator().manual_seed(seed)

@@ -12,12 +12,7 @@ from mgraph.errors import PackageError
 from mgraph.ir.interpreter import run
 from mgraph.runtime.package import load_package
 from mgraph.runtime.state import create_state
-from tests.end_to_end.builds import Build, Lift, batches, build, fill, loss_of
-
-
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """|found - expected| / |expected|, in the 2-norm."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+from tests.end_to_end.builds import Build, Lift, adamw, batches, build, eager_step, fill, loss_of, relative
 
 
 def test_loss_and_every_gradient_equal_autograd(built: Build) -> None:
@@ -62,18 +57,10 @@ def test_fifty_steps_give_the_curve_of_eager(built: Build) -> None:
     state = create_state(package.state_specs, 0, "cpu")
     model = built.eager()
     fill(model, state)
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    optimizer = adamw(model)
     curve, expected = [], []
     for tokens, labels in batches(50, seed=7):
-        model.zero_grad()
-        loss = loss_of(model, tokens, labels) / (labels != -100).sum()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        expected.append(loss.item())
+        expected.append(eager_step(model, optimizer, tokens, labels).item())
         package.call("microbatch", state, tokens, labels)
         curve.append(float(package.call("finish", state, torch.tensor(1e-3))["loss"]))
     assert expected[-1] < expected[0]

@@ -10,8 +10,7 @@ from torch import nn
 
 from mgraph.runtime.package import Package, load_package
 from mgraph.runtime.state import create_state
-from tests.end_to_end.builds import ZOO, batches, build, fill, loss_of
-from tests.end_to_end.test_equality import relative
+from tests.end_to_end.builds import ZOO, adamw, batches, build, eager_step, fill, loss_of, relative
 from tests.sampling import sampled
 
 RAISED = {"rms_norm", "rope", "attention", "glu", "squared_relu", "moe_route", "moe_dispatch", "moe_combine"}
@@ -51,21 +50,11 @@ def gradients_are_equal(package: Package, state: dict[str, torch.Tensor], model:
 
 def steps_are_equal(package: Package, state: dict[str, torch.Tensor], model: nn.Module) -> None:
     """The losses of five steps, and the parameters after them."""
-    decays = {
-        True: [p for p in model.parameters() if p.dim() > 1],
-        False: [p for p in model.parameters() if p.dim() < 2],
-    }
-    optimizer = torch.optim.AdamW(
-        [{"params": p, "weight_decay": 0.01 * d} for d, p in decays.items()], lr=1e-3, eps=EPSILON
-    )
+    optimizer = adamw(model, EPSILON)
     for tokens, labels in batches(5, seed=7):
-        model.zero_grad()
-        loss = loss_of(model, tokens, labels) / (labels != -100).sum()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        loss = eager_step(model, optimizer, tokens, labels)
         package.call("microbatch", state, tokens, labels)
         out = package.call("finish", state, torch.tensor(1e-3))
-        torch.testing.assert_close(out["loss"], loss.detach(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(out["loss"], loss, rtol=1e-5, atol=0)
     for name, parameter in model.named_parameters():
         assert relative(state[name], parameter.detach()) <= 1e-4, name

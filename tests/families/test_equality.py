@@ -10,7 +10,7 @@ import torch
 from mgraph.ir.interpreter import run
 from mgraph.runtime.package import load_package
 from mgraph.runtime.state import create_state
-from tests.end_to_end.builds import Lift, batches, fill, loss_of
+from tests.end_to_end.builds import Lift, adamw, batches, eager_step, fill, loss_of, relative
 from tests.families.builds import Family, compile_family, masks, prepared, replayed
 from tests.families.configs import CONFIGS
 from tests.sampling import sampled
@@ -19,11 +19,6 @@ MODES = {"raised": "", "aten": "raise-*"}
 PRECISIONS = ("fp32", "bf16")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CASES = [(name, mode, precision) for name in CONFIGS for mode in MODES for precision in PRECISIONS]
-
-
-def relative(found: torch.Tensor, expected: torch.Tensor, least: float = 1e-30) -> float:
-    """|found - expected| / |expected|, in the 2-norm; `least` is the smallest norm that counts as one."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=least))
 
 
 def gradients(family: Family, dtype: torch.dtype, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -74,21 +69,13 @@ def test_a_short_run_gives_the_curve_of_eager(name: str, tmp_path: Path) -> None
     state = create_state(package.state_specs, 0, "cpu")
     model = family.eager()
     fill(model, state)
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    optimizer = adamw(model)
     curve, expected = [], []
     for step, (tokens, labels) in enumerate(batches(1, seed=7) * 8):
         if "rng.step" in state:
             state["rng.step"].fill_(step)
-        model.zero_grad()
         with replayed(masks(family, state, tokens)):
-            loss = loss_of(model, tokens, labels) / (labels != -100).sum()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        expected.append(loss.item())
+            expected.append(eager_step(model, optimizer, tokens, labels).item())
         package.call("microbatch", state, tokens, labels)
         curve.append(float(package.call("finish", state, torch.tensor(1e-3))["loss"]))
     assert expected[-1] < expected[0]
