@@ -12,6 +12,8 @@ either all ranks go on, or all raise the same error.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import math
 import os
@@ -96,13 +98,9 @@ class Mesh:
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return int(flag)
 
-    def close(self) -> None:
-        """Leave the process group."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
-
-_current = Mesh(0, 1, torch.device("cpu"), {})
+_ALONE = Mesh(0, 1, torch.device("cpu"), {})
+_current = _ALONE
 
 
 def current() -> Mesh:
@@ -126,12 +124,27 @@ def start(prepare: Callable[[], tuple[torch.device, dict[str, int], str]]) -> Me
     # A restarted group of workers meets the same store again: keys of the attempt before must not answer.
     store = c10d.PrefixStore(f"mgraph/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     device, axes = handshake(store, rank, world_size, prepare)
+    # Its functions keep, as defaults, the group that there is when they are imported: before there is one, none.
+    importlib.import_module("torch.distributed.nn.functional")
     # Small host-side agreements go through gloo beside NCCL, so they never wait for the GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     devices = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     _current = Mesh(rank, world_size, device, axes, devices)
     return _current
+
+
+def stop() -> None:
+    """Leave the process group; from here on this is a single process.
+
+    The device mesh keeps the groups, and with them gloo's threads, which release tensors. Threads that still do so
+    while the interpreter ends abort the process, so the mesh goes first, with all that still refers to it.
+    """
+    global _current
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        _current = _ALONE
+        gc.collect()
 
 
 def environment() -> tuple[int, int]:

@@ -70,7 +70,7 @@ def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoR
             print(error, file=sys.stderr, flush=True)
     except KeyboardInterrupt:  # before the first step, or a second time
         code = 130
-    mesh.current().close()
+    mesh.stop()
     sys.exit(code)
 
 

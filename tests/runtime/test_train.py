@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -312,3 +313,28 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_other_data(
     text_file.write_text(text_file.read_text() + "more")
     with pytest.raises(CheckpointError, match=r"option '--data"):
         train(package_dir, out, text_file, "--steps", "4", "--resume")
+
+
+def test_no_thread_of_the_process_group_outlives_the_run(
+    package_dir: Path, text_file: Path, tmp_path: Path, trainer: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """A gloo thread that releases a tensor while the interpreter ends aborts the process."""
+    driver = tmp_path / "driver"
+    driver.mkdir()
+    (driver / "train.py").write_text(
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from mgraph.runtime.train import main\n"
+        "def gloo():\n"
+        "    names = (Path(f'/proc/self/task/{t}/comm').read_text().strip() for t in os.listdir('/proc/self/task'))\n"
+        "    return [name for name in names if 'gloo' in name]\n"
+        "try:\n"
+        f"    main({str(package_dir)!r})\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 0, end.code\n"
+        "print('left:', gloo())\n"
+    )
+    arguments = [*SMALL, "--data", text_file, "--out", tmp_path / "run", "--steps", "2"]
+    done = trainer(driver, *arguments, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("left: []") == 2, done.stdout

@@ -177,7 +177,7 @@ except DataError as error:
     assert error.message == "only here"
 else:
     raise AssertionError("rank 0 went on")
-here.close()
+mesh.stop()
 print("checked", rank)
 """
 
