@@ -1,19 +1,38 @@
-"""Text to token ids and back: bytes by default, or a `tokenizers` file.
+"""Text to token ids and back: bytes by default, or the files of a published tokenizer.
 
 With bytes the id of a token is the byte, 256 in all, and nothing needs to be trained or shipped. A tokenizer.json, as
-published with most models, is read by the `tokenizers` library.
+published with most models, is read by the `tokenizers` library. A directory with a tokenizer.json may hold a
+tokenizer_config.json besides, which names the special tokens, and a chat template (`chat_template.jinja`, or the key
+`chat_template` of that configuration).
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mgraph.errors import DataError
+
+TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+"""The files of a directory that is given as a tokenizer; only the first must be there."""
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The roles that a configuration gives to special tokens."""
+
+
+class Encoding(NamedTuple):
+    """The tokens of a text, and the characters `starts[i]:ends[i]` of it that token i stands for."""
+
+    ids: NDArray[Any]
+    starts: NDArray[Any]
+    ends: NDArray[Any]
 
 
 class Tokenizer(Protocol):
@@ -21,57 +40,113 @@ class Tokenizer(Protocol):
 
     name: str
     vocab_size: int
+    special_tokens: Mapping[str, str]
+    """Role (`eos_token`) to text."""
+    chat_template: str | None
+    prefix: tuple[int, ...]
+    """Ids that a text begins with, such as that of `bos_token`, where the tokenizer puts them there."""
 
     def encode(self, text: str) -> Tensor:
-        """Token ids of a text: a 1-d integer tensor."""
+        """Token ids of a text, without any special tokens around it: a 1-d integer tensor."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
+        """The same for many texts, with their places in the text."""
         ...
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids; bytes that are no UTF-8 become replacement signs."""
         ...
 
+    def token_id(self, token: str) -> int | None:
+        """The id of one token, if it is one."""
+        ...
+
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens."""
+    """UTF-8 bytes as tokens. There are no special ones: a chat template's markers are text like any other."""
 
     name = "bytes"
     vocab_size = 256
+    special_tokens: Mapping[str, str] = {}
+    chat_template: str | None = None
+    prefix: tuple[int, ...] = ()
 
     def encode(self, text: str) -> Tensor:
         """u8[number of bytes]."""
-        return torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy())
+        return torch.from_numpy(_bytes(text).copy())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
+        """All bytes of a character stand for that character."""
+        return [_byte_encoding(text) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
         """Ids must be below 256."""
         return bytes(ids).decode("utf-8", errors="replace")
 
+    def token_id(self, token: str) -> int | None:
+        """The byte, for a text of one."""
+        raw = token.encode()
+        return raw[0] if len(raw) == 1 else None
+
 
 class FileTokenizer:
-    """A tokenizer.json, without the special tokens that it would put around a text."""
+    """A tokenizer.json, alone or with the other files of its directory."""
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Library  # slow to import, and needed only here
 
-        if not path.is_file():
-            raise DataError(f"--tokenizer {path}: no such file", hint="give the path of a tokenizer.json")
+        file = path / TOKENIZER if path.is_dir() else path
+        if not file.is_file():
+            raise DataError(
+                f"--tokenizer {path}: no such file" if file == path else f"--tokenizer {path} holds no {TOKENIZER}",
+                hint=f"give the path of a {TOKENIZER}, or of a directory with one",
+            )
         try:
-            self._library: Any = Library.from_file(str(path))
+            self._library: Any = Library.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise DataError(
-                f"--tokenizer {path} cannot be read: {error}",
-                hint="give a tokenizer.json as the tokenizers library writes it",
+                f"--tokenizer {file} cannot be read: {error}",
+                hint=f"give a {TOKENIZER} as the tokenizers library writes it",
             ) from error
-        self.name = path.name
+        # The file may say so for another use; here, lengths are decided by what is made of the tokens.
+        self._library.no_truncation()
+        self._library.no_padding()
+        self.name = path.resolve().name
         self.vocab_size: int = self._library.get_vocab_size(with_added_tokens=True)
+        config = _read_config(path / CONFIG) if path.is_dir() else {}
+        self.special_tokens: Mapping[str, str] = _special_tokens(config)
+        self.chat_template = _chat_template(path, config)
+        self.prefix = self._prefix(config)
 
     def encode(self, text: str) -> Tensor:
         """i32[number of tokens]."""
         return torch.tensor(self._library.encode(text, add_special_tokens=False).ids, dtype=torch.int32)
 
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
+        """The library works on the texts in parallel."""
+        encoded = self._library.encode_batch(list(texts), add_special_tokens=False)
+        return [_file_encoding(item) for item in encoded]
+
     def decode(self, ids: list[int]) -> str:
         """Special tokens are left out."""
         decoded: str = self._library.decode(ids)
         return decoded
+
+    def token_id(self, token: str) -> int | None:
+        """The id of any entry of the vocabulary."""
+        found: int | None = self._library.token_to_id(token)
+        return found
+
+    def _prefix(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """`add_bos_token` of the configuration decides; where it is absent, the tokenizer's own post-processor."""
+        if "add_bos_token" in config:
+            bos = self.special_tokens.get("bos_token")
+            found = self.token_id(bos) if config["add_bos_token"] and bos is not None else None
+            return () if found is None else (found,)
+        sample = self._library.encode("a", add_special_tokens=True)
+        inside = sample.special_tokens_mask.index(0) if 0 in sample.special_tokens_mask else 0
+        return tuple(sample.ids[:inside])
 
 
 def load_tokenizer(path: Path | None, model_vocab_size: int) -> Tokenizer:
@@ -83,3 +158,57 @@ def load_tokenizer(path: Path | None, model_vocab_size: int) -> Tokenizer:
             hint="compile the model with a larger vocabulary, or give a smaller --tokenizer",
         )
     return tokenizer
+
+
+def _bytes(text: str) -> NDArray[np.uint8]:
+    return np.frombuffer(text.encode(), dtype=np.uint8)
+
+
+def _byte_encoding(text: str) -> Encoding:
+    raw = _bytes(text)
+    # Every byte begins a character but those of the form 10xxxxxx.
+    starts = np.cumsum((raw & 0xC0) != 0x80) - 1
+    return Encoding(raw, starts, starts + 1)
+
+
+def _file_encoding(encoded: Any) -> Encoding:
+    offsets = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)
+    return Encoding(np.array(encoded.ids, dtype=np.int32), offsets[:, 0], offsets[:, 1])
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"--tokenizer: {path} cannot be read: {error}", hint="repair it, or remove it") from error
+    if not isinstance(config, dict):
+        raise DataError(f"--tokenizer: {path} is no JSON object", hint="repair it, or remove it")
+    return config
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """A token is written as its text, or as an object with its `content`."""
+    written = {role: config.get(role) for role in SPECIAL}
+    texts = {role: token.get("content") if isinstance(token, dict) else token for role, token in written.items()}
+    return {role: text for role, text in texts.items() if isinstance(text, str)}
+
+
+def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
+    """The file wins over the configuration, which may hold several templates by name, one of them the default."""
+    file = path / TEMPLATE
+    if file.is_file():
+        return _read_template(file)
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {item["name"]: item["template"] for item in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"the chat template {file} cannot be read: {error}", hint="give UTF-8 text") from error
