@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mgraph.errors import DataError
-from mgraph.runtime.tokenizer import ByteTokenizer, load_tokenizer
+from mgraph.runtime.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from tests.runtime.chats import CHATML, MARKED, write_tokenizer
 
 
 @pytest.fixture
@@ -47,3 +51,67 @@ def test_errors(tokenizer_file: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(DataError, match=r"broken.json cannot be read"):
         load_tokenizer(tmp_path / "broken.json", 256)
+
+
+def test_bytes_know_their_characters() -> None:
+    ids, starts, ends = ByteTokenizer().encode_batch(["aé漢😀b"])[0]
+    assert bytes(ids.tolist()).decode() == "aé漢😀b"
+    assert starts.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4]
+    assert ends.tolist() == [start + 1 for start in starts.tolist()]
+    assert ByteTokenizer().encode_batch([""])[0].ids.tolist() == []
+
+
+@pytest.mark.parametrize("config", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
+def test_directory_equals_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
+    theirs = write_tokenizer(tmp_path, MARKED, pad_token="<|turn|>", **config)
+    ours = FileTokenizer(tmp_path)
+    texts = ["the quick brown fox", "  says\n<|im_end|>Ünïcode 漢😀", "", "<|begin|>"]
+    for text, encoding in zip(texts, ours.encode_batch(texts), strict=True):
+        expected = theirs(text, add_special_tokens=False, return_offsets_mapping=True)
+        assert encoding.ids.tolist() == ours.encode(text).tolist() == expected["input_ids"]
+        assert list(zip(encoding.starts.tolist(), encoding.ends.tolist(), strict=True)) == expected["offset_mapping"]
+        assert [*ours.prefix, *encoding.ids.tolist()] == theirs(text)["input_ids"]
+    assert len(ours.prefix) == config.get("add_bos_token", False)
+    assert ours.special_tokens == theirs.special_tokens_map
+    assert ours.token_id("<|end|>") == theirs.eos_token_id and ours.token_id("<|none|>") is None
+    assert (ours.vocab_size, ours.name, ours.chat_template) == (len(theirs), tmp_path.name, MARKED)
+    bare = FileTokenizer(tmp_path / "tokenizer.json")
+    assert (bare.special_tokens, bare.chat_template, bare.prefix) == ({}, None, ours.prefix)
+
+
+def test_lengths_of_the_file_do_not_count(tmp_path: Path) -> None:
+    """A tokenizer.json may have been saved while it cut and padded."""
+    theirs = write_tokenizer(tmp_path)
+    theirs.backend_tokenizer.enable_truncation(3)
+    theirs.backend_tokenizer.enable_padding(length=5)
+    theirs.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    lengths = [len(encoding.ids) for encoding in FileTokenizer(tmp_path).encode_batch(["xyzxyz", "x"])]
+    assert lengths == [6, 1]
+
+
+def test_templates_and_tokens_of_a_configuration(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, CHATML)
+    (tmp_path / "chat_template.jinja").unlink()
+    several = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    for written, expected in (("one", "one"), (several, "d"), (several[:1], None), (None, None)):
+        config = {"chat_template": written, "eos_token": {"content": "<|end|>", "lstrip": False}, "bos_token": None}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        tokenizer = FileTokenizer(tmp_path)
+        assert tokenizer.chat_template == expected
+        assert tokenizer.special_tokens == {"eos_token": "<|end|>"}
+
+
+def test_errors_of_directories(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "a")
+    for text, message in (("{", "tokenizer_config.json cannot be read: "), ("[]", "is no JSON object")):
+        (tmp_path / "a" / "tokenizer_config.json").write_text(text)
+        with pytest.raises(DataError, match=message):
+            FileTokenizer(tmp_path / "a")
+    (tmp_path / "a" / "tokenizer_config.json").unlink()
+    (tmp_path / "a" / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"chat_template.jinja cannot be read: .*invalid start byte"):
+        FileTokenizer(tmp_path / "a")
+    shutil.rmtree(tmp_path / "a")
+    (tmp_path / "a").mkdir()
+    with pytest.raises(DataError, match=r"a holds no tokenizer.json"):
+        load_tokenizer(tmp_path / "a", 256)
