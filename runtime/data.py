@@ -1,4 +1,4 @@
-"""From text to batches: a corpus, its split, and a stream of (tokens, labels) that can be resumed anywhere.
+"""From text to batches: a corpus, its split, and a stream of batches that can be resumed anywhere.
 
 The corpus is one long row of tokens; its last part is for validation. The training part is cut into windows of S
 positions, each with the S tokens that follow by one as labels. An epoch visits every window once, in an order that
@@ -30,8 +30,12 @@ BUILTIN = "builtin"
 IGNORED = -100
 """A label that no loss counts."""
 
-Batch = tuple[Tensor, Tensor]
-"""tokens i64[B, S] and labels i64[B, S], on the CPU."""
+INPUTS = ("tokens", "labels", "position_ids", "segment_ids")
+"""What every batch has, and so what a package may take: each i64[B, S]."""
+
+Batch = dict[str, Tensor]
+"""One tensor i64[B, S] for each of `INPUTS`, on the CPU. Documents that share a row have segment_ids of their own, and
+position_ids that begin at 0 in each; no label is a token of another document than its position."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +170,15 @@ def validation_batches(
     for index in range(rank, -(-count // num_ranks) * num_ranks, num_ranks):
         real = index < count
         first = index * batch_size if real else 0
-        inputs, labels = _batch(windows, list(range(first, first + batch_size)))
-        share.append((inputs, labels if real else torch.full_like(labels, IGNORED)))
+        batch = _batch(windows, list(range(first, first + batch_size)))
+        share.append(batch if real else {**batch, "labels": torch.full_like(batch["labels"], IGNORED)})
     return share
+
+
+def whole_rows(tokens: Tensor) -> Batch:
+    """tokens i64[B, S] with the position_ids and segment_ids of rows that are one document each."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).contiguous()
+    return {"tokens": tokens, "position_ids": positions, "segment_ids": torch.zeros_like(tokens)}
 
 
 def _windows(tokens: Tensor, seq_len: int, split: str) -> Tensor:
@@ -183,4 +193,4 @@ def _windows(tokens: Tensor, seq_len: int, split: str) -> Tensor:
 
 def _batch(windows: Tensor, chosen: list[int]) -> Batch:
     rows = windows[chosen].to(torch.int64)
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    return {**whole_rows(rows[:, :-1].contiguous()), "labels": rows[:, 1:].contiguous()}

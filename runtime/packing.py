@@ -1,8 +1,8 @@
 """Rows of S positions made of whole examples.
 
 An example of n tokens takes n - 1 positions: each token but the last is an input, its label the token after it. So no
-label is ever a token of another example. Several examples stand in a row one behind the other; `positions` begin at 0
-in each, `segment_ids` number them from 1, and what is left of a row is segment 0, whose labels are ignored. A package
+label is ever a token of another example. Several examples stand in a row one behind the other; `position_ids` begin at
+0 in each, `segment_ids` number them from 1, and what is left of a row is segment 0, whose labels are ignored. A package
 that takes no segment ids gets one example a row.
 
 Which examples share a row is decided anew in each epoch: they are shuffled, and each run of `WINDOW` of them is packed
@@ -29,7 +29,7 @@ WINDOW = 4096
 """Examples that are packed together: enough to fill rows well, few against a data set, so that epochs differ."""
 
 Row = dict[str, Tensor]
-"""tokens, labels, positions and segment_ids, each i64[S]."""
+"""tokens, labels, position_ids and segment_ids, each i64[S]."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class PackedRows:
         row: dict[str, NDArray[Any]] = {
             "tokens": np.zeros(self.seq_len, np.int64),
             "labels": np.full(self.seq_len, IGNORED, np.int64),
-            "positions": np.zeros(self.seq_len, np.int64),
+            "position_ids": np.zeros(self.seq_len, np.int64),
             "segment_ids": np.zeros(self.seq_len, np.int64),
         }
         at = 0
@@ -80,10 +80,10 @@ class PackedRows:
             row["tokens"][place] = self.examples.tokens[first:last]
             following = self.examples.tokens[first + 1 : last + 1]
             row["labels"][place] = np.where(self.examples.targets[first + 1 : last + 1], following, IGNORED)
-            row["positions"][place] = np.arange(last - first)
+            row["position_ids"][place] = np.arange(last - first)
             row["segment_ids"][place] = segment
             at = place.stop
-        row["positions"][at:] = np.arange(self.seq_len - at)
+        row["position_ids"][at:] = np.arange(self.seq_len - at)
         return {name: torch.from_numpy(values) for name, values in row.items()}
 
     @property

@@ -30,7 +30,7 @@ from torch import Tensor
 from mgraph import philox
 from mgraph.errors import MgraphError, OptionError, PackageError
 from mgraph.runtime import checkpoint, dropout, mesh, v1
-from mgraph.runtime.data import Batch, Corpus, Position, Stream, load_corpus, validation_batches
+from mgraph.runtime.data import INPUTS, Batch, Corpus, Position, Stream, load_corpus, validation_batches, whole_rows
 from mgraph.runtime.export import CONFIG, check_export, export_weights
 from mgraph.runtime.log import Log, Record
 from mgraph.runtime.mesh import DATA_AXIS, Mesh
@@ -44,6 +44,12 @@ from mgraph.runtime.weights import load_weights
 
 ENTRIES = ("microbatch", "finish", "evaluate", "predict")
 """What a package must have to be trained."""
+
+FORM = "i64[B, S]"
+"""What each input is that the data gives."""
+
+HINTS = {"loss_mask": "compile it without --loss-mask: labels of -100 say which positions count"}
+"""What to do about an input that the data does not give."""
 
 SUMMARY_STEPS = 20
 """The train loss of the summary is the mean over this many last steps: that of a single batch is noise."""
@@ -119,9 +125,24 @@ def _open(path: Path, device: torch.device, options: Options) -> Package:
             where=str(package.path),
             hint="compile it again with this version of mgraph, or --non-finite raise",
         )
+    _check_inputs(package)
     package.check_size("B", options.batch_size, "--batch-size")
     package.check_size("S", options.seq_len, "--seq-len")
     return package
+
+
+def _check_inputs(package: Package) -> None:
+    """Refuse a package that takes what no batch has, or takes it in another form."""
+    listed = {i["name"]: f"{i['dtype']}[{', '.join(map(str, i['shape']))}]" for i in package.manifest["inputs"]}
+    for entry in ("microbatch", "evaluate", "predict"):
+        given = [name for name in INPUTS if name != "labels" or entry != "predict"]
+        for name in package.manifest["entries"][entry]["inputs"]:
+            if name not in given or listed[name] != FORM:
+                raise PackageError(
+                    f"{entry} takes the input {name} {listed[name]}; the data gives {', '.join(given)}, each {FORM}",
+                    where=str(package.path),
+                    hint=HINTS.get(name, "change inputs(B, S) in the model's file, and compile again"),
+                )
 
 
 def _share_of_threads() -> int:
@@ -291,7 +312,7 @@ class Trainer:
         batches = self.stream.microbatches(self.microbatches, rank, num_ranks)
         for index, batch in enumerate(batches):
             dropout.place(self.state, self.step, (index * num_ranks + rank) * self.options.batch_size)
-            self.package.call("microbatch", self.state, *self._on_device(batch))
+            self.call("microbatch", batch)
         options = self.options
         rate = learning_rate(self.step, options.steps, options.lr, options.min_lr, options.warmup, options.decay)
         lr = torch.tensor(rate, dtype=torch.float32, device=self.mesh.device)
@@ -299,6 +320,11 @@ class Trainer:
         self.step += 1
         # Outputs may be views of state that the next step writes.
         self.unread.append((self.step, rate, {name: value.detach().clone() for name, value in outputs.items()}))
+
+    def call(self, entry: str, batch: Batch) -> dict[str, Tensor]:
+        """Call an entry with those inputs of a batch that it takes."""
+        names = self.package.manifest["entries"][entry]["inputs"]
+        return self.package.call(entry, self.state, *(batch[name].to(self.mesh.device) for name in names))
 
     def report(self) -> None:
         """Read and log the results of the steps since the last report.
@@ -330,7 +356,7 @@ class Trainer:
         """Mean loss over the validation batches, over all ranks and tokens."""
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for batch in self.validation:
-            outputs = self.package.call("evaluate", self.state, *self._on_device(batch))
+            outputs = self.call("evaluate", batch)
             total += torch.stack([outputs["loss_sum"].double(), outputs["count"].double()])
         v1.all_reduce([total], DATA_AXIS)
         loss, count = total.tolist()
@@ -366,7 +392,7 @@ class Trainer:
         """Text that the model writes after the prompt. All ranks run it, since predict may be sharded."""
         options = self.options
         return generate(
-            lambda tokens: self.package.call("predict", self.state, tokens)["logits"],
+            lambda tokens: self.call("predict", whole_rows(tokens))["logits"],
             self.tokenizer,
             options.sample_prompt,
             options.sample_length,
@@ -400,10 +426,6 @@ class Trainer:
             specs = self.package.state_specs
             export_weights(self.options.export, self.state, specs, self.package.path / CONFIG)
             self.log.message(f"exported the weights to {self.options.export}")
-
-    def _on_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        tokens, labels = batch
-        return tokens.to(self.mesh.device), labels.to(self.mesh.device)
 
 
 def _problem(result: Record) -> str:

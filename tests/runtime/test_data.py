@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from mgraph.errors import DataError
-from mgraph.runtime.data import BUILTIN, IGNORED, Position, Stream, load_corpus, unigram_entropy, validation_batches
+from mgraph.runtime.data import (
+    BUILTIN,
+    IGNORED,
+    INPUTS,
+    Position,
+    Stream,
+    load_corpus,
+    unigram_entropy,
+    validation_batches,
+)
 from mgraph.runtime.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -17,16 +26,18 @@ BYTES = ByteTokenizer()
 
 def test_labels_are_the_next_tokens() -> None:
     stream = Stream(torch.arange(1000), batch_size=3, seq_len=7, seed=0)
-    tokens, labels = stream.next()
-    assert tokens.shape == labels.shape == (3, 7) and tokens.dtype == labels.dtype == torch.int64
-    assert torch.equal(labels, tokens + 1)
+    batch = stream.next()
+    assert set(batch) == set(INPUTS)
+    assert all(tensor.shape == (3, 7) and tensor.dtype == torch.int64 for tensor in batch.values())
+    assert torch.equal(batch["labels"], batch["tokens"] + 1)
+    assert batch["position_ids"].tolist() == [list(range(7))] * 3 and not batch["segment_ids"].any()
 
 
 @pytest.mark.parametrize(("length", "seq_len"), [(1000, 7), (1001, 10), (11, 10), (1000, 333)])
 def test_an_epoch_visits_each_window_once(length: int, seq_len: int) -> None:
     count = (length - 1) // seq_len
     stream = Stream(torch.arange(length), batch_size=1, seq_len=seq_len, seed=5)
-    epochs = [[int(stream.next()[0][0, 0]) for _ in range(count)] for _ in range(2)]
+    epochs = [[int(stream.next()["tokens"][0, 0]) for _ in range(count)] for _ in range(2)]
     assert stream.position == Position(2, 0)
     assert sorted(epochs[0]) == sorted(epochs[1]) == [seq_len * index for index in range(count)]
     if count > 5:
@@ -35,7 +46,7 @@ def test_an_epoch_visits_each_window_once(length: int, seq_len: int) -> None:
 
 def test_order_depends_on_the_seed_only() -> None:
     def first(seed: int) -> list[int]:
-        return Stream(torch.arange(5000), 16, 8, seed).next()[0][:, 0].tolist()
+        return Stream(torch.arange(5000), 16, 8, seed).next()["tokens"][:, 0].tolist()
 
     assert first(1) == first(1) != first(2)
 
@@ -44,16 +55,16 @@ def test_batches_cross_epochs_and_resume_anywhere() -> None:
     """A batch larger than the corpus runs through several epochs."""
     tokens = torch.arange(61)  # 10 windows of 6
     whole = Stream(tokens, batch_size=7, seq_len=6, seed=0)
-    batches = [whole.next()[0] for _ in range(9)]
+    batches = [whole.next()["tokens"] for _ in range(9)]
     for start in range(9):
         again = Stream(tokens, batch_size=7, seq_len=6, seed=0)
         for _ in range(start):
             again.next()
         resumed = Stream(tokens, batch_size=7, seq_len=6, seed=0)
         resumed.position = again.position
-        assert all(torch.equal(resumed.next()[0], batch) for batch in batches[start:])
+        assert all(torch.equal(resumed.next()["tokens"], batch) for batch in batches[start:])
     wide = Stream(tokens, batch_size=25, seq_len=6, seed=0)
-    assert wide.next()[0].shape == (25, 6) and wide.position == Position(2, 5)
+    assert wide.next()["tokens"].shape == (25, 6) and wide.position == Position(2, 5)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 6])
@@ -62,8 +73,8 @@ def test_ranks_share_the_microbatches_of_one_rank(num_ranks: int) -> None:
     alone = Stream(tokens, batch_size=5, seq_len=9, seed=1)
     ranks = [Stream(tokens, batch_size=5, seq_len=9, seed=1) for _ in range(num_ranks)]
     for _ in range(4):
-        expected = [batch[0] for batch in alone.microbatches(6, 0, 1)]
-        shares = [[b[0] for b in stream.microbatches(6, rank, num_ranks)] for rank, stream in enumerate(ranks)]
+        expected = [batch["tokens"] for batch in alone.microbatches(6, 0, 1)]
+        shares = [[b["tokens"] for b in stream.microbatches(6, rank, num_ranks)] for rank, stream in enumerate(ranks)]
         merged = [shares[index % num_ranks][index // num_ranks] for index in range(6)]
         assert all(torch.equal(a, b) for a, b in zip(merged, expected, strict=True))
         assert all(stream.position == alone.position for stream in ranks)
@@ -74,10 +85,10 @@ def test_validation_is_shared_and_filled_up_with_ignored_batches(num_ranks: int)
     tokens = torch.arange(10 * 7 + 1)
     shares = [validation_batches(tokens, 2, 7, 3, rank, num_ranks) for rank in range(num_ranks)]
     assert len({len(share) for share in shares}) == 1
-    real = [batch for share in shares for batch in share if (batch[1] != IGNORED).all()]
-    assert sorted(int(batch[0][0, 0]) for batch in real) == [0, 14, 28]
-    filler = [batch for share in shares for batch in share if (batch[1] == IGNORED).any()]
-    assert all((batch[1] == IGNORED).all() for batch in filler)
+    real = [batch for share in shares for batch in share if (batch["labels"] != IGNORED).all()]
+    assert sorted(int(batch["tokens"][0, 0]) for batch in real) == [0, 14, 28]
+    filler = [batch for share in shares for batch in share if (batch["labels"] == IGNORED).any()]
+    assert all((batch["labels"] == IGNORED).all() for batch in filler)
     assert len(real) == 3 and len(filler) == len(shares[0]) * num_ranks - 3
 
 

@@ -33,7 +33,7 @@ def examples_of(lengths: list[int], seed: int = 0) -> Examples:
 
 def documents(row: Row) -> list[Document]:
     """What a row holds, told apart by its segment ids alone; checks positions and what is left over."""
-    tokens, labels, positions, segments = (row[name] for name in ("tokens", "labels", "positions", "segment_ids"))
+    tokens, labels, positions, segments = (row[name] for name in ("tokens", "labels", "position_ids", "segment_ids"))
     assert all(value.dtype == torch.int64 and value.shape == tokens.shape for value in row.values())
     real = segments > 0
     assert torch.equal(real, torch.arange(len(tokens)) < real.sum()), "what is left over is at the end"

@@ -51,8 +51,9 @@ def test_losses_equal_autograd_and_torch_optim(
     for step in range(12):
         optimizer.param_groups[0]["lr"] = learning_rate(step, 12, 0.02, 1e-4, 3, "cosine")
         batches = [stream.next() for _ in range(3)]
-        logits = [torch.tanh(embed[tokens] @ hidden.T) @ head.T for tokens, _ in batches]
-        loss = F.cross_entropy(torch.cat(logits).flatten(0, 1), torch.cat([labels for _, labels in batches]).flatten())
+        logits = [torch.tanh(embed[batch["tokens"]] @ hidden.T) @ head.T for batch in batches]
+        labels = torch.cat([batch["labels"] for batch in batches])
+        loss = F.cross_entropy(torch.cat(logits).flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -60,6 +61,80 @@ def test_losses_equal_autograd_and_torch_optim(
         expected.append(loss.item())
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
     assert expected[-1] < expected[0] - 0.2
+
+
+NAMED = """
+
+def checked(entry, order):
+    def call(state, *inputs):
+        given = dict(zip(order, inputs, strict=True))
+        assert torch.equal(given["position_ids"], torch.arange(given["tokens"].shape[1]).expand_as(given["tokens"]))
+        assert torch.equal(given["segment_ids"], torch.zeros_like(given["tokens"]))
+        return entry(state, *(given[name] for name in ("tokens", "labels") if name in given))
+    return call
+
+microbatch = checked(microbatch, ("segment_ids", "labels", "position_ids", "tokens"))
+evaluate = checked(evaluate, ("labels", "segment_ids", "tokens", "position_ids"))
+predict = checked(predict, ("position_ids", "segment_ids", "tokens"))
+"""
+
+
+def test_entries_get_their_inputs_by_name(
+    package_dir: Path,
+    make_package: Callable[..., Path],
+    text_file: Path,
+    tmp_path: Path,
+    losses: Callable[[Path], list[float]],
+) -> None:
+    entries = json.loads((package_dir / "manifest.json").read_text())["entries"]
+    entries["microbatch"]["inputs"] = ["segment_ids", "labels", "position_ids", "tokens"]
+    entries["evaluate"]["inputs"] = ["labels", "segment_ids", "tokens", "position_ids"]
+    entries["predict"]["inputs"] = ["position_ids", "segment_ids", "tokens"]
+    inputs = [{"name": name, "dtype": "i64", "shape": ["B", "S"]} for name in entries["microbatch"]["inputs"]]
+    named = make_package(entries=entries, inputs=inputs)
+    step = named / "step.py"
+    step.write_text(step.read_text() + NAMED)
+    arguments = ("--steps", "3", "--accumulate", "2", "--sample-length", "4")
+    for package, out in ((package_dir, "plain"), (named, "named")):
+        train(package, tmp_path / out, text_file, *arguments)
+    assert losses(tmp_path / "named") == losses(tmp_path / "plain")
+    assert (tmp_path / "named" / "sample.txt").read_text() == (tmp_path / "plain" / "sample.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape", "message"),
+    [
+        (
+            "loss_mask",
+            "f32",
+            ["B", "S"],
+            r"takes the input loss_mask f32\[B, S\]; (?s:.*)compile it without --loss-mask",
+        ),
+        ("images", "f32", ["B", 3, 8, 8], r"takes the input images f32\[B, 3, 8, 8\]; (?s:.*)change inputs\(B, S\)"),
+        ("position_ids", "i32", ["B", "S"], r"position_ids i32\[B, S\]; the data gives tokens, .* each i64\[B, S\]"),
+        ("segment_ids", "i64", ["B", "1 + S"], r"the input segment_ids i64\[B, 1 \+ S\]"),
+    ],
+)
+@pytest.mark.parametrize("entry", ["microbatch", "evaluate", "predict"])
+def test_inputs_that_the_data_does_not_give_are_refused(
+    package_dir: Path,
+    make_package: Callable[..., Path],
+    text_file: Path,
+    tmp_path: Path,
+    entry: str,
+    name: str,
+    dtype: str,
+    shape: list[object],
+    message: str,
+) -> None:
+    manifest = json.loads((package_dir / "manifest.json").read_text())
+    manifest["entries"][entry]["inputs"].append(name)
+    inputs = [*manifest["inputs"], {"name": name, "dtype": dtype, "shape": shape}]
+    package = make_package(entries=manifest["entries"], inputs=inputs)
+    with pytest.raises(PackageError, match=message) as caught:
+        train(package, tmp_path / "run", text_file, "--steps", "1")
+    assert str(caught.value).count(f"{entry} takes") == 1
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture
