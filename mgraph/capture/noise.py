@@ -11,16 +11,15 @@ A place is known by its module path: `site` with `*` for the layer, `call` the l
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mgraph.capture.unsupported import argument, op_name
 from mgraph.errors import CaptureError
-from mgraph.ir.dims import Dim, divide, names_in, symbol
+from mgraph.ir.dims import Dim, divide
 from mgraph.ir.graph import Origin, State, StateKind, Value
-from mgraph.ir.ops.random import STATES
+from mgraph.ir.ops.random import STATES, place, sequences_in
 from mgraph.ir.types import DType, TensorType
 
 DROPOUT, ATTENTION = "aten.dropout.default", "aten.scaled_dot_product_attention.default"
@@ -28,7 +27,6 @@ UNIFORM = "aten.uniform_.default"
 _OTHERS = frozenset({"aten.rand_like.default", "aten.rand.default"})
 
 Emit = Callable[[str, Sequence[Value], dict[str, Any], Sequence[TensorType] | None, Sequence[str] | None], Any]
-_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def draws(node: Any) -> bool:
@@ -91,22 +89,18 @@ class Noise:
         return self._one(op, [*operands, *numbers], **attrs)
 
     def _place(self) -> dict[str, Any]:
-        path = self._origin().path
-        number = _LAYER_NUMBER.search(path)
-        site, call = (path, 0) if number is None else (_LAYER_NUMBER.sub("*", path, count=1), int(number.group()))
+        site, call = place(self._origin().path)
         index = self._seen[site, call]
         self._seen[site, call] += 1
         return {"site": f"{site}#{index}" if index else site, "call": call}
 
     def _samples(self, shape: Sequence[Dim]) -> Dim:
         """How many sequences lie one after the other in a tensor: B where its first dim has the batch, 1 without."""
-        batch = symbol("B")
-        if not any("B" in names_in(dim) for dim in shape):
-            return 1
-        if divide(shape[0], batch) is None:
+        found = sequences_in(shape)
+        if found is None:
             raise CaptureError(
                 f"random numbers for a tensor of shape {tuple(shape)}, whose first dim is not the batch",
                 str(self._origin()),
                 "draw them before the tensor is transposed",
             )
-        return batch
+        return found

@@ -7,10 +7,11 @@ in the model (`site`, and `call` for the layer). Three states hold the first thr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mgraph.ir.dims import as_dim
+from mgraph.ir.dims import Dim, as_dim, divide, names_in, symbol
 from mgraph.ir.opdef import REQUIRED, GradientRequest, define_op
 from mgraph.ir.ops.cost import per_element, traffic
 from mgraph.ir.ops.numeric import rounded
@@ -27,6 +28,22 @@ STATES = {"rng.seed": (("seed_",),), "rng.step": (("zeros_",),), "rng.sample": (
 number within the step of the first sequence of the microbatch."""
 
 _PLACE = {"site": REQUIRED, "call": 0, "samples": REQUIRED}
+_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def place(path: str) -> tuple[str, int]:
+    """The attributes `site` and `call` of a module path: the path with `*` for the layer, and the layer's number."""
+    number = _LAYER_NUMBER.search(path)
+    return (path, 0) if number is None else (_LAYER_NUMBER.sub("*", path, count=1), int(number.group()))
+
+
+def sequences_in(shape: Sequence[Dim]) -> Dim | None:
+    """The attribute `samples` for a tensor: B where its first dim has the batch, 1 where it has none; `None` where the
+    batch is elsewhere, so that no element can be numbered within its sequence."""
+    batch = symbol("B")
+    if not any("B" in names_in(dim) for dim in shape):
+        return 1
+    return batch if divide(shape[0], batch) is not None else None
 
 
 def random(
