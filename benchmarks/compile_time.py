@@ -69,7 +69,7 @@ def measure(layers: int, repeats: int) -> Row:
         config.write_text(json.dumps({**SHAPE, "num_hidden_layers": layers}))
         recipe = Recipe(model=f"hf:{config}", precision="bf16")
         begun = time.process_time()
-        module, _ = capture_with_report(ModelSpec(recipe.model, dtype=DType.BF16))
+        module, _, _ = capture_with_report(ModelSpec(recipe.model, dtype=DType.BF16))
         capture = time.process_time() - begun
         runs = [_after_capture(module, recipe, pipeline_text(recipe), Path(directory) / "package")]
         lines = len((Path(directory) / "package" / "step.py").read_text().splitlines())

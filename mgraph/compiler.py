@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mgraph.capture import CaptureReport, ModelSpec, capture_with_report
-from mgraph.capture.source import configuration_file
+from mgraph.capture import CaptureReport, CheckpointForm, ModelSpec, capture_with_report
 from mgraph.codegen.package import PackageInfo, check_target, emit_package
 from mgraph.ir.graph import Module
 from mgraph.ir.types import DType
@@ -45,10 +44,12 @@ _ADAMW = ("beta1", "beta2", "eps", "weight_decay", "max_norm", "optimizer")
 
 @dataclass(slots=True)
 class Compilation:
-    """What a compilation gave: the final module, what each pass did, the snapshots, and seconds per stage."""
+    """What a compilation gave: the final module, what each pass did, the snapshots, and seconds per stage; `form` is
+    that of the model's checkpoints."""
 
     module: Module
     capture: CaptureReport
+    form: CheckpointForm
     results: Sequence[PassResult]
     snapshots: Snapshots
     seconds: dict[str, float] = field(default_factory=dict)
@@ -138,7 +139,7 @@ def _run_passes(
         max_length=recipe.max_length or None,
     )
     say(f"capture {recipe.model}")
-    module, captured = capture_with_report(spec)
+    module, captured, form = capture_with_report(spec)
     begun = time.perf_counter()
     snapshots, check, start, verifier = Snapshots(), TwinCheck(), Start(), VerifyLater()
     checks = (check,) if recipe.verify else ()
@@ -148,7 +149,7 @@ def _run_passes(
     # Checking and printing what was captured belongs to the capture: it is the last work done once per layer.
     seconds = {"capture": captured.total_seconds + start.at - begun, "passes": time.perf_counter() - start.at}
     twin = str(check.reduction or check.why_not) if recipe.verify else ""
-    return Compilation(module, captured, results, snapshots, seconds, twin), verifier
+    return Compilation(module, captured, form, results, snapshots, seconds, twin), verifier
 
 
 def compile_package(
@@ -177,8 +178,16 @@ def compile_package(
         verifier.check()
         return done.write_graphs(directory)
 
-    configuration = configuration_file(recipe.model)
-    info = PackageInfo(recipe.purpose, recipe, pipeline, recipe.archs, write_graphs, verification, configuration)
+    info = PackageInfo(
+        recipe.purpose,
+        recipe,
+        pipeline,
+        recipe.archs,
+        write_graphs,
+        verification,
+        done.form.configuration,
+        done.form.layout,
+    )
     with collector_spared():
         done.package = emit_package(done.module, info, recipe.directory, force=force)
     done.seconds["emit"] = time.perf_counter() - begun

@@ -13,16 +13,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mgraph.capture.export import export
 from mgraph.capture.importer import import_program
 from mgraph.capture.initialise import build
 from mgraph.capture.source import ModelSpec, resolve
+from mgraph.capture.weight_layout import CheckpointForm, checkpoint_form
 from mgraph.ir.dims import NamedDim
 from mgraph.ir.graph import Entry, Module, Value
 from mgraph.ir.ops.random import STATES
 
-__all__ = ["CaptureReport", "ModelSpec", "capture", "capture_with_report"]
+__all__ = ["CaptureReport", "Captured", "CheckpointForm", "ModelSpec", "capture", "capture_with_report"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,14 @@ class CaptureReport:
         return sum(self.seconds.values())
 
 
+class Captured(NamedTuple):
+    """What a capture gave: the module, what was done for it, and the form of the model's checkpoints."""
+
+    module: Module
+    report: CaptureReport
+    form: CheckpointForm
+
+
 def capture(spec: ModelSpec | str) -> Module:
     """Capture a model: one function and one entry `forward`, inputs -> loss_sum f32[], count i64[], logits (two where
     evaluation differs from training).
@@ -47,16 +57,17 @@ def capture(spec: ModelSpec | str) -> Module:
     `spec` is a `ModelSpec` or its text. Raises ModelError (the model cannot be found or built) or CaptureError (it
     cannot be traced), both with the user's source line.
     """
-    return capture_with_report(spec)[0]
+    return capture_with_report(spec).module
 
 
-def capture_with_report(spec: ModelSpec | str) -> tuple[Module, CaptureReport]:
-    """As `capture`, with the report."""
+def capture_with_report(spec: ModelSpec | str) -> Captured:
+    """As `capture`, with the report and the form of checkpoints."""
     spec = ModelSpec(spec) if isinstance(spec, str) else spec
     times = [time.perf_counter()]
     with _no_garbage_collection():
         source = resolve(spec)
         built = build(source.factory, source.where)
+        form = checkpoint_form(built.module, list(built.inits), source.configuration)
         times.append(time.perf_counter())
         exported = export(built.module, spec, source.inputs, source.loss, source.where)
         times.append(time.perf_counter())
@@ -75,7 +86,7 @@ def capture_with_report(spec: ModelSpec | str) -> tuple[Module, CaptureReport]:
         len(module.functions["forward"].nodes),
         dict(sorted(dropped.items())),
     )
-    return module, report
+    return Captured(module, report, form)
 
 
 def _with_evaluation(module: Module, other: Module) -> Module:

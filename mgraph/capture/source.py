@@ -28,28 +28,38 @@ InputsFunction = Callable[[Any, Any], Mapping[str, tuple[torch.dtype, tuple[Any,
 LossFunction = Callable[[Any, Mapping[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 
 
+PACKED = ("position_ids", "segment_ids")
+"""The inputs i64[B, S] of a model whose rows hold several documents: the place of a token in its document, and numbers
+that are equal within one."""
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """What to capture. `dtype` is that of the parameters (`None`: as the definition says); `training` is the mode
-    (dropout); `position_ids`, `loss_mask` ask for these inputs; `max_length` bounds S (`None`: as the model says)."""
+    (dropout); `loss_mask` asks for this input, `packed` for `PACKED`; `max_length` bounds S (`None`: as the model
+    says)."""
 
     text: str
     dtype: DType | None = None
     training: bool = True
-    position_ids: bool = False
+    packed: bool = False
     loss_mask: bool = False
     max_length: int | None = None
 
 
 @dataclass(frozen=True)
 class Source:
-    """A resolved model: its name, how to build it, and what its file defines beside it."""
+    """A resolved model: its name, how to build it, and what its file defines beside it.
+
+    `configuration` is the text of its config.json, where it is built from one.
+    """
 
     name: str
     where: str
     factory: Callable[[], Any]
     inputs: InputsFunction | None = None
     loss: LossFunction | None = None
+    configuration: str | None = None
 
 
 def resolve(spec: ModelSpec) -> Source:
@@ -61,10 +71,8 @@ def resolve(spec: ModelSpec) -> Source:
     return _zoo(spec)
 
 
-def configuration_file(text: str) -> Path | None:
-    """The file of a transformers configuration that a model's name means; None for other models."""
-    if not text.startswith("hf:"):
-        return None
+def _configuration_file(text: str) -> Path:
+    """The file that a transformers model's name means."""
     path = Path(text.removeprefix("hf:"))
     return path / "config.json" if path.is_dir() else path
 
@@ -140,10 +148,10 @@ def _load(path: Path) -> ModuleType:
 
 
 def _transformers(spec: ModelSpec) -> Source:
-    path = configuration_file(spec.text)
-    assert path is not None, f"'{spec.text}' names no configuration"
+    path = _configuration_file(spec.text)
     try:
-        settings = json.loads(path.read_text())
+        text = path.read_text(encoding="utf-8")
+        settings = json.loads(text)
     except OSError as error:
         raise ModelError(f"cannot read '{path}': {error.strerror}", None, "give hf:path/to/config.json") from error
     except ValueError as error:
@@ -169,7 +177,7 @@ def _transformers(spec: ModelSpec) -> Source:
         return make(config, **options)
 
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    return Source(name or str(model_type), spec.text, factory)
+    return Source(name or str(model_type), spec.text, factory, configuration=text)
 
 
 def _class_of(transformers: Any, settings: Mapping[str, Any], path: Path) -> Any:

@@ -27,6 +27,7 @@ def manifest(
     fingerprint: Mapping[str, Any],
     kernels: Sequence[Mapping[str, Any]],
     files: Mapping[str, str],
+    weight_layout: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The whole manifest of a module; `files` maps the package's files to their SHA-256."""
     return {
@@ -44,6 +45,7 @@ def manifest(
         "state": [_state(state) for state in module.state.values()],
         "entries": _entries(module),
         "kernels": list(kernels),
+        "weight_layout": list(weight_layout),
         "files": dict(files),
     }
 

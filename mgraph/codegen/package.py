@@ -39,8 +39,9 @@ class PackageInfo:
     `kind` is `train` or `serve`; `options` the recipe (a dataclass), all of whose fields enter the fingerprint; `archs`
     the GPU architectures to build kernels for; `write_graphs` writes the snapshots of the passes into a directory and
     returns the text of the last one, the module's; `verification` says of each pass whether it was `verified` or is
-    `unverified` (empty: --verify was not asked for); `configuration` the model's own, a file of `transformers`, which
-    the package keeps as config.json.
+    `unverified` (empty: --verify was not asked for); `configuration` the text of the model's config.json, as
+    `transformers` reads it; `weight_layout` how the tensors of the model lie in files of weights, where they do not lie
+    there as they are (`mgraph.capture.weight_layout`).
     """
 
     kind: str
@@ -49,7 +50,8 @@ class PackageInfo:
     archs: Sequence[str] = ()
     write_graphs: Callable[[Path], str] | None = None
     verification: Mapping[str, str] = field(default_factory=dict)
-    configuration: Path | None = None
+    configuration: str | None = None
+    weight_layout: Sequence[Mapping[str, Any]] = ()
 
 
 def emit_package(module: Module, info: PackageInfo, out_dir: Path | str, *, force: bool = False) -> Path:
@@ -99,7 +101,7 @@ def _write(module: Module, info: PackageInfo, directory: Path) -> None:
         kernels = building.result()
     (directory / f"{info.kind}.py").write_text(driver_text(info.kind, module.name), encoding="utf-8")
     if info.configuration is not None:
-        shutil.copyfile(info.configuration, directory / CONFIGURATION)
+        (directory / CONFIGURATION).write_text(info.configuration, encoding="utf-8")
     files = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if _is_source(p))
     data = manifest(
         module,
@@ -109,6 +111,7 @@ def _write(module: Module, info: PackageInfo, directory: Path) -> None:
         fingerprint(text, info.options),
         kernels,
         file_digests(directory, files),
+        info.weight_layout,
     )
     (directory / MANIFEST).write_text(manifest_text(data), encoding="utf-8")
 

@@ -51,7 +51,7 @@ def test_transformers_llama(llama: str, dtype: DType) -> None:
 
 
 def test_report_and_module_of_llama(llama: str) -> None:
-    module, report = capture_with_report(llama)
+    module, report, _ = capture_with_report(llama)
     function = module.functions["forward"]
     assert module.name == "llama-tiny"
     assert [p.name for p in function.params] == ["tokens", "labels"]
@@ -95,15 +95,16 @@ def test_user_model_with_own_inputs_and_loss() -> None:
         assert torch.equal(outputs["count"], count)
 
 
-def test_loss_mask_and_position_ids_are_inputs_on_demand() -> None:
-    spec = ModelSpec("dense-tiny", loss_mask=True, position_ids=True)
+def test_loss_mask_positions_and_segments_are_inputs_on_demand() -> None:
+    spec = ModelSpec("dense-tiny", loss_mask=True, packed=True)
     module, model = capture(spec), resolve(spec).factory()
     inputs = {n: torch.randint(0, 256, (2, 9)) for n in ("tokens", "labels")}
     inputs["loss_mask"] = torch.randint(0, 2, (2, 9))
     inputs["position_ids"] = torch.arange(9).flip(0).expand(2, 9).contiguous()
+    inputs["segment_ids"] = torch.tensor([[1, 1, 1, 2, 3, 3, 3, 0, 0], [5, 5, 5, 5, 5, 5, 5, 5, 4]])
     outputs, _ = interpreter.run(module, "forward", inputs, eager_state(model, module))
     with torch.no_grad():
-        logits = model(inputs["tokens"], position_ids=inputs["position_ids"])
+        logits = model(inputs["tokens"], inputs["position_ids"], inputs["segment_ids"])
     each = F.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="none")
     assert torch.equal(outputs["logits"], logits)
     assert outputs["count"].item() == int(inputs["loss_mask"].sum())

@@ -32,14 +32,16 @@ NAMED = [(name, size) for name, sizes in models.SIZES.items() for size in sizes 
 
 @pytest.mark.parametrize(("name", "size"), sampled(NAMED, 4, [("gpt-oss", "20b"), ("llama3", "8b")]))
 def test_checkpoints_have_the_tensors_of_transformers(name: str, size: str) -> None:
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
         model = models.get(name, size)
         settings = huggingface.configuration(model.config)
         assert settings is not None
-        reference: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[settings["model_type"]].from_dict(settings))
+        library: Any = transformers
+        configuration = library.CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+        reference = library.AutoModelForCausalLM.from_config(configuration)
     expected = EQUAL[name].replace("For", "MoeFor") if model.config.num_experts and name == "qwen3" else EQUAL[name]
     assert type(reference).__name__ == expected == settings["architectures"][0]
     theirs = revert_weight_conversion(reference, dict(reference.named_parameters()))
