@@ -134,7 +134,7 @@ def _run_passes(
         recipe.model,
         dtype=_DTYPES[recipe.precision],
         training=recipe.purpose == "train",
-        position_ids=recipe.position_ids,
+        packed=recipe.packed,
         loss_mask=recipe.loss_mask,
         max_length=recipe.max_length or None,
     )

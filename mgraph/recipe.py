@@ -73,7 +73,7 @@ class Recipe:
     loss_scale_backoff: float = option(0.5, "with fp16: how the loss scale shrinks at an overflow", within=(1e-6, 1))
     loss_scale_interval: int = option(2000, "with fp16: clean steps before the loss scale grows", within=(1, 2**31))
     loss_mask: bool = option(False, "add the input loss_mask f32[B, S], a weight per target")
-    position_ids: bool = option(False, "add the input position_ids i64[B, S]")
+    packed: bool = option(False, "several documents share a row: add the inputs position_ids and segment_ids i64[B, S]")
     max_length: int = option(
         0, "the longest sequence, and the size of the cache when serving (0: as the model says)", within=(0, 2**31)
     )
@@ -101,6 +101,8 @@ class Recipe:
                 raise OptionError(
                     f"unknown GPU architecture {arch!r}", where="--arch", hint=f"one of {', '.join(ARCHS)}, or none"
                 )
+        if self.packed and self.purpose == "serve":
+            raise OptionError("packed is for training", where="--packed", hint="a sequence that is served has its row")
         if self.max_length == 1:
             raise OptionError("max_length is 1", where="--max-length", hint="sequences of at least 2 tokens")
         if not self.mesh_axes():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mgraph.capture import packed
 from mgraph.capture.source import LossFunction
 from mgraph.errors import ModelError
 
@@ -70,12 +72,17 @@ class Adapter(nn.Module):
         self.names = tuple(i.name for i in inputs)
         self.where = where
         self.loss = loss
+        self._masked = False  # whether the masks of a transformers model are given the segments
         self._keywords, self._fixed = self._binding()
 
     def _binding(self) -> tuple[tuple[str, ...], dict[str, Any]]:
         """Inputs that the model takes by keyword, and its fixed arguments. `tokens` comes first and has any name."""
         parameters = inspect.signature(self.model.forward).parameters
         candidates = [n for n in self.names if n not in _LOSS_INPUTS]
+        if "segment_ids" in candidates and "segment_ids" not in parameters and packed.is_transformers(self.model):
+            packed.check_layers(self.model, self.where)
+            self._masked = True
+            candidates.remove("segment_ids")
         if candidates and candidates[0] == "tokens" and "tokens" not in parameters:
             candidates = candidates[1:]
         missing = [n for n in candidates if n not in parameters and self.loss is None]
@@ -93,7 +100,8 @@ class Adapter(nn.Module):
         batch = dict(zip(self.names, inputs, strict=True))
         keywords = {n: batch[n] for n in self._keywords}
         first = () if "tokens" in keywords or "tokens" not in batch else (batch["tokens"],)
-        outputs = self.model(*first, **keywords, **self._fixed)
+        with packed.own_segments(self.model, batch["segment_ids"], self.where) if self._masked else nullcontext():
+            outputs = self.model(*first, **keywords, **self._fixed)
         logits = logits_of(outputs)
         if self.loss is not None:
             made = self.loss(outputs, batch)

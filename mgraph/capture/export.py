@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from mgraph.capture.adapter import Adapter, InputSpec
 from mgraph.capture.frames import error_frame
 from mgraph.capture.shapes import MINIMA
-from mgraph.capture.source import InputsFunction, LossFunction, ModelSpec
+from mgraph.capture.source import PACKED, InputsFunction, LossFunction, ModelSpec
 from mgraph.errors import CaptureError, MgraphError, ModelError
 from mgraph.ir.dims import as_dim, names_in, symbol
 
@@ -43,13 +43,17 @@ class Exported:
 def input_specs(spec: ModelSpec, inputs: InputsFunction | None, where: str) -> tuple[InputSpec, ...]:
     """The inputs of a model: those its file defines, else tokens, labels and the asked-for extras."""
     batch, sequence = symbol("B"), symbol("S")
+    extras = ("loss_mask",) * spec.loss_mask + PACKED * spec.packed
     if inputs is None:
-        names = ["tokens", "labels"] + ["loss_mask"] * spec.loss_mask + ["position_ids"] * spec.position_ids
-        return tuple(InputSpec(n, torch.int64, (batch, sequence)) for n in names)
+        return tuple(InputSpec(n, torch.int64, (batch, sequence)) for n in ("tokens", "labels", *extras))
     given = inputs(batch, sequence)
     hint = 'return {"tokens": (torch.int64, (B, S)), ...}'
     if not isinstance(given, Mapping) or not given:
         raise ModelError(f"inputs(B, S) returned {type(given).__name__}, not a dict of inputs", where, hint)
+    absent = [name for name in extras if name not in given]
+    if absent:
+        flag = "--loss-mask" if absent[0] == "loss_mask" else "--packed"
+        raise ModelError(f"inputs(B, S) has no '{absent[0]}'", where, f"add it, or leave {flag} out")
     return tuple(_input(name, entry, where, hint) for name, entry in given.items())
 
 

@@ -163,5 +163,5 @@ def test_wrong_inputs_and_loss(tmp_path: Path, tail: str, message: str) -> None:
 
 
 def test_an_input_that_forward_does_not_take(tmp_path: Path) -> None:
-    spec = ModelSpec(write_model(tmp_path, "return self.head(x)"), position_ids=True)
+    spec = ModelSpec(write_model(tmp_path, "return self.head(x)"), packed=True)
     assert "takes no 'position_ids'" in failure(spec, ModelError).message
