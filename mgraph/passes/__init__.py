@@ -26,6 +26,7 @@ PASSES: dict[str, str] = {
     "raise-moe": "mgraph.passes.raise_moe:RaiseMoe",
     "raise-loss": "mgraph.passes.raise_loss:RaiseLoss",
     # derive
+    "lora": "mgraph.passes.lora:Lora",
     "freeze": "mgraph.passes.freeze:Freeze",
     "autodiff": "mgraph.passes.autodiff:Autodiff",
     "recompute": "mgraph.passes.recompute:Recompute",

@@ -7,7 +7,7 @@ runner's instruments do. Its text form, `name{option=value,...}`, holds the opti
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -38,11 +38,17 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """One place where a pass applied: the function, the node's id, and what was done there."""
+    """One place where a pass applied: the function, the node's id, and what was done there.
+
+    A pass that replaces chains names the nodes of the chain (`replaced`, in the graph before) and those that took their
+    place (`made`, in the graph after).
+    """
 
     function: str
     node: str
     detail: str
+    replaced: tuple[str, ...] = ()
+    made: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +70,11 @@ class Report:
     near_misses: list[NearMiss] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
 
-    def match(self, function: str, node: str, detail: str = "") -> None:
+    def match(
+        self, function: str, node: str, detail: str = "", replaced: Iterable[str] = (), made: Iterable[str] = ()
+    ) -> None:
         """Record a place where the pass applied."""
-        self.matches.append(Match(function, node, detail))
+        self.matches.append(Match(function, node, detail, tuple(replaced), tuple(made)))
 
     def near_miss(self, function: str, node: str, pattern: str, guard: str, detail: str = "") -> None:
         """Record a place where `pattern` failed, with its first failing guard."""
@@ -83,9 +91,10 @@ class Report:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Report:
         """The report that `to_json` gave."""
-        return Report(
-            [Match(**m) for m in data["matches"]], [NearMiss(**m) for m in data["near_misses"]], dict(data["counts"])
-        )
+        report = Report([], [NearMiss(**m) for m in data["near_misses"]], dict(data["counts"]))
+        for match in data["matches"]:
+            report.match(**match)
+        return report
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +133,11 @@ class Pass:
     def weight_transforms(self, before: Module, after: Module) -> tuple[WeightTransform, ...]:
         """Per changed state, how its stored form follows from the logical one; none for most passes."""
         return ()
+
+    def states_before(self, before: Module, states: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The states with which `before` computes what the module after this pass does with `states` (tensors by name,
+        of any float dtype); `None` where there are none. Only a pass that adds what changes the results has others."""
+        return states
 
     def on_twin(self, real: Module) -> Pass:
         """The pass to run on the reduced twin of `real`: this one, unless its decisions hang on extents."""
