@@ -1,7 +1,8 @@
 """Write the weights of a run as other libraries read them: safetensors files, and the model's config.json.
 
-Names are those of the model's own `state_dict`, a tied parameter stands once, and the metadata is what `transformers`
-expects. A directory with the final name is whole: it is written beside it under another name, and renamed.
+Names and shapes are those that the model's library writes, which the package knows (`weight_layout`), a tied parameter
+stands once, and the metadata is what `transformers` expects. A directory with the final name is whole: it is written
+beside it under another name, and renamed.
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from mgraph.errors import OptionError, StorageError, storage_hint
 from mgraph.runtime.package import State, StateSpec
-from mgraph.runtime.weights import INDEX, model_tensors
+from mgraph.runtime.weight_files import INDEX, Advance, ignore, write_file
+from mgraph.runtime.weight_layout import FileTensor, file_tensors
+from mgraph.runtime.weights import masters, model_tensors
 
 CONFIG = "config.json"
 """The file of a package, and of an export, that holds the configuration of a `transformers` model."""
@@ -22,7 +29,8 @@ CONFIG = "config.json"
 SHARD_BYTES = 5 * 10**9
 """How large a file may become before the next one is begun."""
 
-_DTYPE_KEYS = ("dtype", "torch_dtype")
+_REPLACED = ("dtype", "torch_dtype", "quantization_config")
+"""What a configuration says of the numbers in the files that it came with."""
 
 
 def check_export(target: Path) -> None:
@@ -33,27 +41,81 @@ def check_export(target: Path) -> None:
         )
 
 
+class Weights:
+    """The weights of a state as they are to lie in files; with `full`, a parameter's copy of full precision, or the
+    parameter in float32."""
+
+    def __init__(
+        self, state: State, specs: Iterable[StateSpec], layout: Iterable[Mapping[str, Any]], *, full: bool = False
+    ) -> None:
+        specs = list(specs)
+        written = model_tensors(specs)
+        copies = masters(specs) if full else {}
+        self.state = state
+        self.names = {spec.name: copies.get(spec.name, spec.name) for spec in written}
+        self.dtypes = {s.name: torch.float32 if full and s.kind == "param" else s.dtype for s in written}
+        self.tensors = file_tensors(layout, written)
+
+    def dtype(self, tensor: FileTensor) -> torch.dtype:
+        """That of a tensor in its file."""
+        return self.dtypes[tensor.parts[0].state]
+
+    def bytes(self, tensors: Iterable[FileTensor]) -> int:
+        """Size of tensors in files."""
+        return sum(tensor.numel * self.dtype(tensor).itemsize for tensor in tensors)
+
+    def value(self, tensor: FileTensor) -> Tensor:
+        """The tensor, contiguous on the CPU; no copy where the state has it so."""
+        return tensor.read(self.state, self.names).to(self.dtype(tensor))
+
+    def most(self) -> str:
+        """The dtype that most of the weights have, as torch names it: `float32`, `bfloat16`."""
+        sizes: dict[torch.dtype, int] = {}
+        for tensor in self.tensors:
+            dtype = self.dtype(tensor)
+            sizes[dtype] = sizes.get(dtype, 0) + self.bytes([tensor])
+        return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
+
+    def shards(self, limit: int) -> Iterator[list[FileTensor]]:
+        """The tensors in their order, cut where a file would become too large; a single tensor is never cut."""
+        shard: list[FileTensor] = []
+        size = 0
+        for tensor in self.tensors:
+            own = self.bytes([tensor])
+            if shard and size + own > limit:
+                yield shard
+                shard, size = [], 0
+            shard.append(tensor)
+            size += own
+        yield shard
+
+
+@torch.no_grad()
 def export_weights(
-    target: Path, state: State, specs: Iterable[StateSpec], config: Path, shard_bytes: int = SHARD_BYTES
+    target: Path,
+    weights: Weights,
+    config: Path,
+    shard_bytes: int = SHARD_BYTES,
+    advance: Advance = ignore,
 ) -> None:
     """Write the parameters and persistent buffers to the directory `target`; with `config`, where that file exists.
 
-    The configuration is written with the dtype that the parameters have now. Raises OptionError where `target` holds
-    something, StorageError where it cannot be written; nothing half-written stays behind.
+    The configuration is written with the dtype that the files have. One tensor is copied at a time, if at all;
+    `advance` hears of each. Raises OptionError where `target` holds something, StorageError where it
+    cannot be written; nothing half-written stays behind.
     """
     check_export(target)
-    specs = model_tensors(specs)
     target = target.absolute()
     temporary: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         temporary.chmod(0o755)  # temporary directories are private; weights need not be
-        _write_shards(temporary, state, list(_shards(specs, shard_bytes)))
+        _write_shards(temporary, weights, list(weights.shards(shard_bytes)), advance)
         if config.is_file():
             settings = json.loads(config.read_text(encoding="utf-8"))
-            settings = {key: value for key, value in settings.items() if key not in _DTYPE_KEYS}
-            settings["dtype"] = _dtype(specs)
+            settings = {key: value for key, value in settings.items() if key not in _REPLACED}
+            settings["dtype"] = weights.most()
             (temporary / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         temporary.rename(target)
     except OSError as error:
@@ -68,43 +130,27 @@ def export_weights(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _shards(specs: Iterable[StateSpec], shard_bytes: int) -> Iterator[list[StateSpec]]:
-    """The tensors in their order, cut where a file would become too large; a single tensor is never cut."""
-    shard: list[StateSpec] = []
-    size = 0
-    for spec in specs:
-        if shard and size + spec.bytes > shard_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append(spec)
-        size += spec.bytes
-    yield shard
-
-
-def _write_shards(directory: Path, state: State, shards: list[list[StateSpec]]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+def _write_shards(directory: Path, weights: Weights, shards: list[list[FileTensor]], advance: Advance) -> None:
     single = len(shards) == 1
     weight_map: dict[str, str] = {}
+    total = 0
     for index, shard in enumerate(shards, 1):
         file = "model.safetensors" if single else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-        try:
-            tensors = {spec.name: state[spec.name].detach().cpu().contiguous() for spec in shard}
-            save_file(tensors, directory / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # its writer reports a full disk in its own way
-            raise OSError(str(error)) from error
-        weight_map |= {spec.name: file for spec in shard}
+        # Wide dtypes first: a tensor that is read through a mapping must begin at a multiple of its element.
+        shard = sorted(shard, key=lambda tensor: -weights.dtype(tensor).itemsize)
+        total += write_file(
+            directory / file,
+            {tensor.name: (weights.dtype(tensor), tensor.shape) for tensor in shard},
+            _values(weights, shard, advance),
+        )
+        weight_map |= {tensor.name: file for tensor in shard}
     if not single:
-        total = sum(spec.bytes for shard in shards for spec in shard)
         index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
         (directory / INDEX).write_text(index_text + "\n", encoding="utf-8")
 
 
-def _dtype(specs: Iterable[StateSpec]) -> str:
-    """The dtype that most parameters have, as torch names it: `float32`, `bfloat16`."""
-    sizes: dict[str, int] = {}
-    for spec in specs:
-        name = str(spec.dtype).removeprefix("torch.")
-        sizes[name] = sizes.get(name, 0) + spec.bytes
-    return max(sizes, key=lambda name: sizes[name])
+def _values(weights: Weights, shard: list[FileTensor], advance: Advance) -> Iterator[Tensor]:
+    total = weights.bytes(weights.tensors)
+    for tensor in shard:
+        yield weights.value(tensor)
+        advance(weights.bytes([tensor]), total)

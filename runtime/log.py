@@ -53,6 +53,10 @@ class Log:
         if self._events is not None:
             self._events.close()
 
+    def end_of_steps(self) -> None:
+        """Take the progress bar away: there can be one at a time, and another is to come."""
+        self._progress.stop()
+
     def message(self, text: str) -> None:
         """A line for the person, above the progress bar."""
         self._console.print(text, markup=False)

@@ -46,6 +46,12 @@ class Options:
         default=None,
         metadata=_about("at the end, write the weights here as safetensors, with config.json if the model has one"),
     )
+    export_dtype: str = field(
+        default="param",
+        metadata=_about(
+            "of exported parameters: their own, or f32, from copies of full precision", choices=("param", "f32")
+        ),
+    )
     steps: int = field(default=200, metadata=_about("optimizer steps in all, those before a resume included", low=1))
     batch_size: int = field(default=8, metadata=_about("sequences per microbatch", low=1))
     seq_len: int = field(default=128, metadata=_about("tokens per sequence", low=1))

@@ -92,6 +92,12 @@ class Package:
         return int(self.manifest["vocab_size"])
 
     @property
+    def weight_layout(self) -> list[dict[str, Any]]:
+        """How the model's tensors lie in files of weights, where not as they are; see `weight_layout.py`."""
+        layout: list[dict[str, Any]] = self.manifest.get("weight_layout", [])
+        return layout
+
+    @property
     def edited(self) -> list[str]:
         """Files whose content is not what the compiler wrote."""
         listed: dict[str, str] = self.manifest["files"]

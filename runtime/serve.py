@@ -67,7 +67,7 @@ def open_generator(package_dir: Path, weights: Path | None, device: torch.device
             specs = tuple(s for s in package.state_specs if s.kind in ("param", "buffer") and s.persist)
             checkpoint.load_parameters(found, state, specs)
         else:
-            load_weights(weights, state, package.state_specs)
+            load_weights(weights, state, package.state_specs, package.weight_layout)
     return Generator(package, state)
 
 

@@ -10,7 +10,7 @@ A tensor may start as the copy of another (`copy_from`). Copies are made after w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -31,8 +31,11 @@ _PLAIN_CALLS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def create_state(specs: Iterable[StateSpec], seed: int, device: torch.device | str) -> State:
-    """All tensors of `specs` by name, initialised with `seed`, on `device`.
+def create_state(
+    specs: Iterable[StateSpec], seed: int, device: torch.device | str, blank: Collection[str] = ()
+) -> State:
+    """All tensors of `specs` by name, initialised with `seed`, on `device`; those in `blank`, and copies of them, hold
+    nothing yet.
 
     Raises `PackageError` where a tensor has no initialiser, names an unknown call, or copies in a circle.
     """
@@ -46,6 +49,9 @@ def create_state(specs: Iterable[StateSpec], seed: int, device: torch.device | s
                 raise _error(spec, problem)
             if source not in state:
                 create(by_name[source], (*waiting, source))
+        if spec.name in blank or any(call[:1] == ("copy_from",) and call[1] in blank for call in spec.init):
+            state[spec.name] = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            return
         state[spec.name] = _initialise(spec, state, seed, torch.device(device))
 
     for spec in by_name.values():

@@ -31,7 +31,7 @@ from mgraph import philox
 from mgraph.errors import MgraphError, OptionError, PackageError
 from mgraph.runtime import checkpoint, dropout, mesh, v1
 from mgraph.runtime.data import INPUTS, Batch, Corpus, Position, Stream, load_corpus, validation_batches, whole_rows
-from mgraph.runtime.export import CONFIG, check_export, export_weights
+from mgraph.runtime.export import check_export
 from mgraph.runtime.log import Log, Record
 from mgraph.runtime.mesh import DATA_AXIS, Mesh
 from mgraph.runtime.options import Options, flag, parse
@@ -40,7 +40,8 @@ from mgraph.runtime.sample import generate
 from mgraph.runtime.schedule import learning_rate
 from mgraph.runtime.state import create_state
 from mgraph.runtime.tokenizer import Tokenizer, load_tokenizer
-from mgraph.runtime.weights import load_weights
+from mgraph.runtime.transfer import export, initialise, is_exported
+from mgraph.runtime.weights import model_tensors
 
 ENTRIES = ("microbatch", "finish", "evaluate", "predict")
 """What a package must have to be trained."""
@@ -89,10 +90,10 @@ def run(options: Options, package_dir: Path) -> None:
         device = mesh.choose_device(options.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        if options.export is not None:
-            check_export(options.export)
         package = _open(package_dir, device, options)
         opened.append(package)
+        if options.export is not None and not _is_complete(options, package):
+            check_export(options.export)
         axes = mesh.bind_axes(package.manifest["mesh"], mesh.environment()[1])
         return device, axes, package.fingerprint_all()
 
@@ -143,6 +144,20 @@ def _check_inputs(package: Package) -> None:
                     where=str(package.path),
                     hint=HINTS.get(name, "change inputs(B, S) in the model's file, and compile again"),
                 )
+
+
+def _directory(options: Options, package: Package) -> Path:
+    """Where the run is."""
+    return options.out or Path("runs") / package.manifest["name"]
+
+
+def _is_complete(options: Options, package: Package) -> bool:
+    """Whether the run that is to be gone on with has made its last step and exported its weights."""
+    out = _directory(options, package)
+    found = checkpoint.latest(out / "checkpoints") if options.resume else None
+    if found is None or found.step < options.steps or options.export is None:
+        return False
+    return is_exported(options.export, out, found.step)
 
 
 def _share_of_threads() -> int:
@@ -204,6 +219,8 @@ class Trainer:
                 f"--accumulate {microbatches} microbatches cannot be shared evenly by {num_ranks} data-parallel ranks",
                 hint=f"a multiple of {num_ranks}",
             )
+        # Weights that will be read, of --init or of a checkpoint, need not be drawn.
+        given = {s.name for s in model_tensors(package.state_specs)} if options.init is not None else set()
         tokenizer = load_tokenizer(options.tokenizer, package.vocab_size)
         corpus = load_corpus(options.data, tokenizer)
         batch, length = options.batch_size, options.seq_len
@@ -215,8 +232,8 @@ class Trainer:
             corpus=corpus,
             stream=Stream(corpus.train, batch, length, options.seed),
             validation=validation_batches(corpus.validation, batch, length, options.eval_batches, rank, num_ranks),
-            state=create_state(package.state_specs, options.seed, where.device),
-            out=options.out or Path("runs") / package.manifest["name"],
+            state=create_state(package.state_specs, options.seed, where.device, blank=given),
+            out=_directory(options, package),
             microbatches=microbatches,
         )
 
@@ -232,6 +249,7 @@ class Trainer:
             "--tokenizer": self.tokenizer.name,
             "--seq-len": self.options.seq_len,
             "--seed": self.options.seed,
+            "--init": str(self.options.init) if self.options.init is not None else None,
         }
 
     def resume_or_refuse(self) -> None:
@@ -243,7 +261,7 @@ class Trainer:
         if found is None:
             init = self.options.init
             if init is not None:
-                self.mesh.together(lambda: load_weights(init, self.state, self.package.state_specs))
+                self.mesh.together(lambda: initialise(init, self.package, self.state, self.mesh.is_first))
             return
         if not self.options.resume:
             raise OptionError(
@@ -422,10 +440,14 @@ class Trainer:
 
     def _export(self) -> None:
         """Every rank has all weights; the first one writes them."""
-        if self.options.export is not None and self.log is not None:
-            specs = self.package.state_specs
-            export_weights(self.options.export, self.state, specs, self.package.path / CONFIG)
-            self.log.message(f"exported the weights to {self.options.export}")
+        options = self.options
+        if options.export is None or self.log is None:
+            return
+        if _is_complete(options, self.package):
+            self.log.message(f"the weights of step {self.step} are in {options.export} already")
+            return
+        self.log.end_of_steps()
+        export(options.export, options.export_dtype, self.package, self.state, self.out, self.step)
 
 
 def _problem(result: Record) -> str:

@@ -1,24 +1,25 @@
-"""Fill the parameters of a state from safetensors files, by parameter name.
+"""Fill the parameters of a state from safetensors files.
 
-Names are those of the model's own `state_dict`, so a file that the model's library wrote fits. A directory may hold one
-file or several; where it has an index, the index says which file has which tensor.
+The tensors of a file have the names and shapes that the model's library writes, which the package knows
+(`weight_layout`), or those of the model's own `state_dict`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mgraph.errors import CheckpointError
 from mgraph.runtime.package import State, StateSpec
+from mgraph.runtime.weight_files import Advance, WeightFiles, ignore, listed
+from mgraph.runtime.weight_layout import FileTensor, as_it_is, file_tensors
 
-INDEX = "model.safetensors.index.json"
-SHOWN = 3
-"""How many names of each kind of problem an error shows."""
+COMPARED = 2**24
+"""Elements that are compared at once: a tensor that is only looked at is not to be copied whole."""
 
 
 def model_tensors(specs: Iterable[StateSpec]) -> list[StateSpec]:
@@ -26,95 +27,85 @@ def model_tensors(specs: Iterable[StateSpec]) -> list[StateSpec]:
     return [s for s in specs if s.kind == "param" or (s.kind == "buffer" and s.persist)]
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a path: itself, those of its index, or all in the directory.
-
-    Raises CheckpointError where there are none, or where one that the index names is absent.
-    """
-    index = path / INDEX
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"not an index of weights: {error!r}", where=str(index)) from error
-        files = sorted(path / name for name in names)
-    else:
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    absent = [f.name for f in files if not f.is_file()]
-    if not files or absent:
-        problem = f", {', '.join(absent[:SHOWN])} is absent" if absent and path.is_dir() else ""
-        raise CheckpointError(
-            f"no weights at {path}{problem}", hint="give a .safetensors file or a directory that holds some"
-        )
-    return files
+def masters(specs: Iterable[StateSpec]) -> dict[str, str]:
+    """Parameters that have a copy of full precision, and its name."""
+    return {s.name.removesuffix(".master"): s.name for s in specs if s.kind == "master"}
 
 
 @torch.no_grad()
-def load_weights(path: Path, state: State, specs: Iterable[StateSpec]) -> None:
-    """Copy every parameter and persistent buffer from the files of `path` into `state`, converting dtypes.
+def load_weights(
+    path: Path,
+    state: State,
+    specs: Iterable[StateSpec],
+    layout: Iterable[Mapping[str, Any]],
+    advance: Advance = ignore,
+) -> int:
+    """Copy every parameter and persistent buffer from the files of `path` into `state`, converting dtypes; how many
+    tensors of files that were. `layout` is the package's `weight_layout`.
 
-    A master copy takes the file's own precision, not that of its parameter. Raises CheckpointError for an unreadable
-    file, and one for all tensors that are missing, of another shape, or not in the package. Two kinds of tensors may be
-    there besides: buffers that the package makes itself, and copies of a parameter, under the other name of a tied one.
+    A master copy takes the file's own precision, not that of its parameter. One tensor of a file is in memory at a
+    time; `advance` hears when it is done with. Raises CheckpointError for an unreadable file, and one for
+    all tensors that are missing, of another shape, or not in the package. Two kinds of tensors may be there besides:
+    buffers that the package makes itself, and copies of a parameter, under the other name of a tied one.
     """
     specs = list(specs)
-    wanted = {s.name for s in model_tensors(specs)}
-    derived = {s.name for s in specs if s.kind == "buffer"} - wanted
-    masters = {s.name.removesuffix(".master"): s.name for s in specs if s.kind == "master"}
-    found: set[str] = set()
-    others: list[tuple[Path, str]] = []
+    own = {spec.name: as_it_is(spec) for spec in model_tensors(specs)}
+    laid_out = {tensor.name: tensor for tensor in file_tensors(layout, model_tensors(specs))}
+    itself, copies = {name: name for name in own}, masters(specs)
+    made = {s.name.rpartition(".")[2] for s in specs if s.kind == "buffer" and not s.persist}
+    files = WeightFiles(path)
+    found: dict[str, FileTensor] = {}
+    others: list[str] = []
     misshaped: list[str] = []
-    for file in weight_files(path):
-        for name in _names(file):
-            if name not in wanted:
-                others.append((file, name))
-                continue
-            found.add(name)
-            tensor = _read(file, name)
-            if tensor.shape != state[name].shape:
-                misshaped.append(f"{name} is {list(tensor.shape)}, not {list(state[name].shape)}")
-                continue
-            for target in (name, masters.get(name)):
-                if target is not None:
-                    state[target].copy_(tensor)
+    for name in files.names():
+        expected = laid_out.get(name) or own.get(name)
+        if expected is None:
+            others.append(name)
+            continue
+        tensor = files.read(name)
+        found[name] = expected
+        if tuple(tensor.shape) == expected.shape:
+            expected.write(state, itself, tensor)
+            expected.write(state, copies, tensor)
+        else:
+            misshaped.append(f"{name} is {list(tensor.shape)}, not {list(expected.shape)}")
+        advance(tensor.nbytes, files.bytes)
+    filled = {part.state for tensor in found.values() for part in tensor.parts}
+    others = [name for name in others if name.rpartition(".")[2] not in made]
     problems = {
-        "missing": sorted(wanted - found),
+        "missing": _missing(found, laid_out, own),
         "of another shape": misshaped,
-        "not in the package": [n for f, n in others if n not in derived and not _is_copy(_read(f, n), state, found)],
+        "not in the package": [name for name in others if not _is_copy(files.read(name), state, filled)],
     }
     if any(problems.values()):
         raise CheckpointError(
-            "the weights do not fit the package: " + "; ".join(_listed(k, v) for k, v in problems.items() if v),
+            "the weights do not fit the package: "
+            + "; ".join(f"{len(names)} {kind} ({listed(names)})" for kind, names in problems.items() if names),
             where=str(path),
-            hint="compile the package from the configuration of these weights; names are those of its state_dict",
+            hint="compile the package from the configuration of these weights; names are those that the model's "
+            "library writes, or of its state_dict",
         )
+    return len(found)
 
 
-def _names(file: Path) -> list[str]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return sorted(opened.keys())
-    except SafetensorError as error:
-        raise CheckpointError(f"not a whole safetensors file: {error}", where=str(file)) from error
-
-
-def _read(file: Path, name: str) -> Tensor:
-    """One tensor. The file is mapped anew for each, since the pages of a mapping stay in memory until it is dropped."""
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        tensor: Tensor = opened.get_tensor(name)
-    return tensor
+def _missing(
+    found: Mapping[str, FileTensor], laid_out: Mapping[str, FileTensor], own: Mapping[str, FileTensor]
+) -> list[str]:
+    """The tensors of files without which some of the state is not filled."""
+    whole = {name for name, tensor in own.items() if found.get(name) is tensor}
+    return [
+        name
+        for name, tensor in laid_out.items()
+        if name not in found and not all(part.state in whole for part in tensor.parts)
+    ]
 
 
 def _is_copy(tensor: Tensor, state: State, names: Iterable[str]) -> bool:
     """Whether a tensor holds what one of these has: a tied parameter may be in a file under its other names too."""
-    alike = (state[name] for name in names if state[name].shape == tensor.shape)
-    return any(torch.equal(tensor.to(own), own) for own in alike)
+    alike = [state[name] for name in names if state[name].shape == tensor.shape]
+    return any(_equal(tensor, own) for own in alike)
 
 
-def _listed(problem: str, names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{len(names)} {problem} ({', '.join(names[:SHOWN])}{more})"
+def _equal(tensor: Tensor, own: Tensor) -> bool:
+    pieces = zip(tensor.reshape(-1).split(COMPARED), own.reshape(-1).split(COMPARED), strict=True)
+    return all(torch.equal(given.to(mine), mine) for given, mine in pieces)

@@ -99,9 +99,9 @@ def test_only_copies_of_tied_tensors_may_be_there_besides(pretrained: Pretrained
         assert "lm_head.weight" not in tensors
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         save_file(tensors, tmp_path / "model.safetensors")
-        load_weights(tmp_path, state, specs)
+        load_weights(tmp_path, state, specs, [])
         assert torch.equal(state["model.embed_tokens.weight"], tensors["lm_head.weight"])
     tensors["lm_head.weight" if tied else "lm_head.bias"] = torch.randn(256, 64)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"1 not in the package \(lm_head\.(weight|bias)\)"):
-        load_weights(tmp_path, state, specs)
+        load_weights(tmp_path, state, specs, [])

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from mgraph.errors import CheckpointError
 from mgraph.runtime.package import StateSpec
 from mgraph.runtime.state import create_state
-from mgraph.runtime.weights import INDEX, load_weights
+from mgraph.runtime.weight_files import INDEX
+from mgraph.runtime.weights import load_weights
 
 
 def _spec(name: str, kind: str, dtype: torch.dtype, init: tuple[tuple[object, ...], ...]) -> StateSpec:
@@ -46,7 +47,7 @@ def _shards(path: Path) -> dict[str, torch.Tensor]:
 
 def test_shards_dtypes_and_masters(tmp_path: Path) -> None:
     values, state = _shards(tmp_path), create_state(SPECS, 0, "cpu")
-    load_weights(tmp_path, state, SPECS)
+    load_weights(tmp_path, state, SPECS, [])
     assert torch.equal(state["a"], values["a"].bfloat16())
     assert torch.equal(state["a.master"], values["a"])  # not rounded through bf16
     assert torch.equal(state["b"], values["b"].float())
@@ -55,7 +56,7 @@ def test_shards_dtypes_and_masters(tmp_path: Path) -> None:
 def test_all_misfits_are_in_one_error(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(5, 3), "c": torch.zeros(1)}, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError) as error:
-        load_weights(tmp_path, create_state(SPECS, 0, "cpu"), SPECS)
+        load_weights(tmp_path, create_state(SPECS, 0, "cpu"), SPECS, [])
     for words in ("1 missing (b)", "a is [5, 3], not [3, 5]", "1 not in the package (c)"):
         assert words in str(error.value)
 
@@ -63,15 +64,15 @@ def test_all_misfits_are_in_one_error(tmp_path: Path) -> None:
 def test_absent_and_broken_files(tmp_path: Path) -> None:
     state = create_state(SPECS, 0, "cpu")
     with pytest.raises(CheckpointError, match="no weights"):
-        load_weights(tmp_path / "nowhere", state, SPECS)
+        load_weights(tmp_path / "nowhere", state, SPECS, [])
     _shards(tmp_path)
     whole = (tmp_path / "b.safetensors").read_bytes()
     (tmp_path / "b.safetensors").write_bytes(whole[:-4])
     with pytest.raises(CheckpointError, match="not a whole safetensors file"):
-        load_weights(tmp_path, state, SPECS)
+        load_weights(tmp_path, state, SPECS, [])
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"b\.safetensors is absent"):
-        load_weights(tmp_path, state, SPECS)
+        load_weights(tmp_path, state, SPECS, [])
     (tmp_path / INDEX).write_text("[]")
     with pytest.raises(CheckpointError, match="not an index"):
-        load_weights(tmp_path, state, SPECS)
+        load_weights(tmp_path, state, SPECS, [])

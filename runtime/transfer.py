@@ -1,0 +1,87 @@
+"""Weights into a run before its first step, and out after its last, with what a person sees of it meanwhile.
+
+That a run has been exported is noted in its directory, so that one that is whole may be started again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mgraph.runtime.export import CONFIG, Weights, export_weights
+from mgraph.runtime.package import Package, State
+from mgraph.runtime.weights import load_weights
+
+NOTE = "exported.json"
+"""The file in a run's directory that says where its weights were exported to, and after which step."""
+
+FULL = "f32"
+"""The choice of --export-dtype that is not the dtype of the parameters."""
+
+
+def initialise(source: Path, package: Package, state: State, shown: bool) -> None:
+    """Fill the weights of a state from files; a bar on a terminal and a line, where `shown`. Raises CheckpointError."""
+    with _Transfer("loading weights", shown) as transfer:
+        number = load_weights(source, state, package.state_specs, package.weight_layout, transfer.advance)
+    if shown:
+        transfer.say(f"loaded {number} tensors, {transfer.summary} from {source}")
+
+
+def export(target: Path, dtype: str, package: Package, state: State, note: Path, step: int) -> None:
+    """Write the weights to a directory, and that this was done into the directory `note` of the run. `dtype` is FULL,
+    or anything else for that of the parameters. Raises OptionError, StorageError.
+    """
+    weights = Weights(state, package.state_specs, package.weight_layout, full=dtype == FULL)
+    with _Transfer("exporting weights", True) as transfer:
+        export_weights(target, weights, package.path / CONFIG, advance=transfer.advance)
+    record = {"directory": str(target.absolute()), "step": step}
+    (note / NOTE).write_text(json.dumps(record) + "\n", encoding="utf-8")
+    transfer.say(f"exported the weights, {transfer.summary} to {target}")
+
+
+def is_exported(target: Path, note: Path, step: int) -> bool:
+    """Whether the run in the directory `note` was exported to `target` after this step, and `target` still is there."""
+    try:
+        record = json.loads((note / NOTE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return record == {"directory": str(target.absolute()), "step": step} and target.is_dir() and any(target.iterdir())
+
+
+class _Transfer:
+    """A bar while it is entered, on a terminal; afterwards, how much was moved and in which time."""
+
+    def __init__(self, what: str, shown: bool) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        self._progress = Progress(
+            *columns, console=self._console, disable=not (shown and self._console.is_terminal), transient=True
+        )
+        self._task = self._progress.add_task("")
+        self._bytes, self._begun, self._seconds = 0, time.perf_counter(), 0.0
+
+    def __enter__(self) -> _Transfer:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        self._seconds = time.perf_counter() - self._begun
+
+    def advance(self, done: int, total: int) -> None:
+        """So many more bytes are done, of so many in all."""
+        self._bytes += done
+        self._progress.update(self._task, advance=done, total=total)
+
+    def say(self, text: str) -> None:
+        """A line."""
+        self._console.print(text, markup=False)
+
+    @property
+    def summary(self) -> str:
+        """`1.6 GB in 2.1 s`."""
+        return f"{self._bytes / 1e9:.3g} GB in {self._seconds:.1f} s"
