@@ -17,6 +17,7 @@ from typing import Any
 
 from mgraph.capture import CaptureReport, CheckpointForm, ModelSpec, capture_with_report
 from mgraph.codegen.package import PackageInfo, check_target, emit_package
+from mgraph.codegen.triton.builder import KernelBuilder
 from mgraph.ir.graph import Module
 from mgraph.ir.types import DType
 from mgraph.parameter_groups import parse_group
@@ -165,6 +166,18 @@ def compile_package(
     the `MgraphError` of the stage that fails.
     """
     check_target(recipe.directory.absolute(), force=force)
+    with KernelBuilder(recipe.archs) as builder:
+        return _compile(recipe, extra, builder, force=force, say=say)
+
+
+def _compile(
+    recipe: Recipe,
+    extra: tuple[Instrument, ...],
+    builder: KernelBuilder,
+    *,
+    force: bool,
+    say: Callable[[str], Any],
+) -> Compilation:
     done, verifier = _run_passes(recipe, extra, say)
     say("emit the package")
     begun = time.perf_counter()
@@ -189,6 +202,6 @@ def compile_package(
         done.form.layout,
     )
     with collector_spared():
-        done.package = emit_package(done.module, info, recipe.directory, force=force)
+        done.package = emit_package(done.module, info, recipe.directory, force=force, builder=builder)
     done.seconds["emit"] = time.perf_counter() - begun
     return done

@@ -12,7 +12,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from mgraph.codegen.fingerprint import fingerprint
 from mgraph.codegen.kernel_sites import kernel_sites
 from mgraph.codegen.manifest import file_digests, manifest, manifest_text
 from mgraph.codegen.step import step_text
-from mgraph.codegen.triton.aot import build_kernels
+from mgraph.codegen.triton.builder import KernelBuilder
 from mgraph.errors import PackageError, StorageError, storage_hint
 from mgraph.ir.graph import Module
 from mgraph.ir.printer import print_module
@@ -54,8 +53,15 @@ class PackageInfo:
     weight_layout: Sequence[Mapping[str, Any]] = ()
 
 
-def emit_package(module: Module, info: PackageInfo, out_dir: Path | str, *, force: bool = False) -> Path:
-    """Write the package of a module and return its directory.
+def emit_package(
+    module: Module,
+    info: PackageInfo,
+    out_dir: Path | str,
+    *,
+    force: bool = False,
+    builder: KernelBuilder | None = None,
+) -> Path:
+    """Write the package of a module and return its directory. `builder` is one for `info.archs` that waits already.
 
     Raises PackageError where `out_dir` is something else than a package or holds edited files (and not `force`), and
     StorageError where it cannot be written.
@@ -66,7 +72,8 @@ def emit_package(module: Module, info: PackageInfo, out_dir: Path | str, *, forc
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        _write(module, info, temporary)
+        with builder or KernelBuilder(info.archs) as kernels:
+            _write(module, info, temporary, kernels)
         _keep_edited(target, temporary, edited)
         _move_into_place(temporary, target)
     except OSError as error:
@@ -89,16 +96,14 @@ def check_target(target: Path, *, force: bool = False) -> list[str]:
     return edited
 
 
-def _write(module: Module, info: PackageInfo, directory: Path) -> None:
-    """All files of the package, the manifest last."""
+def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBuilder) -> None:
+    """All files of the package, the manifest last; step and graphs are printed while the kernels are built."""
     directory.chmod(0o755)  # temporary directories are private; packages are not
     sites = kernel_sites(module)
-    # Most of a kernel's compilation runs outside the interpreter's lock: step and graphs are printed meanwhile.
-    with ThreadPoolExecutor(1) as pool:
-        building = pool.submit(build_kernels, sites.specs, directory, info.archs)
-        (directory / "step.py").write_text(step_text(module, sites), encoding="utf-8")
-        text = info.write_graphs(directory / "graphs") if info.write_graphs is not None else print_module(module)
-        kernels = building.result()
+    builder.start(sites.specs, directory)
+    (directory / "step.py").write_text(step_text(module, sites), encoding="utf-8")
+    text = info.write_graphs(directory / "graphs") if info.write_graphs is not None else print_module(module)
+    kernels = builder.result()
     (directory / f"{info.kind}.py").write_text(driver_text(info.kind, module.name), encoding="utf-8")
     if info.configuration is not None:
         (directory / CONFIGURATION).write_text(info.configuration, encoding="utf-8")

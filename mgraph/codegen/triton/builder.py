@@ -1,0 +1,100 @@
+"""A process of its own that compiles the kernels of a package while the rest of it is made.
+
+Triton holds the interpreter's lock for most of a compilation, so a thread would only take turns with the passes and the
+printing; a process overlaps them, and imports Triton while the model is captured. Specs and manifest entries are plain
+data, so they cross the border as they are, and so do errors.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from mgraph.codegen.triton.aot import build_kernels
+from mgraph.codegen.triton.kernel import KernelSpec
+from mgraph.errors import MgraphError
+
+
+class KernelBuilder:
+    """`build_kernels` in another process: `start` it once, take its `result`.
+
+    Without architectures there is no process. Use it in a `with`: leaving it ends the process, whatever it is at.
+    """
+
+    def __init__(self, archs: Sequence[str]) -> None:
+        self._archs = tuple(archs)
+        self._asked: tuple[Sequence[KernelSpec], Path] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        if self._archs:
+            self._connection, theirs = Pipe()
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+            theirs.close()
+
+    def start(self, specs: Sequence[KernelSpec], directory: Path) -> None:
+        """Begin to build the kernels of a package into its directory."""
+        assert self._asked is None, "a builder builds once"
+        self._asked = specs, directory
+        if self.process is not None:
+            with suppress(ConnectionError):  # a process that has died is told of by `result`
+                self._connection.send((specs, directory, self._archs))
+
+    def result(self) -> list[dict[str, Any]]:
+        """The manifest's `kernels` list, as soon as it is there. Raises what `build_kernels` raises."""
+        assert self._asked is not None, "nothing was started"
+        if self.process is None:
+            return build_kernels(*self._asked, archs=())
+        try:
+            made = self._connection.recv()
+        except (EOFError, ConnectionError):
+            status = self.process.wait()
+            raise MgraphError(
+                f"the process that compiles the GPU kernels ended with status {status}",
+                hint="see what it wrote above; where memory was short, compile on a larger machine",
+            ) from None
+        if isinstance(made, BaseException):
+            raise made
+        built: list[dict[str, Any]] = made
+        return built
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self._connection.close()
+
+
+def serve(connection: Connection) -> None:
+    """Answer one request; return without one where the other side has gone."""
+    with suppress(ImportError):  # `build_kernels` says so where it needs it
+        import triton.compiler  # noqa: F401  (before the request comes, not after)
+    try:
+        specs, directory, archs = connection.recv()
+    except EOFError:
+        return
+    try:
+        answer: Any = build_kernels(specs, directory, archs)
+    except (MgraphError, OSError) as error:
+        answer = error
+    connection.send(answer)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to the whole group; who asked then ends this process
+    serve(Connection(int(sys.argv[1])))
