@@ -15,10 +15,10 @@ Nodes are grouped by the first `<list>.<index>` of their module path. A group be
 and come back (a layer applied twice), it becomes several. Segments with the same structure and the same shared
 arguments become one function. Structure is: ops, how values flow, types, attributes, module paths relative to the
 layer, and names of states relative to the layer. A *shared* argument is one that several segments of the list read and
-that no segment of the list makes (a mask, rotary tables), or that depends on no input: layers that read different ones
-stay different functions, so that what is known of the argument holds for the whole function. Numbers that differ are
-lifted to statics of the call. What is read outside of a segment becomes a result. Lists within layers are outlined in
-turn.
+that no segment of the list makes (rotary tables), or that is made from integers alone, constants or inputs (a mask):
+layers that read different ones stay different functions, so that what is known of the argument holds for the whole
+function. Numbers that differ are lifted to statics of the call. What is read outside of a segment becomes a result.
+Lists within layers are outlined in turn.
 """
 
 from __future__ import annotations
@@ -225,9 +225,11 @@ class _Outliner:
         return sorted(kinds.values(), key=lambda kind: kind[0].first)
 
     def constants(self) -> dict[Value, int]:
-        """Values made from no input and no state, like masks and positions; those made alike have the same number."""
-        constants: dict[Value, int] = {}
-        numbers: dict[Any, int] = {}
+        """Values made from no state and no floats of the input, like masks and positions; those made alike have the
+        same number."""
+        integers = [value for value in self.function.params if not value.tensor.dtype.is_float]
+        constants = {value: number for number, value in enumerate(integers)}
+        numbers: dict[Any, int] = {**constants}
         for node in self.function.nodes:
             if all(value in constants for value in node.operands):
                 key = node.op, tuple(constants[value] for value in node.operands), attrs_key(node.attrs)

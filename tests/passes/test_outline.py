@@ -13,7 +13,7 @@ from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Module, Origin, State, StateKind, Static, Value
 from mgraph.ir.parser import parse_module
 from mgraph.ir.printer import print_module
-from mgraph.ir.types import DType
+from mgraph.ir.types import DType, TensorType
 from mgraph.ir.verifier import verify
 from mgraph.passes.base import Report
 from mgraph.passes.outline import Outline
@@ -35,6 +35,8 @@ def check(module: Module, min_nodes: int = 4) -> Module:
     after = outlined(module, min_nodes)
     inputs = {
         p.name: torch.randn([3 if d == B else int(d) for d in p.tensor.shape])
+        if p.tensor.dtype.is_float
+        else torch.randint(9, [int(d) for d in p.tensor.shape])
         for p in module.functions["forward"].params
     }
     assert_same_results(module, after, inputs, random_state(module))
@@ -124,6 +126,18 @@ def test_constants_keep_layers_apart_where_they_are_made_otherwise() -> None:
         stack.builder.origin = Origin("", "model.py", 1)
         (made,) = stack.builder.emit("aten.full.default", (), attrs)
         x = stack.layer(f"layers.{index}", x, made)
+    after = check(stack.module(x))
+    assert calls_of(after) == ["layer", "layer", "layer_1"]
+
+
+def test_masks_of_integer_inputs_keep_layers_apart() -> None:
+    """Each is read by one layer; those that are made alike count as one."""
+    stack = Stack()
+    x, ids = stack.builder.param("x", f32(B, 4)), stack.builder.param("ids", TensorType(DType.I64, (4,)))
+    for index, number in enumerate((3, 3, 7)):
+        stack.builder.origin = Origin("", "model.py", 1)
+        near = stack.builder.one("aten.lt.Scalar", ids, other=number)
+        x = stack.layer(f"layers.{index}", x, stack.builder.one("cast", near, dtype=DType.F32))
     after = check(stack.module(x))
     assert calls_of(after) == ["layer", "layer", "layer_1"]
 
