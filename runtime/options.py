@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, get_type_hints
 
 from mgraph.errors import OptionError
-from mgraph.runtime.data import BUILTIN
+from mgraph.runtime.examples import LONG, SUFFIX
 from mgraph.runtime.mesh import environment
 from mgraph.runtime.schedule import DECAYS
+from mgraph.runtime.text import BUILTIN
 
 EXIT_CODES = """exit codes:
   0  the run ended, or was stopped by SIGTERM or Ctrl-C after its step and saved
@@ -33,9 +34,29 @@ class Options:
 
     data: str = field(
         default=BUILTIN,
-        metadata=_about(f"UTF-8 text: a file, a directory, or '{BUILTIN}', prose that comes with Python"),
+        metadata=_about(
+            f"UTF-8 text, or examples ({SUFFIX}): a file, a directory, or '{BUILTIN}', prose that comes with Python"
+        ),
     )
-    tokenizer: Path | None = field(default=None, metadata=_about("a tokenizer.json (default: bytes)"))
+    tokenizer: Path | None = field(
+        default=None, metadata=_about("a tokenizer.json, or a directory that has one (default: bytes)")
+    )
+    chat_template: Path | None = field(
+        default=None, metadata=_about("how conversations become text, in Jinja (default: the tokenizer's own)")
+    )
+    end_of_text: str = field(
+        default="auto",
+        metadata=_about("token behind texts and completions of examples, none, or auto, the tokenizer's eos_token"),
+    )
+    pack: str = field(
+        default="auto",
+        metadata=_about(
+            "several examples in a row; auto does where the package takes segment_ids", choices=("auto", "yes", "no")
+        ),
+    )
+    long: str = field(
+        default="cut", metadata=_about("what becomes of an example that is longer than a row", choices=LONG)
+    )
     init: Path | None = field(
         default=None,
         metadata=_about(

@@ -19,17 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from mgraph import philox
-from mgraph.runtime.data import IGNORED
+from mgraph.runtime.data import IGNORED, Row, shuffled
 from mgraph.runtime.examples import Examples
 
 WINDOW = 4096
 """Examples that are packed together: enough to fill rows well, few against a data set, so that epochs differ."""
-
-Row = dict[str, Tensor]
-"""tokens, labels, position_ids and segment_ids, each i64[S]."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +39,11 @@ class PackedExamples:
 
     def rows(self, key: philox.Key | None) -> PackedRows:
         """All rows of an epoch; `key` None leaves the examples in their order."""
-        order = self.chosen if key is None else self.chosen[_shuffled(len(self.chosen), key)]
+        order = self.chosen if key is None else self.chosen[shuffled(len(self.chosen), key)]
         lengths = self.examples.positions[order]
         places, starts = pack(lengths, self.seq_len) if self.pack else _one_each(len(order))
         count = len(starts) - 1
-        turn = np.arange(count) if key is None else _shuffled(count, philox.key_from(*key, "rows"))
+        turn = np.arange(count) if key is None else shuffled(count, philox.key_from(*key, "rows"))
         return PackedRows(self.examples, order[places], starts, turn, self.seq_len)
 
 
@@ -119,9 +115,3 @@ def pack(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], 
 
 def _one_each(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return np.arange(count), np.arange(count + 1)
-
-
-def _shuffled(count: int, key: philox.Key) -> NDArray[np.int64]:
-    # A stable sort keeps equal draws in place, so the order is a function of the draws alone.
-    order: NDArray[np.int64] = torch.argsort(philox.uniform((count,), key), stable=True).numpy()
-    return order

@@ -30,7 +30,8 @@ from torch import Tensor
 from mgraph import philox
 from mgraph.errors import MgraphError, OptionError, PackageError
 from mgraph.runtime import checkpoint, dropout, mesh, v1
-from mgraph.runtime.data import INPUTS, Batch, Corpus, Position, Stream, load_corpus, validation_batches, whole_rows
+from mgraph.runtime.corpus import load_corpus
+from mgraph.runtime.data import INPUTS, Batch, Corpus, Position, Stream, validation_batches, whole_rows
 from mgraph.runtime.export import check_export
 from mgraph.runtime.log import Log, Record
 from mgraph.runtime.mesh import DATA_AXIS, Mesh
@@ -222,16 +223,17 @@ class Trainer:
         # Weights that will be read, of --init or of a checkpoint, need not be drawn.
         given = {s.name for s in model_tensors(package.state_specs)} if options.init is not None else set()
         tokenizer = load_tokenizer(options.tokenizer, package.vocab_size)
-        corpus = load_corpus(options.data, tokenizer)
-        batch, length = options.batch_size, options.seq_len
+        takes_segments = "segment_ids" in package.manifest["entries"]["microbatch"]["inputs"]
+        corpus = load_corpus(options, tokenizer, takes_segments)
+        batch = options.batch_size
         return cls(
             options=options,
             package=package,
             mesh=where,
             tokenizer=tokenizer,
             corpus=corpus,
-            stream=Stream(corpus.train, batch, length, options.seed),
-            validation=validation_batches(corpus.validation, batch, length, options.eval_batches, rank, num_ranks),
+            stream=Stream(corpus.train, batch, options.seed),
+            validation=validation_batches(corpus.validation, batch, options.eval_batches, rank, num_ranks),
             state=create_state(package.state_specs, options.seed, where.device, blank=given),
             out=_directory(options, package),
             microbatches=microbatches,
@@ -245,7 +247,7 @@ class Trainer:
     def identity(self) -> dict[str, Any]:
         """What must be the same for a resumed run to be the same run."""
         return {
-            "--data (SHA-256)": self.corpus.fingerprint,
+            **self.corpus.identity,
             "--tokenizer": self.tokenizer.name,
             "--seq-len": self.options.seq_len,
             "--seed": self.options.seed,
@@ -294,6 +296,8 @@ class Trainer:
             f"{self.package.manifest['name']}: {numbers:,} trained parameters on {self.mesh.world_size} "
             f"process{'es' * (self.mesh.world_size > 1)} ({self.mesh.device.type}), {tokens:,} tokens per step{start}"
         )
+        for note in self.corpus.notes:
+            self.log.message(note)
         if self.changed:
             self.log.message(f"note: resumed with {', '.join(self.changed)}")
         if self.step >= self.options.steps:
@@ -389,7 +393,7 @@ class Trainer:
         position = self.stream.position
         record = {
             "identity": self.identity(),
-            "position": [position.epoch, position.window],
+            "position": [position.epoch, position.row],
             "options": {name: str(value) for name, value in vars(self.options).items()},
         }
         path = checkpoint.save(

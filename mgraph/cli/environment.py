@@ -29,7 +29,19 @@ class Extra:
     adapter: bool = False
 
 
-REQUIRED = ("torch", "triton", "numpy", "sympy", "safetensors", "tokenizers", "rich", "typer", "PyYAML", "matplotlib")
+REQUIRED = (
+    "torch",
+    "triton",
+    "numpy",
+    "sympy",
+    "safetensors",
+    "tokenizers",
+    "rich",
+    "typer",
+    "PyYAML",
+    "Jinja2",
+    "matplotlib",
+)
 EXTRAS = (
     Extra("gpu", "cuda-python", "cuda", "kernels are launched from their binaries"),
     Extra("hf", "transformers", "transformers", "models by their config.json (hf:…)"),

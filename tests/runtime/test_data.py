@@ -1,31 +1,54 @@
-"""Corpora, their errors, and the stream: every window once, resumable, the same on any number of ranks."""
+"""The stream: every row once, resumable, the same on any number of ranks; for windows of text and packed examples."""
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
+from collections.abc import Sequence
+from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 
-from mgraph.errors import DataError
+from mgraph.runtime import packing
 from mgraph.runtime.data import (
-    BUILTIN,
     IGNORED,
     INPUTS,
+    Batch,
     Position,
+    Source,
     Stream,
-    load_corpus,
-    unigram_entropy,
+    epoch_key,
     validation_batches,
+    whole_rows,
 )
-from mgraph.runtime.tokenizer import ByteTokenizer
+from mgraph.runtime.examples import Examples
+from mgraph.runtime.packing import PackedExamples
+from mgraph.runtime.text import windows
 
-BYTES = ByteTokenizer()
+
+def text(length: int, seq_len: int) -> Source:
+    """Windows of the numbers below `length`."""
+    return windows(torch.arange(length), seq_len, "training")
+
+
+def examples(count: int, seq_len: int) -> PackedExamples:
+    """Packed examples of 2 to `seq_len` + 1 tokens, all different."""
+    lengths = np.random.default_rng(0).integers(2, seq_len + 2, count)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    tokens = np.arange(offsets[-1], dtype=np.int32)
+    made = Examples(tokens, np.ones(len(tokens), np.bool_), offsets)
+    return PackedExamples(made, np.arange(count), seq_len, pack=True)
+
+
+SOURCES: dict[str, Source] = {"text": text(997, 9), "examples": examples(300, 20)}
+
+
+def equal(found: Batch, expected: Batch) -> bool:
+    return all(torch.equal(found[name], expected[name]) for name in INPUTS)
 
 
 def test_labels_are_the_next_tokens() -> None:
-    stream = Stream(torch.arange(1000), batch_size=3, seq_len=7, seed=0)
+    stream = Stream(text(1000, 7), batch_size=3, seed=0)
     batch = stream.next()
     assert set(batch) == set(INPUTS)
     assert all(tensor.shape == (3, 7) and tensor.dtype == torch.int64 for tensor in batch.values())
@@ -36,7 +59,7 @@ def test_labels_are_the_next_tokens() -> None:
 @pytest.mark.parametrize(("length", "seq_len"), [(1000, 7), (1001, 10), (11, 10), (1000, 333)])
 def test_an_epoch_visits_each_window_once(length: int, seq_len: int) -> None:
     count = (length - 1) // seq_len
-    stream = Stream(torch.arange(length), batch_size=1, seq_len=seq_len, seed=5)
+    stream = Stream(text(length, seq_len), batch_size=1, seed=5)
     epochs = [[int(stream.next()["tokens"][0, 0]) for _ in range(count)] for _ in range(2)]
     assert stream.position == Position(2, 0)
     assert sorted(epochs[0]) == sorted(epochs[1]) == [seq_len * index for index in range(count)]
@@ -46,106 +69,80 @@ def test_an_epoch_visits_each_window_once(length: int, seq_len: int) -> None:
 
 def test_order_depends_on_the_seed_only() -> None:
     def first(seed: int) -> list[int]:
-        return Stream(torch.arange(5000), 16, 8, seed).next()["tokens"][:, 0].tolist()
+        return Stream(text(5000, 8), 16, seed).next()["tokens"][:, 0].tolist()
 
     assert first(1) == first(1) != first(2)
 
 
-def test_batches_cross_epochs_and_resume_anywhere() -> None:
-    """A batch larger than the corpus runs through several epochs."""
-    tokens = torch.arange(61)  # 10 windows of 6
-    whole = Stream(tokens, batch_size=7, seq_len=6, seed=0)
-    batches = [whole.next()["tokens"] for _ in range(9)]
+@pytest.mark.parametrize("name", SOURCES)
+def test_batches_cross_epochs_and_resume_anywhere(name: str) -> None:
+    """Batches of a third of an epoch or more, so that many of them go on with the next."""
+    source = SOURCES[name]
+    size = len(source.rows(None)) // 3 + 5
+    whole = Stream(source, size, seed=0)
+    batches = [whole.next() for _ in range(9)]
+    assert whole.position.epoch >= 3 and all(batch["tokens"].shape[0] == size for batch in batches)
+    again = Stream(source, size, seed=0)
     for start in range(9):
-        again = Stream(tokens, batch_size=7, seq_len=6, seed=0)
-        for _ in range(start):
-            again.next()
-        resumed = Stream(tokens, batch_size=7, seq_len=6, seed=0)
+        resumed = Stream(source, size, seed=0)
         resumed.position = again.position
-        assert all(torch.equal(resumed.next()["tokens"], batch) for batch in batches[start:])
-    wide = Stream(tokens, batch_size=25, seq_len=6, seed=0)
+        assert all(equal(resumed.next(), batch) for batch in batches[start:])
+        again.next()
+
+
+def test_a_batch_may_be_larger_than_an_epoch() -> None:
+    wide = Stream(text(61, 6), batch_size=25, seed=0)
     assert wide.next()["tokens"].shape == (25, 6) and wide.position == Position(2, 5)
 
 
+def test_an_epoch_of_packed_examples_has_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows an epoch has, which differs where few are packed together; the next begins where it ends."""
+    monkeypatch.setattr(packing, "WINDOW", 30)
+    source = examples(300, 20)
+    counts = [len(source.rows(epoch_key(3, epoch))) for epoch in range(20)]
+    assert len(set(counts)) > 1
+    stream = Stream(source, batch_size=1, seed=3)
+    for epoch, count in enumerate(counts):
+        rows = [stream.next() for _ in range(count)]
+        begins = [row["tokens"][(row["position_ids"] == 0) & (row["segment_ids"] > 0)].tolist() for row in rows]
+        assert sorted(chain.from_iterable(begins)) == source.examples.offsets[:-1].tolist()
+        assert stream.position == Position(epoch + 1, 0)
+
+
+@pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 6])
-def test_ranks_share_the_microbatches_of_one_rank(num_ranks: int) -> None:
-    tokens = torch.arange(997)
-    alone = Stream(tokens, batch_size=5, seq_len=9, seed=1)
-    ranks = [Stream(tokens, batch_size=5, seq_len=9, seed=1) for _ in range(num_ranks)]
-    for _ in range(4):
-        expected = [batch["tokens"] for batch in alone.microbatches(6, 0, 1)]
-        shares = [[b["tokens"] for b in stream.microbatches(6, rank, num_ranks)] for rank, stream in enumerate(ranks)]
+def test_ranks_share_the_microbatches_of_one_rank(num_ranks: int, name: str) -> None:
+    source = SOURCES[name]
+    alone = Stream(source, batch_size=5, seed=1)
+    ranks = [Stream(source, batch_size=5, seed=1) for _ in range(num_ranks)]
+    for _ in range(8):
+        expected = list(alone.microbatches(6, 0, 1))
+        shares = [list(stream.microbatches(6, rank, num_ranks)) for rank, stream in enumerate(ranks)]
         merged = [shares[index % num_ranks][index // num_ranks] for index in range(6)]
-        assert all(torch.equal(a, b) for a, b in zip(merged, expected, strict=True))
+        assert all(equal(a, b) for a, b in zip(merged, expected, strict=True))
         assert all(stream.position == alone.position for stream in ranks)
+    assert alone.position.epoch > 0
+
+
+def firsts(batches: Sequence[Batch]) -> list[int]:
+    """The first tokens of rows that have a label."""
+    rows = [(tokens, labels) for b in batches for tokens, labels in zip(b["tokens"], b["labels"], strict=True)]
+    return [int(tokens[0]) for tokens, labels in rows if (labels != IGNORED).any()]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_validation_is_shared_and_filled_up_with_ignored_batches(num_ranks: int) -> None:
-    tokens = torch.arange(10 * 7 + 1)
-    shares = [validation_batches(tokens, 2, 7, 3, rank, num_ranks) for rank in range(num_ranks)]
+@pytest.mark.parametrize(("limit", "expected"), [(3, range(6)), (4, range(8)), (5, range(9)), (50, range(9))])
+def test_validation_is_shared_and_filled_up_with_ignored_rows(num_ranks: int, limit: int, expected: range) -> None:
+    """9 rows in batches of 2: each once, in the order of the data, equally many batches for every rank."""
+    shares = [validation_batches(text(9 * 7 + 1, 7), 2, limit, rank, num_ranks) for rank in range(num_ranks)]
     assert len({len(share) for share in shares}) == 1
-    real = [batch for share in shares for batch in share if (batch["labels"] != IGNORED).all()]
-    assert sorted(int(batch["tokens"][0, 0]) for batch in real) == [0, 14, 28]
-    filler = [batch for share in shares for batch in share if (batch["labels"] == IGNORED).any()]
-    assert all((batch["labels"] == IGNORED).all() for batch in filler)
-    assert len(real) == 3 and len(filler) == len(shares[0]) * num_ranks - 3
+    found = [firsts([share[index] for share in shares]) for index in range(len(shares[0]))]
+    assert list(chain.from_iterable(found)) == [7 * index for index in expected]
+    assert all(batch["tokens"].shape == (2, 7) for share in shares for batch in share)
+    labels = torch.cat([batch["labels"].flatten() for share in shares for batch in share])
+    assert int((labels != IGNORED).sum()) == 7 * len(expected)
 
 
-def test_unigram_entropy() -> None:
-    assert unigram_entropy(b"aaaa") == 0.0
-    assert unigram_entropy(bytes(range(256)) * 3) == pytest.approx(math.log(256))
-    assert unigram_entropy(b"aab") == pytest.approx(-(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)))
-
-
-def test_corpus_of_files_and_split(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    (tmp_path / "a.txt").write_text("first ä ")
-    (tmp_path / "b" / "c.md").write_text("second" * 20)
-    (tmp_path / ".hidden").write_bytes(b"\xff\xfe")
-    corpus = load_corpus(str(tmp_path), BYTES)
-    text = "first ä \n" + "second" * 20
-    assert bytes(torch.cat([corpus.train, corpus.validation]).tolist()).decode() == text
-    assert len(corpus.validation) == round(len(text.encode()) / 10)
-    assert corpus.tokens_per_byte == 1.0
-    single = load_corpus(str(tmp_path / "a.txt"), BYTES)
-    assert single.fingerprint != corpus.fingerprint
-
-
-def test_builtin_corpus_is_prose() -> None:
-    corpus = load_corpus(BUILTIN, BYTES)
-    assert len(corpus.train) > 300_000 and 2.5 < corpus.unigram_entropy < 4.0
-
-
-def test_unreadable_corpora(tmp_path: Path) -> None:
-    (tmp_path / "latin.txt").write_bytes("grüße".encode("latin-1"))
-    (tmp_path / "binary.bin").write_bytes(b"ELF\0\0\1")
-    (tmp_path / "empty.txt").write_text(" \n")
-    (tmp_path / "nothing").mkdir()
-    cases = {
-        "absent.txt": "absent.txt: no such file or directory",
-        "latin.txt": "latin.txt is not UTF-8 text: byte 0xfc at offset 2",
-        "binary.bin": "binary.bin is a binary file: it has a zero byte at offset 3",
-        "empty.txt": "empty.txt holds no text",
-        "nothing": "nothing: the directory holds no files",
-    }
-    for name, message in cases.items():
-        with pytest.raises(DataError, match=message):
-            load_corpus(str(tmp_path / name), BYTES)
-
-
-def test_permission_error_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    (tmp_path / "a.txt").write_text("text")
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(DataError, match=r"a.txt cannot be read: Permission denied"):
-        load_corpus(str(tmp_path / "a.txt"), BYTES)
-
-
-def test_too_little_text() -> None:
-    with pytest.raises(DataError, match="training split has 10 tokens; one window of --seq-len 10 needs 11"):
-        Stream(torch.arange(10), 1, 10, 0)
-    with pytest.raises(DataError, match="validation split has 3 windows of 5 tokens, fewer than a batch of 4"):
-        validation_batches(torch.arange(16), 4, 5, 1, 0, 1)
+def test_whole_rows() -> None:
+    batch = whole_rows(torch.tensor([[5, 6, 7], [8, 9, 10]]))
+    assert batch["position_ids"].tolist() == [[0, 1, 2]] * 2 and batch["segment_ids"].tolist() == [[0, 0, 0]] * 2

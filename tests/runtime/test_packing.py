@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from mgraph import philox
 from mgraph.runtime import packing
-from mgraph.runtime.data import IGNORED
+from mgraph.runtime.data import IGNORED, Row
 from mgraph.runtime.examples import Examples
-from mgraph.runtime.packing import PackedExamples, Row, pack
+from mgraph.runtime.packing import PackedExamples, pack
 
 Document = tuple[list[int], list[int]]
 """Input tokens and labels."""
