@@ -1,0 +1,132 @@
+"""Checkpoints of every family, through packages of its transformers class and of its twin in the zoo.
+
+save_pretrained -> --init -> logits -> --export -> from_pretrained: nothing is missing, and only training changes anything.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from mgraph import models
+from mgraph.compiler import compile_package
+from mgraph.models import huggingface
+from mgraph.recipe import Recipe
+from mgraph.runtime import checkpoint
+from mgraph.runtime.export import CONFIG, Weights, export_weights
+from mgraph.runtime.options import parse
+from mgraph.runtime.package import Package, State, load_package
+from mgraph.runtime.state import create_state
+from mgraph.runtime.train import run
+from mgraph.runtime.weights import load_weights
+from tests.families.configs import eager
+from tests.sampling import sampled
+
+TWINS = {
+    "llama": ("llama3", "tiny"),
+    "qwen3": ("qwen3", "tiny"),
+    "qwen3-moe": ("qwen3", "moe-tiny"),
+    "mixtral": ("mixtral", "tiny"),
+    "gpt-oss": ("gpt-oss", "tiny"),
+    "gemma3": ("gemma3", "tiny"),
+}
+CASES = [(family, kind) for family in TWINS for kind in ("transformers", "zoo")]
+PER_EXPERT = {
+    "qwen3-moe": "model.layers.1.mlp.experts.3.up_proj.weight",
+    "mixtral": "model.layers.1.block_sparse_moe.experts.3.w3.weight",
+}
+"""A tensor that checkpoints have where the modules of transformers hold all experts in one."""
+
+
+def saved(family: str, kind: str, directory: Path) -> str:
+    """Write a checkpoint of the family with random weights; what `mgraph compile` takes for it."""
+    import transformers
+
+    if kind == "transformers":
+        model: Any = eager(family, seed=5)
+    else:
+        settings = huggingface.configuration(models.SIZES[TWINS[family][0]][TWINS[family][1]])
+        assert settings is not None
+        library: Any = transformers
+        configuration = library.CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+        model = library.AutoModelForCausalLM.from_config(configuration)
+    with torch.no_grad():  # far from the initial values: norms are not 1, biases not 0
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    return f"hf:{directory}" if kind == "transformers" else "-".join(TWINS[family])
+
+
+def loaded(directory: Path) -> nn.Module:
+    """The model of a checkpoint, which lacks nothing and has nothing besides."""
+    from transformers import AutoModelForCausalLM
+
+    load: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave a model alone
+    model, info = load(directory, output_loading_info=True, attn_implementation="eager")
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    found: nn.Module = model.eval()
+    return found
+
+
+def tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint."""
+    return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def same(one: Path, two: Path) -> bool:
+    """Whether two checkpoints have the same tensors, bit for bit."""
+    found, expected = tensors(one), tensors(two)
+    assert found.keys() == expected.keys()
+    return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def predict(package: Package, state: State, tokens: Tensor) -> Tensor:
+    """The logits of a package."""
+    with torch.no_grad():
+        return package.call("predict", state, tokens)["logits"]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), sampled(CASES, 0, [("mixtral", "transformers"), ("qwen3-moe", "zoo"), ("gpt-oss", "zoo")])
+)
+def test_in_and_out_again(family: str, kind: str, tmp_path: Path) -> None:
+    source, exported, trained = (tmp_path / name for name in ("source", "exported", "trained"))
+    recipe = Recipe(model=saved(family, kind, source), output=str(tmp_path / "package"), arch="none")
+    path = compile_package(recipe).package
+    assert path is not None
+    package = load_package(path, "cpu")
+    specs, layout = package.state_specs, package.weight_layout
+    tokens = torch.randint(256, (3, 29))
+    with torch.no_grad():
+        expected = loaded(source)(tokens).logits
+
+    state = create_state(specs, 0, "cpu")
+    load_weights(source, state, specs, layout)
+    close = {"rtol": 0.0, "atol": 1e-5 * float(expected.abs().max())}
+    torch.testing.assert_close(predict(package, state, tokens), expected, **close)
+
+    export_weights(exported, Weights(state, specs, layout), path / CONFIG, shard_bytes=100_000)
+    assert same(exported, source)
+    assert family not in PER_EXPERT or PER_EXPERT[family] in tensors(exported)
+    with torch.no_grad():
+        assert torch.equal(loaded(exported)(tokens).logits, expected)
+
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(600)))
+    sizes = ["--steps", "2", "--batch-size", "2", "--seq-len", "33", "--sample-length", "0", "--eval-batches", "1"]
+    paths = ["--data", str(text), "--out", str(tmp_path / "run"), "--init", str(exported), "--export", str(trained)]
+    run(parse([*sizes, *paths, "--lr", "0.01", "--warmup", "1"], "train.py"), path)
+    found = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert found is not None
+    checkpoint.load_parameters(found, state, specs)
+    with torch.no_grad():
+        learned = loaded(trained)(tokens).logits
+    torch.testing.assert_close(predict(package, state, tokens), learned, **close)
+    assert (learned - expected).abs().max() > 0.05, "nothing was learned: the comparison would prove little"
+    assert json.loads((trained / CONFIG).read_text())["dtype"] == "float32"
