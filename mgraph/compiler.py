@@ -15,13 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mgraph.adapters import parse_adapter
 from mgraph.capture import CaptureReport, CheckpointForm, ModelSpec, capture_with_report
 from mgraph.codegen.package import PackageInfo, check_target, emit_package
 from mgraph.codegen.triton.builder import KernelBuilder
 from mgraph.ir.graph import Module
 from mgraph.ir.types import DType
 from mgraph.parameter_groups import parse_group
+from mgraph.passes.base import Report
 from mgraph.passes.instrument import Instrument, OpCounts, Snapshots, Timer, VerifyLater
+from mgraph.passes.lora import Lora
 from mgraph.passes.pipeline import (
     NORMALIZE,
     PassResult,
@@ -69,7 +72,10 @@ class Compilation:
 def pipeline_text(recipe: Recipe) -> str:
     """The pipeline that a recipe means, before passes are left out."""
     if recipe.purpose == "serve":
-        return f"{NORMALIZE},{RAISE},derive-serve{{max_length={recipe.max_length}}},cse,dce,in-place"
+        # Nothing drops out of what is served.
+        rules = tuple(dataclasses.replace(parse_adapter(rule), dropout=0.0).text for rule in recipe.lora)
+        adapt = print_spec("lora", {"rules": rules}) + "," if rules else ""
+        return f"{NORMALIZE},{RAISE},{adapt}derive-serve{{max_length={recipe.max_length}}},cse,dce,in-place"
     frozen = [rule for rule in recipe.groups if parse_group(rule).frozen]
     optimizer = {n: getattr(recipe, n) for n in (*_ADAMW, "groups")}
     scaled = {}
@@ -82,7 +88,8 @@ def pipeline_text(recipe: Recipe) -> str:
         "batch": recipe.batch,
         "seq": recipe.seq,
     }
-    specs = [print_spec("freeze", {"groups": recipe.groups})] if frozen else []
+    specs = [print_spec("lora", {"rules": recipe.lora, "train": recipe.lora_train})] if recipe.lora else []
+    specs += [print_spec("freeze", {"groups": recipe.groups})] if frozen else []
     specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]
     derive = ",".join(specs)
     shard = "".join(f"data-parallel{{axis={axis},size={size or 0}}}," for axis, size in recipe.mesh_axes().items())
@@ -200,8 +207,18 @@ def _compile(
         verification,
         done.form.configuration,
         done.form.layout,
+        _adapters(done, recipe),
     )
     with collector_spared():
         done.package = emit_package(done.module, info, recipe.directory, force=force, builder=builder)
     done.seconds["emit"] = time.perf_counter() - begun
     return done
+
+
+def _adapters(done: Compilation, recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """What the manifest says of the adapters, by the names of the weights that they are for."""
+    # Snapshot i is the module that pass i got.
+    for pass_, snapshot in zip(pipeline_of(recipe), done.snapshots.snapshots, strict=False):
+        if isinstance(pass_, Lora):
+            return {name: target.facts() for name, target in pass_.targets(snapshot.module, Report()).items()}
+    return {}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mgraph.adapters import parse_adapter
 from mgraph.errors import OptionError, did_you_mean
 from mgraph.parameter_groups import parse_group
 
@@ -62,6 +63,10 @@ class Recipe:
     groups: tuple[str, ...] = option(
         (), "a rule for parameters by name, the first that matches: 'PATTERN|PATTERN: weight_decay=0, lr=0.1, frozen'"
     )
+    lora: tuple[str, ...] = option(
+        (), "train adapters of low rank for linears by name: 'PATTERN|PATTERN: rank=8, alpha=16, dropout=0.05, rslora'"
+    )
+    lora_train: str = option("", "with lora: parameters that are trained besides, e.g. '*norm*|*.bias'")
     beta1: float = option(0.9, "decay of the first moment", within=_BELOW_ONE)
     beta2: float = option(0.95, "decay of the second moment", within=_BELOW_ONE)
     eps: float = option(1e-8, "the optimizer's epsilon", within=(0, 1))
@@ -91,6 +96,9 @@ class Recipe:
                 raise OptionError(f"{field.name} is {value!r}", where=flag_of(field.name), hint=hint)
         # One spelling, so that recipes that mean the same have equal fingerprints.
         object.__setattr__(self, "groups", tuple(parse_group(rule).text for rule in self.groups))
+        object.__setattr__(self, "lora", tuple(parse_adapter(rule).text for rule in self.lora))
+        if self.lora_train and not self.lora:
+            raise OptionError("there is no adapter", where="--lora-train", hint="--lora says which linears get one")
         if (self.recompute == "selective") != bool(self.memory_budget):
             hint = "--recompute selective --memory-budget 40GiB go together"
             problem = f"recompute is {self.recompute}, and memory_budget is {self.memory_budget or 'not given'}"

@@ -54,11 +54,27 @@ EntryFunction = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """The trained update of low rank that a weight W has: `W + scale B A`.
+
+    A [rank, in] and B [out, rank] are states of their own; W is [out, in], or [in, out] if `transposed`.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float
+    rslora: bool
+    scale: float
+    transposed: bool
+
+
+@dataclass(frozen=True)
 class StateSpec:
     """One tensor that outlives a call, as the manifest declares it.
 
     `kind` is param, buffer, master, moment, grad or scalar; `init` is the list of in-place calls that fills the tensor;
-    `seed_name` keys its random calls; only a tensor with `persist` goes into checkpoints.
+    `seed_name` keys its random calls; only a tensor with `persist` goes into checkpoints;
+    `adapter` is that of a weight which has one.
     """
 
     name: str
@@ -69,6 +85,7 @@ class StateSpec:
     persist: bool
     init: tuple[tuple[Any, ...], ...]
     seed_name: str
+    adapter: Adapter | None = None
 
     @property
     def bytes(self) -> int:
@@ -251,6 +268,7 @@ def _state_spec(item: dict[str, Any], path: Path) -> StateSpec:
             persist=bool(item.get("persist", True)),
             init=tuple(tuple(call) for call in item.get("init") or ()),
             seed_name=item.get("seed_name", item["name"]),
+            adapter=Adapter(**item["adapter"]) if "adapter" in item else None,
         )
     except KeyError as error:
         raise PackageError(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mgraph.adapters import adapter_names
 from mgraph.errors import CheckpointError
 from mgraph.runtime.package import State, StateSpec
 from mgraph.runtime.weight_files import Advance, WeightFiles, ignore, listed
@@ -23,8 +24,10 @@ COMPARED = 2**24
 
 
 def model_tensors(specs: Iterable[StateSpec]) -> list[StateSpec]:
-    """The tensors that a file of weights has: parameters and persistent buffers."""
-    return [s for s in specs if s.kind == "param" or (s.kind == "buffer" and s.persist)]
+    """The tensors that a file of weights has: parameters and persistent buffers, but not what adapters add."""
+    specs = list(specs)
+    added = {name for s in specs if s.adapter is not None for name in adapter_names(s.name)}
+    return [s for s in specs if s.name not in added and (s.kind == "param" or (s.kind == "buffer" and s.persist))]
 
 
 def masters(specs: Iterable[StateSpec]) -> dict[str, str]:

@@ -6,8 +6,8 @@ from mgraph.cli.app import command
 
 SURFACE = {
     "compile": "MODEL --for --mesh --precision --target --arch --output/-o --recompute --memory-budget --batch "
-    "--seq --optimizer --weight-decay --groups --beta1 --beta2 --eps --max-norm --loss-scale --loss-scale-growth "
-    "--loss-scale-backoff --loss-scale-interval --loss-mask/--no-loss-mask --packed/--no-packed "
+    "--seq --optimizer --weight-decay --groups --lora --lora-train --beta1 --beta2 --eps --max-norm --loss-scale "
+    "--loss-scale-growth --loss-scale-backoff --loss-scale-interval --loss-mask/--no-loss-mask --packed/--no-packed "
     "--max-length --disable --verify/--no-verify --recipe/-c --force",
     "dump": "PKG PASS --fn --format",
     "diff": "PKG PASS_A PASS_B --format --limit",

@@ -28,6 +28,7 @@ def manifest(
     kernels: Sequence[Mapping[str, Any]],
     files: Mapping[str, str],
     weight_layout: Sequence[Mapping[str, Any]],
+    adapters: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The whole manifest of a module; `files` maps the package's files to their SHA-256."""
     return {
@@ -42,7 +43,7 @@ def manifest(
         "dims": {dim.name: [dim.minimum, dim.maximum] for dim in module.dims.values() if not dim.ragged},
         "vocab_size": vocabulary_size(module),
         "inputs": _inputs(module),
-        "state": [_state(state) for state in module.state.values()],
+        "state": [_state(state, adapters) for state in module.state.values()],
         "entries": _entries(module),
         "kernels": list(kernels),
         "weight_layout": list(weight_layout),
@@ -101,7 +102,8 @@ def _inputs(module: Module) -> list[dict[str, Any]]:
     return [{"name": v.name, **_type(v)} for v in module.entry_function(name).params]
 
 
-def _state(state: State) -> dict[str, Any]:
+def _state(state: State, adapters: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    adapter = {"adapter": dict(adapters[state.name])} if state.name in adapters else {}
     return {
         "name": state.name,
         "kind": state.kind.value,
@@ -110,6 +112,7 @@ def _state(state: State) -> dict[str, Any]:
         "persist": state.persist,
         "init": [[list(a) if isinstance(a, tuple) else a for a in call] for call in state.init],
         "seed_name": state.seed_name,
+        **adapter,
     }
 
 

@@ -40,7 +40,8 @@ class PackageInfo:
     returns the text of the last one, the module's; `verification` says of each pass whether it was `verified` or is
     `unverified` (empty: --verify was not asked for); `configuration` the text of the model's config.json, as
     `transformers` reads it; `weight_layout` how the tensors of the model lie in files of weights, where they do not lie
-    there as they are (`mgraph.capture.weight_layout`).
+    there as they are (`mgraph.capture.weight_layout`); `adapters` what is said of the adapter of a weight, by the
+    weight's name.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class PackageInfo:
     verification: Mapping[str, str] = field(default_factory=dict)
     configuration: str | None = None
     weight_layout: Sequence[Mapping[str, Any]] = ()
+    adapters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def emit_package(
@@ -117,6 +119,7 @@ def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBu
         kernels,
         file_digests(directory, files),
         info.weight_layout,
+        info.adapters,
     )
     (directory / MANIFEST).write_text(manifest_text(data), encoding="utf-8")
 

@@ -45,6 +45,12 @@ class Target:
     rule: AdapterRule
     transposed: bool
 
+    def facts(self) -> dict[str, Any]:
+        """What the manifest says of the adapter."""
+        rule = self.rule
+        numbers = {"rank": rule.rank, "alpha": rule.alpha, "dropout": rule.dropout, "rslora": rule.rslora}
+        return {**numbers, "scale": rule.scale, "transposed": self.transposed}
+
 
 @dataclass(frozen=True, slots=True)
 class _Bound:

@@ -111,7 +111,8 @@ class Lora(Pass):
                 report.near_miss(function, node, self.name, found.guard, f"{self.name} at {name}: {found.detail}")
         for rule in rules:
             if all(target.rule is not rule for target in targets.values()):
-                raise PassError(f"the adapter '{rule.text}' fits no linear: {misses[rule]}", "--lora", "name linears")
+                hint = "name weights of linears, e.g. '*.q_proj|*.v_proj'"
+                raise PassError(f"the adapter '{rule.text}' fits no linear: {misses[rule]}", "--lora", hint)
         return targets
 
     def states_before(self, before: Module, states: Mapping[str, Any]) -> Mapping[str, Any] | None:
