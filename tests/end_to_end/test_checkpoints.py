@@ -1,6 +1,6 @@
 """Checkpoints of every family, through packages of its transformers class and of its twin in the zoo.
 
-save_pretrained -> --init -> logits -> --export -> from_pretrained: nothing is missing, and only training changes anything.
+save_pretrained -> --init -> logits -> --export -> from_pretrained: nothing is missing, only training changes anything.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def test_in_and_out_again(family: str, kind: str, tmp_path: Path) -> None:
 
     state = create_state(specs, 0, "cpu")
     load_weights(source, state, specs, layout)
-    close = {"rtol": 0.0, "atol": 1e-5 * float(expected.abs().max())}
-    torch.testing.assert_close(predict(package, state, tokens), expected, **close)
+    bound = 1e-5 * float(expected.abs().max())
+    torch.testing.assert_close(predict(package, state, tokens), expected, rtol=0, atol=bound)
 
     export_weights(exported, Weights(state, specs, layout), path / CONFIG, shard_bytes=100_000)
     assert same(exported, source)
@@ -127,6 +127,6 @@ def test_in_and_out_again(family: str, kind: str, tmp_path: Path) -> None:
     checkpoint.load_parameters(found, state, specs)
     with torch.no_grad():
         learned = loaded(trained)(tokens).logits
-    torch.testing.assert_close(predict(package, state, tokens), learned, **close)
+    torch.testing.assert_close(predict(package, state, tokens), learned, rtol=0, atol=bound)
     assert (learned - expected).abs().max() > 0.05, "nothing was learned: the comparison would prove little"
     assert json.loads((trained / CONFIG).read_text())["dtype"] == "float32"
