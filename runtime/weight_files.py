@@ -90,7 +90,15 @@ class WeightFiles:
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU. It is good until the next one is read, and mapped memory: not to be written to."""
         if name in self._packed:
-            return _unpacked(self.read(name + _BLOCKS).clone(), self.read(name + _SCALES))
+            blocks, scales = self._read(name + _BLOCKS).clone(), self._read(name + _SCALES)
+            if blocks.ndim != 4 or blocks.shape != (*scales.shape, 16) or blocks.dtype != torch.uint8:
+                raise CheckpointError(
+                    f"'{name}' is not in four bits as it should be: blocks {list(blocks.shape)}, scales "
+                    f"{list(scales.shape)}",
+                    where=str(self.stored[name + _BLOCKS]),
+                    hint="convert the weights to bfloat16",
+                )
+            return _unpacked(blocks, scales)
         return self._read(name)
 
     def _read(self, name: str) -> Tensor:
@@ -156,7 +164,7 @@ def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
         part = weight.t().unflatten(-1, (groups, 16, 2))
         part[..., 0] = numbers[(halves & 15).int()]
         part[..., 1] = numbers[(halves >> 4).int()]
-        part *= torch.ldexp(torch.ones(()), exponents.int() - 127)[..., None, None]
+        part *= torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)[..., None, None]
     return made
 
 
