@@ -112,12 +112,12 @@ def explain(
         str,
         typer.Argument(
             metavar="[NODE|PATTERN]",
-            help="a node id, FUNCTION:NODE, an op, a module path, a pass, or what a pass looks for; * and ? are wild",
+            help="a node id, FUNCTION:NODE, an op, a layer or module, a pass, or what it looks for; * and ? are wild",
         ),
     ] = "",
-    limit: Annotated[int, typer.Option("--limit", min=1, help="nodes and near misses to show")] = 10,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="nodes, modules and near misses to show")] = 10,
 ) -> None:
-    """Say why a node looks as it does: which passes made it, its kernel, and why a fusion did not fire."""
+    """Say why a node, a layer or a module looks as it does: passes, cost, kernels, and why a fusion did not fire."""
     from mgraph.cli.explain import run
 
     run(package, what, limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,18 +17,32 @@ _KERNEL = re.compile(r"\bK\.(\w+)\(")
 
 @dataclass(frozen=True, slots=True)
 class EmittedLine:
-    """A line of step.py: `text` is `step.py:105  y = F.linear(x, w)`; function and origin as they stand there."""
+    """A line of step.py, `code` at `number`; function and origin (module path, source line) as they stand there."""
 
-    text: str
+    number: int
+    code: str
     function: str
     origin: tuple[str, ...]
     kernels: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """`step.py:105  y = F.linear(x, w)`."""
+        return f"step.py:{self.number}  {self.code}"
+
+    def is_in(self, function: str) -> bool:
+        """Whether it is a line of this function of the graph."""
+        return self.function.rstrip("_") == identifier(function).rstrip("_")
 
     def is_from(self, function: str, origin: Origin) -> bool:
         """Whether it was written for a node of this function and origin."""
         place = str(origin) if origin.file else ""
         wanted = tuple(part for part in (origin.path, place) if part)
-        return wanted != () and self.function.rstrip("_") == identifier(function).rstrip("_") and self.origin == wanted
+        return wanted != () and self.is_in(function) and self.origin == wanted
+
+    def calls(self, callee: str) -> bool:
+        """Whether it calls a function of the graph."""
+        return re.search(rf"\b{re.escape(identifier(callee))}\(", self.code) is not None
 
 
 def emitted_lines(package: Path) -> list[EmittedLine]:
@@ -43,7 +58,16 @@ def emitted_lines(package: Path) -> list[EmittedLine]:
         elif comment := _COMMENT.match(line):
             origin = tuple(part for part in comment.groups() if part)
         elif function and line.strip() and not line.strip().startswith("del "):
-            found.append(
-                EmittedLine(f"step.py:{number}  {line.strip()}", function, origin, tuple(_KERNEL.findall(line)))
-            )
+            found.append(EmittedLine(number, line.strip(), function, origin, tuple(_KERNEL.findall(line))))
     return found
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Line numbers, in order, as `105-107, 112`."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -1,31 +1,33 @@
 """`mgraph explain`: why a package looks as it does.
 
-Without a pattern: what each pass did. With one: every node it names in the last graph (else in the last graph that had
-such nodes) with its history, origin, type and kernel; then the passes it names, and the near misses at those nodes or
-of those names: places where a fusion almost applied, with the first guard that failed.
+Without a name: what each pass did. A name is looked for among
+
+* modules of the model (`layers.3`, `*.mlp`): functions, cost, matches and near misses there;
+* passes and what they look for (`raise-norm`, `rms_norm`): matches, and near misses with the first guard that failed;
+* nodes (an id, FUNCTION:ID, an op): history, origin, cost and kernel, in the last graph that has such nodes.
+
+All that is found is told, in this order.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from mgraph.cli.emitted import EmittedLine, emitted_lines
+from mgraph.cli.history import Histories, binaries, near_miss_line
+from mgraph.cli.modules import ModuleReport, modules_named
 from mgraph.cli.snapshots import Compiled, Snapshot, open_package
 from mgraph.errors import OptionError, did_you_mean
-from mgraph.ir.diff import FunctionDiff, diff_modules
 from mgraph.ir.graph import Function, Node
-from mgraph.ir.printer import node_text
-from mgraph.passes.base import NearMiss
+from mgraph.passes.base import Match
 from mgraph.passes.instrument import op_count_lines
 
 
 def run(path: Path, what: str, limit: int) -> None:
-    """Write the explanation to stdout. Raises OptionError where the pattern names nothing."""
+    """Write the explanation to stdout. Raises OptionError where the name is nothing of the package."""
     package = open_package(path)
     lines = Explainer(package, limit).about(what) if what else overview(package)
     sys.stdout.write("\n".join(lines) + "\n")
@@ -36,20 +38,12 @@ def overview(package: Compiled) -> list[str]:
     manifest = package.manifest
     entries = ", ".join(manifest.get("entries", {}))
     lines = [f"{manifest['name']}, for {manifest['kind']}: entries {entries}"]
-    lines += [f"  kernel {kernel['name']}: {_binaries(kernel)}" for kernel in manifest["kernels"]]
+    lines += [f"  kernel {kernel['name']}: {binaries(kernel)}" for kernel in manifest["kernels"]]
     lines.append("")
-    for snapshot in package.snapshots[1:]:
-        lines += _pass_lines(snapshot, details=False)
-    return lines
+    return lines + [_pass_line(snapshot) for snapshot in package.snapshots[1:]]
 
 
-def _binaries(kernel: dict[str, Any]) -> str:
-    """The GPU architectures that a kernel has binaries for."""
-    archs = sorted({binary["arch"] for launch in kernel.get("launches", ()) for binary in launch.get("binaries", ())})
-    return f"binaries for {', '.join(archs)}" if archs else "no binary; the torch twin runs"
-
-
-def _pass_lines(snapshot: Snapshot, *, details: bool) -> list[str]:
+def _pass_line(snapshot: Snapshot) -> str:
     record, report = snapshot.record, snapshot.report
     seconds = record["measured"].get("seconds", 0.0)
     facts = [f"{seconds:.3f} s", "changed the graph" if record["changed"] else "no change"]
@@ -58,17 +52,7 @@ def _pass_lines(snapshot: Snapshot, *, details: bool) -> list[str]:
     facts += [f"{name} {number}" for name, number in report.counts.items()]
     if report.near_misses:
         facts.append(f"{len(report.near_misses)} near misses")
-    lines = [f"{snapshot.number:>3} {record['spec']}: {', '.join(facts)}"]
-    if details:
-        lines += [f"      {line}" for line in op_count_lines(record["measured"].get("ops", {}))]
-        lines += [f"      at @{m.function} %{m.node}: {m.detail}".rstrip(": ") for m in report.matches]
-    return lines
-
-
-def near_miss_line(snapshot: Snapshot, miss: NearMiss) -> str:
-    """Which pattern of which pass failed where, and why."""
-    detail = f": {miss.detail}" if miss.detail else ""
-    return f"{snapshot.title}: {miss.pattern} did not apply at @{miss.function} %{miss.node}, {miss.guard}{detail}"
+    return f"{snapshot.number:>3} {record['spec']}: {', '.join(facts)}"
 
 
 @dataclass
@@ -78,116 +62,78 @@ class Explainer:
     package: Compiled
     limit: int
 
-    def about(self, pattern: str) -> list[str]:
-        """Lines about all that a pattern names."""
-        snapshot, nodes = self._nodes(pattern)
-        lines = []
-        history = list(self._diffs()) if nodes else []
-        emitted = emitted_lines(self.package.path) if nodes else []
+    @cached_property
+    def _histories(self) -> Histories:
+        return Histories(self.package)
+
+    def about(self, what: str) -> list[str]:
+        """Lines about all that a name or a pattern of names means."""
+        modules = modules_named(self.package, what)
+        lines = ModuleReport(self.package, self._histories, self.limit).lines(modules)
+        for snapshot in self.package.snapshots[1:]:
+            lines += self._pass_lines(snapshot, what)
+        snapshot, nodes = self._nodes(what)
         for function, node in nodes[: self.limit]:
-            lines += [*self._node_lines(snapshot, function, node, history, emitted), ""]
+            lines += [*self._histories.lines(snapshot, function, node), ""]
         if len(nodes) > self.limit:
-            lines += [f"… and {len(nodes) - self.limit} more nodes (--limit)", ""]
-        passes = [s for s in self.package.snapshots[1:] if fnmatch.fnmatchcase(s.name, pattern)]
-        for found in passes:
-            lines += [*_pass_lines(found, details=True), ""]
-        misses = list(self._near_misses(pattern, nodes, passes))
-        lines += misses[: self.limit]
-        if len(misses) > self.limit:
-            lines.append(f"… and {len(misses) - self.limit} more near misses (--limit)")
-        if passes and not misses:
-            lines.append("no near misses")
+            lines.append(f"… and {len(nodes) - self.limit} more nodes (--limit)")
         if not lines:
-            raise OptionError(
-                f"nothing in the package is named '{pattern}'", str(self.package.path), self._hint(pattern)
-            )
+            raise OptionError(f"nothing in the package is named '{what}'", str(self.package.path), self._hint(what))
+        while lines[-1] == "":
+            lines.pop()
         return lines
 
-    def _nodes(self, pattern: str) -> tuple[Snapshot, list[tuple[Function, Node]]]:
-        """The nodes that a pattern names, and the last graph that has any."""
+    def _pass_lines(self, snapshot: Snapshot, what: str) -> list[str]:
+        """A pass that is named, whole, or of another one the matches and near misses of the pattern that is named."""
+        report = snapshot.report
+        named = what == str(snapshot.number) or fnmatch.fnmatchcase(snapshot.name, what)
+        matches = [m for m in report.matches if named or (m.made and fnmatch.fnmatchcase(_pattern_of(m), what))]
+        misses = [m for m in report.near_misses if named or fnmatch.fnmatchcase(m.pattern, what)]
+        if not (named or matches or misses):
+            return []
+        lines = [_pass_line(snapshot)]
+        if named:
+            lines += [f"      {line}" for line in op_count_lines(snapshot.record["measured"].get("ops", {}))]
+        told = [f"      at @{m.function} %{m.node}: {m.detail}".rstrip(": ") for m in matches]
+        lines += _limited(told, self.limit, "      … and {} more matches (--limit)")
+        told = [near_miss_line(snapshot, miss) for miss in misses]
+        return [*lines, *(_limited(told, self.limit, "… and {} more near misses (--limit)") or ["no near misses"]), ""]
+
+    def _nodes(self, what: str) -> tuple[Snapshot, list[tuple[Function, Node]]]:
+        """The nodes that a name means, and the last graph that has any."""
         for snapshot in reversed(self.package.snapshots):
-            found = [(f, n) for f, n in snapshot.module.walk() if _names(pattern, f, n)]
+            found = [(f, n) for f, n in snapshot.module.walk() if _names(what, f, n)]
             if found:
                 return snapshot, found
         return self.package.snapshots[-1], []
 
-    def _diffs(self) -> Iterator[tuple[Snapshot, dict[str, FunctionDiff]]]:
-        """Per pass that changed the graph, what it changed in each function."""
-        for before, after in self.package.steps():
-            yield after, {f.name: f for f in diff_modules(before.module, after.module).functions}
-
-    def _node_lines(
-        self,
-        snapshot: Snapshot,
-        function: Function,
-        node: Node,
-        history: list[tuple[Snapshot, dict[str, FunctionDiff]]],
-        emitted: list[EmittedLine],
-    ) -> list[str]:
-        last = self.package.snapshots[-1]
-        gone = "" if snapshot is last else f" (in the graph after {snapshot.title}; gone later)"
-        lines = [f"@{function.name} %{node.id}{gone}", f"  {node_text(node, snapshot.module.functions)}"]
-        lines += [f"  type     {value!r}: {value.type}" for value in node.results]
-        lines.append(f"  from     {node.origin}" + (f", module {node.origin.path}" if node.origin.path else ""))
-        lines.append(f"  made by  {node.made_by}")
-        for step, functions in history:
-            events = list(_events(functions, function.name, node.id))
-            events += [
-                f"matched {m.detail}"
-                for m in step.report.matches
-                if m.detail and ((m.node, m.function) == (node.id, function.name) or _made(step, m.detail, node))
-            ]
-            lines += [f"  {step.title}: {event}" for event in dict.fromkeys(events)]
-        if snapshot is last:
-            lines += [f"  emitted  {line.text}" for line in emitted if line.is_from(function.name, node.origin)]
-        kernels = {k["name"]: k for k in self.package.manifest["kernels"]}
-        used = {name for line in emitted if line.is_from(function.name, node.origin) for name in line.kernels}
-        lines += [f"  kernel   {name}: {_binaries(kernels[name])}" for name in sorted(used & kernels.keys())]
-        return lines
-
-    def _near_misses(self, pattern: str, nodes: list[tuple[Function, Node]], passes: list[Snapshot]) -> Iterator[str]:
-        named = {(function.name, node.id) for function, node in nodes}
-        for snapshot in self.package.snapshots[1:]:
-            for miss in snapshot.report.near_misses:
-                wanted = snapshot in passes or (miss.function, miss.node) in named
-                if wanted or fnmatch.fnmatchcase(miss.pattern, pattern) or fnmatch.fnmatchcase(miss.node, pattern):
-                    yield near_miss_line(snapshot, miss)
-
-    def _hint(self, pattern: str) -> str:
-        module = self.package.snapshots[-1].module
-        known = {s.name for s in self.package.snapshots} | {n.op for _, n in module.walk()}
-        near = did_you_mean(pattern.rpartition(":")[2], known | {n.id for _, n in module.walk()})
+    def _hint(self, what: str) -> str:
+        """The nearest name, of nodes, ops, modules, functions, passes and patterns."""
+        known = {s.name for s in self.package.snapshots}
+        for snapshot in self.package.snapshots:
+            report = snapshot.report
+            known |= {m.pattern for m in report.near_misses} | {_pattern_of(m) for m in report.matches if m.made}
+        for _, node in self.package.snapshots[-1].module.walk():
+            parts = node.origin.path.split(".")
+            known |= {node.id, node.op, *(".".join(parts[:end]) for end in range(1, len(parts) + 1))}
+        near = did_you_mean(what.rpartition(":")[2], known - {""})
         return near if near.startswith("did you mean") else "mgraph dump shows ids and ops, mgraph explain the passes"
 
 
-def _names(pattern: str, function: Function, node: Node) -> bool:
-    """Whether a pattern means a node: its id, FUNCTION:ID, op, or module path; `@` and `%` may stand before."""
-    inside, colon, wanted = pattern.replace("@", "").replace("%", "").rpartition(":")
+def _pattern_of(match: Match) -> str:
+    """What a pass found at a match: its detail begins with the name of the pattern."""
+    return match.detail.partition(" ")[0]
+
+
+def _names(what: str, function: Function, node: Node) -> bool:
+    """Whether a name means a node: its id, FUNCTION:ID or op; `@` and `%` may stand before, `*` and `?` are wild."""
+    inside, colon, wanted = what.replace("@", "").replace("%", "").rpartition(":")
     if colon and not fnmatch.fnmatchcase(function.name, inside):
         return False
     # A call's further results go by the names that they have in the function called: those nodes are meant.
     named = node.results[:1] if node.op == "call" else node.results
-    names = {v.name for v in named} | {node.op, node.origin.path}
-    return any(fnmatch.fnmatchcase(name, wanted) for name in names if name)
+    return any(fnmatch.fnmatchcase(name, wanted) for name in [node.op, *(value.name for value in named)])
 
 
-def _events(functions: dict[str, FunctionDiff], function: str, id_: str) -> Iterator[str]:
-    """What one pass did to a node."""
-    diff = functions.get(function)
-    if diff is None:
-        return
-    if id_ in diff.added:
-        yield "added it" if diff.status != "added" else "added it, with its function"
-    if id_ in diff.removed:
-        yield "removed it"
-    for move in diff.moved:
-        if move.id == id_ and move.function:
-            yield f"moved it here from @{move.function}"
-    for change in diff.changed:
-        if change.id == id_:
-            yield f"changed its {', '.join(change.what)}; before: {change.before}"
-
-
-def _made(step: Snapshot, detail: str, node: Node) -> bool:
-    """Whether a match of a pass is the one that made the node: a match names the chain that was there before."""
-    return step.name == node.made_by and node.op in detail and node.origin.path in detail and str(node.origin) in detail
+def _limited(lines: list[str], limit: int, more: str) -> list[str]:
+    return [*lines[:limit], *([more.format(len(lines) - limit)] if len(lines) > limit else [])]

@@ -53,6 +53,7 @@ def _written(module: Module, function: str, form: str) -> str:
 def diff(path: Path, first: str, second: str, form: str, limit: int) -> None:
     """Write what changed between two graphs to stdout."""
     from mgraph.ir.diff import diff_modules, to_json_text
+    from mgraph.ir.diff_text import diff_text
 
     _check_format(form, DIFF_FORMATS)
     package = open_package(path)
@@ -64,7 +65,7 @@ def diff(path: Path, first: str, second: str, form: str, limit: int) -> None:
     if form == "text":
         sys.stdout.write(f"# {before.title} -> {after.title}\n")
     found = diff_modules(before.module, after.module)
-    sys.stdout.write(to_json_text(found) if form == "json" else found.text(limit))
+    sys.stdout.write(to_json_text(found) if form == "json" else diff_text(found, limit))
 
 
 def _check_format(form: str, known: tuple[str, ...]) -> None:

@@ -94,11 +94,9 @@ class Compiled:
         """The snapshot before one."""
         return self.snapshots[max(0, snapshot.number - 1)]
 
-    def steps(self) -> Iterator[tuple[Snapshot, Snapshot]]:
-        """Neighbours in order, those where the graph stayed the same left out."""
-        for before, after in zip(self.snapshots, self.snapshots[1:], strict=False):
-            if before.text != after.text:
-                yield before, after
+    def passes(self) -> Iterator[tuple[Snapshot, Snapshot]]:
+        """The graphs before and after each pass, in order."""
+        yield from zip(self.snapshots, self.snapshots[1:], strict=False)
 
 
 def open_package(path: Path) -> Compiled:

@@ -74,13 +74,12 @@ def rewrite(function: Function, rules: Sequence[Rule], made_by: str, report: Rep
     pending: dict[int, list[tuple[Rule, Match]]] = {}
     for (rule, match), at in zip(found, _positions(function, found, index_of), strict=True):
         pending.setdefault(at, []).append((rule, match))
-        report.match(function.name, match.root.id, f"{rule.name} at {_place(match.root)}")
         report.count(rule.name)
     builder = rebuild(function, made_by)
-    _emit(builder, pending.get(-1, []))
+    _emit(builder, pending.get(-1, []), report)
     for i, node in enumerate(function.nodes):
         builder.keep(node)
-        _emit(builder, pending.get(i, []))
+        _emit(builder, pending.get(i, []), report)
     return _without_dead(builder.build(function.results), taken)
 
 
@@ -138,10 +137,14 @@ def _positions(function: Function, found: Sequence[tuple[Rule, Match]], index_of
     return [position(i) for i in range(len(found))]
 
 
-def _emit(builder: FunctionBuilder, matches: Sequence[tuple[Rule, Match]]) -> None:
+def _emit(builder: FunctionBuilder, matches: Sequence[tuple[Rule, Match]], report: Report) -> None:
     for rule, match in matches:
+        before = len(builder.nodes)
         with builder.at(match.root):
             made = rule.emit(builder, match)
+        chain = dict.fromkeys(node.id for node, _, shared in reversed(match.steps) if not shared)
+        nodes = [node.id for node in builder.nodes[before:]]
+        report.match(builder.name, match.root.id, f"{rule.name} at {_place(match.root)}", chain, nodes)
         for old, new in zip(rule.exports(match), made, strict=True):
             assert old.tensor.shape == new.tensor.shape, f"{rule.name}: {old!r} is {old.type}, {new!r} is {new.type}"
             assert old.tensor.dtype is new.tensor.dtype, f"{rule.name}: {old!r} is {old.type}, {new!r} is {new.type}"

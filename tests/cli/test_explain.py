@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from .conftest import Mgraph
 
 
@@ -22,7 +24,13 @@ def test_node(mgraph: Mgraph, compiled: Path) -> None:
     assert "from     models/norm.py:30, module layers.*.ffn_norm" in text
     assert "made by  raise-norm" in text
     assert "6 raise-norm: matched rms_norm at layers.*.ffn_norm (models/norm.py:30)" in text
-    assert "14 autodiff: added it" in text
+    assert re.search(
+        r"6 raise-norm: in place of %\w+ aten.pow.Tensor_Scalar, .*, %\w+ aten.mul.Tensor$", text, re.MULTILINE
+    )
+    assert "14 autodiff: copied it from @layer, with its function" in text
+    assert "17 data-parallel: changed its types f32[B, S, 64], f32[B, S, 1] -> f32[B, S, 64]{dp=S(0)}" in text
+    # 5 operations for each of 64 features; x and y of 64 f32 each a token, rstd of one, and the weight.
+    assert "cost     320*B*S flops, 516*B*S+256 bytes" in text
     assert re.search(r"emitted  step.py:\d+  rms_norm\w*, rstd\w* = K.rms_norm_fwd_0\(", text)
     assert "kernel   rms_norm_fwd_0: no binary" in text
 
@@ -40,11 +48,44 @@ def test_node_that_is_gone(mgraph: Mgraph, compiled: Path) -> None:
     assert "1 outline: moved it here from @forward" in text
 
 
-def test_op_module_and_limit(mgraph: Mgraph, compiled: Path) -> None:
+def test_op_and_limit(mgraph: Mgraph, compiled: Path) -> None:
     text = mgraph("explain", compiled, "rms_norm_grad").out
     assert text.count("@layer.bwd %") == 2
-    assert "layers.*.ffn_norm" in mgraph("explain", compiled, "layers.[*].ffn_norm").out
     assert "more nodes (--limit)" in mgraph("explain", compiled, "aten.*", "--limit", "2").out
+
+
+def test_call(mgraph: Mgraph, compiled: Path) -> None:
+    text = mgraph("explain", compiled, "call").out
+    assert "cost     that of @layer.fwd" in text
+    assert re.search(r"1 outline: matched layers.\d calls layer", text)
+    assert re.search(r"emitted  step.py:\d+  .*layer_fwd\(", text)
+
+
+def test_layer(mgraph: Mgraph, compiled: Path) -> None:
+    text = mgraph("explain", compiled, "layers.1").out
+    assert text.startswith("module layers.1, one of 2 layers.*\n")
+    assert text.count("module ") == 1
+    state = mgraph("dump", compiled).out
+    assert (
+        re.search(r"holds     [\d,]+ numbers in attn_norm.weight f32\[64\], ", text)
+        and "@layers.1.attn_norm.weight" in state
+    )
+    assert re.search(r"@layer.fwd, forward: .*rms_norm 2, .*attention 1", text)
+    assert re.search(r"@layer.bwd, backward: .*attention_grad 1", text)
+    assert re.search(r"called  as %\w+ by @microbatch, step.py:\d+", text)
+    assert "matched   6 raise-norm: rms_norm at layers.*.ffn_norm (models/norm.py:30)" in text
+    number = int(re.findall(r"called  as %\w+ by @microbatch, step.py:(\d+)", text)[0])
+    assert "layer_fwd(" in (compiled / "step.py").read_text().splitlines()[number - 1]
+
+
+def test_modules_by_glob_and_by_their_ends(mgraph: Mgraph, compiled: Path) -> None:
+    text = mgraph("explain", compiled, "layers.*.attn").out
+    assert text.startswith("module layers.*.attn: 2 of them, layers.0.attn … layers.1.attn\n")
+    assert "called  2 times by @microbatch" in text and "raise-glu" not in text
+    assert mgraph("explain", compiled, "*.attn").out == text == mgraph("explain", compiled, "attn").out
+    one = mgraph("explain", compiled, "layers.0.attn").out
+    assert one.startswith("module layers.0.attn, one of 2 layers.*.attn\n") and "as %" in one
+    assert "more modules (--limit)" in mgraph("explain", compiled, "layers.*.*", "--limit", "2").out
 
 
 def test_pass(mgraph: Mgraph, compiled: Path) -> None:
@@ -56,10 +97,11 @@ def test_pass(mgraph: Mgraph, compiled: Path) -> None:
 def test_why_a_fusion_did_not_fire(mgraph: Mgraph, near: Path) -> None:
     by_pattern = mgraph("explain", near, "rms_norm").out
     assert "raise-norm: rms_norm did not apply at @forward %" in by_pattern
-    by_pass = mgraph("explain", near, "raise-norm").out
-    assert by_pattern.strip().splitlines()[-1] in by_pass
+    (line,) = [x for x in by_pattern.splitlines() if "did not apply" in x]
+    assert "`rsqrt` has 2 users, expected 1" in line and "near.py:16" in line
+    assert line in mgraph("explain", near, "raise-norm").out and line in mgraph("explain", near, "6").out
     node = re.findall(r"did not apply at @forward %(\w+)", by_pattern)[0]
-    assert by_pattern.strip().splitlines()[-1] in mgraph("explain", near, node).out
+    assert f"  {line}\n" in mgraph("explain", near, node).out
 
 
 def test_verified_passes_say_so(mgraph: Mgraph, near: Path, tmp_path: Path) -> None:
@@ -72,7 +114,16 @@ def test_verified_passes_say_so(mgraph: Mgraph, near: Path, tmp_path: Path) -> N
     assert len(passes) == 20 and all(", verified" in line for line in passes)
 
 
-def test_unknown_name(mgraph: Mgraph, compiled: Path) -> None:
-    run = mgraph("explain", compiled, "rms_nrm")
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("rms_nrm", "rms_norm"),
+        ("raise-rop", "raise-rope"),
+        ("layers.7", "layers.1"),
+        ("layer.fwd:attenton", "attention"),
+    ],
+)
+def test_unknown_name(mgraph: Mgraph, compiled: Path, name: str, meant: str) -> None:
+    run = mgraph("explain", compiled, name)
     assert (run.code, run.out) == (2, "")
-    assert "did you mean 'rms_norm'?" in run.err
+    assert f"did you mean '{meant}'?" in run.err

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from mgraph.ir.dims import Dim, as_dim
 from mgraph.ir.graph import Node, Value
 from mgraph.ir.opdef import op_def
+from mgraph.ir.types import PendingType, TensorType
 
 _CONTRACTED = {f"aten.{op}.default": 0 for op in ("linear", "mm", "bmm", "matmul")} | {
     f"aten.{op}.default": 1 for op in ("addmm", "baddbmm")
@@ -15,8 +16,9 @@ _CONTRACTED = {f"aten.{op}.default": 0 for op in ("linear", "mm", "bmm", "matmul
 
 
 def value_bytes(value: Value) -> Dim:
-    """Bytes of one value (packed sub-byte types round down)."""
-    return as_dim(value.tensor.numel * value.tensor.dtype.bits // 8)
+    """Bytes of one value (packed sub-byte types round down), or of the tensor that a pending one turns into."""
+    tensor = value.type.value if isinstance(value.type, PendingType) else value.type
+    return as_dim(tensor.numel * tensor.dtype.bits // 8)
 
 
 def traffic(node: Node) -> Dim:
@@ -26,10 +28,11 @@ def traffic(node: Node) -> Dim:
 
 def flops_of(node: Node) -> Dim:
     """Operations of a node: as its op declares, else those of a matrix product, else one per element of the results."""
-    declared = op_def(node.op).flops
+    # Ops of torch declare none, and asking for their declaration would import torch.
+    declared = None if "." in node.op else op_def(node.op).flops
     if declared is not None:
         return as_dim(declared(node))
-    elements = sum(v.tensor.numel for v in node.results)
+    elements = sum(v.type.numel for v in node.results if isinstance(v.type, TensorType))
     contracted = _CONTRACTED.get(node.op)
     return as_dim(elements if contracted is None else 2 * elements * node.operands[contracted].tensor.shape[-1])
 
