@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mgraph.runtime.export import CONFIG, Weights, export_weights
@@ -84,4 +85,4 @@ class _Transfer:
     @property
     def summary(self) -> str:
         """`1.6 GB in 2.1 s`."""
-        return f"{self._bytes / 1e9:.3g} GB in {self._seconds:.1f} s"
+        return f"{decimal(self._bytes)} in {self._seconds:.1f} s"

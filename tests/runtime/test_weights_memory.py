@@ -52,7 +52,7 @@ print(before, loaded, peak())
 
 def write_sparse(directory: Path, count: int, per_file: int) -> None:
     """A checkpoint of tensors of zeros, in files that take no space on the disk."""
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for start in range(0, count, per_file):
         names = [f"file.w{n}" for n in range(start, min(start + per_file, count))]
         header = {
