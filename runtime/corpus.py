@@ -91,7 +91,7 @@ def _packed(pack: str, takes_segments: bool) -> bool:
     if pack == "yes" and not takes_segments:
         raise OptionError(
             "--pack yes: the package does not take segment_ids, so examples in one row would see each other",
-            hint="compile it with segment ids, or leave --pack out: each example then has a row to itself",
+            hint="compile it with --packed, or leave --pack out: each example then has a row to itself",
         )
     return takes_segments and pack != "no"
 
@@ -112,7 +112,7 @@ def _filling(train: PackedExamples, options: Options, takes_segments: bool) -> s
     rows = train.rows(epoch_key(options.seed, 0))
     if train.pack:
         return f"an epoch has {len(rows):,} rows of {options.seq_len} positions, {rows.filled:.1%} of them filled"
-    remedy = "" if takes_segments else "; a package that takes segment_ids packs several into a row"
+    remedy = "" if takes_segments else "; a package compiled with --packed puts several into a row"
     return (
         f"each example has a row of {options.seq_len} positions to itself: "
         f"{1 - rows.filled:.1%} of the positions are padding{remedy}"

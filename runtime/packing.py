@@ -74,7 +74,8 @@ class PackedRows:
             first, last = self.examples.offsets[example], self.examples.offsets[example + 1] - 1
             place = slice(at, at + int(last - first))
             row["tokens"][place] = self.examples.tokens[first:last]
-            following = self.examples.tokens[first + 1 : last + 1]
+            # Tokens may be bytes, which have no room for what is ignored.
+            following = self.examples.tokens[first + 1 : last + 1].astype(np.int64)
             row["labels"][place] = np.where(self.examples.targets[first + 1 : last + 1], following, IGNORED)
             row["position_ids"][place] = np.arange(last - first)
             row["segment_ids"][place] = segment

@@ -116,7 +116,7 @@ def test_notes(tmp_path: Path, jsonl: Path) -> None:
     padding = 1 - taken / (18 * 30)
     alone = f"each example has a row of 30 positions to itself: {padding:.1%} of the positions are padding"
     assert load(jsonl, "--pack", "no").notes[1] == alone
-    assert load(jsonl, segments=False).notes[1] == alone + "; a package that takes segment_ids packs several into a row"
+    assert load(jsonl, segments=False).notes[1] == alone + "; a package compiled with --packed puts several into a row"
     assert load(jsonl, "--end-of-text", "z").notes[0].endswith("; texts end with 'z'")
     short = load(jsonl, "--seq-len", "20")
     assert short.notes[2] == "1 example cut to --seq-len"

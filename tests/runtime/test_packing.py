@@ -97,6 +97,15 @@ def test_pack(lengths: list[int], capacity: int, window: int) -> None:
         assert sum(2 * total <= capacity for total in used) <= 1
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.int32])
+def test_labels_of_bytes_can_be_ignored(kind: type[np.generic]) -> None:
+    """Bytes are kept as such, and have no negative numbers."""
+    made = Examples(np.array([156, 255, 7, 9]).astype(kind), np.array([0, 0, 1, 1], np.bool_), np.array([0, 4]))
+    row = PackedExamples(made, np.arange(1), 5, True).rows(None)[0]
+    assert row["tokens"].tolist() == [156, 255, 7, 0, 0]
+    assert row["labels"].tolist() == [IGNORED, 7, 9, IGNORED, IGNORED]
+
+
 def test_best_fit_is_tight() -> None:
     """Lengths that fill rows of 10 exactly, in any order."""
     lengths = np.array([3, 7, 5, 6, 4, 5, 8, 2, 10, 9, 1])

@@ -138,6 +138,47 @@ def test_inputs_that_the_data_does_not_give_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_examples_are_learned_and_gone_on_with(
+    package_dir: Path,
+    tmp_path: Path,
+    losses: Callable[[Path], list[float]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every epoch has 9 rows, so that steps of 3 rows are thirds of it; against the mean over targets alone."""
+    texts = [(f"what is {n}? ", f"it is {n * n}") for n in range(10)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in texts))
+    arguments = ("--steps", "8", "--seq-len", "24", "--accumulate", "1", "--lr", "0", "--min-lr", "0")
+    train(package_dir, tmp_path / "whole", data, *arguments)
+    whole = losses(tmp_path / "whole")
+    messages = " ".join(capsys.readouterr().err.split())
+    assert "9 examples to train on and 1 to validate with: " in messages
+    assert "% of the positions are padding" in messages
+    state = state_of(package_dir, tmp_path / "whole")
+    sums = []
+    for prompt, completion in texts:
+        tokens = torch.tensor(list((prompt + completion).encode()))
+        logits = torch.tanh(state["embed.weight"][tokens[:-1]] @ state["hidden.weight"].T) @ state["head.weight"].T
+        first = len(prompt) - 1
+        sums.append(F.cross_entropy(logits[first:].double(), tokens[first + 1 :], reduction="sum").item())
+    counts = [len(completion) for _, completion in texts]
+    records = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
+    left = min(range(10), key=lambda n: abs(sums[n] / counts[n] - records[-1]["validation_loss"]))
+    assert sums[left] / counts[left] == pytest.approx(records[-1]["validation_loss"], rel=1e-5)
+    for start in (0, 3):
+        steps = [record for record in records if "loss" in record][start : start + 3]
+        assert sum(record["count"] for record in steps) == sum(counts) - counts[left]
+        total = sum(record["loss"] * record["count"] for record in steps)
+        assert total == pytest.approx(sum(sums) - sums[left], rel=1e-5)
+    for stop_at in (1, 4, 8):
+        monkeypatch.setenv("TEST_STOP_AT", str(stop_at))
+        train(package_dir, tmp_path / "cut", data, *arguments, "--resume")
+        assert losses(tmp_path / "cut") == whole[:stop_at]
+    with pytest.raises(CheckpointError, match="option '--long' is cut in it and drop here"):
+        train(package_dir, tmp_path / "cut", data, *arguments, "--resume", "--long", "drop")
+
+
 @pytest.fixture
 def whole_run(package_dir: Path, text_file: Path, tmp_path: Path, losses: Callable[[Path], list[float]]) -> list[float]:
     """The losses of 20 uninterrupted steps; an epoch has about 300."""
