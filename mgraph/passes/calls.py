@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Function, Module, Node, Value
+
+Source = tuple[str, Value]
+"""A value of the function that has a name."""
 
 
 def callee(node: Node) -> str:
@@ -59,6 +64,47 @@ def resolve_argument(module: Module, function: Function, value: Value) -> tuple[
             break
         ((_, value), function) = passed.popitem()
     return function, value
+
+
+def hand_down(module: Module, wanted: Mapping[str, Mapping[Value, Source]]) -> Module:
+    """The module with more parameters: those that `wanted` gives each function, for which calls pass the value given.
+
+    All calls of such a function must come from one function, and so on up to the source of the value; functions between
+    the two get a parameter that hands it on.
+    """
+    more = {name: dict(params) for name, params in wanted.items()}
+    functions = dict(module.functions)
+    for name in reversed(callers_first(module, roots(module))):
+        new = more.get(name)
+        if not new:
+            continue
+        (caller,) = {function.name for function, node in module.walk() if node.op == "call" and callee(node) == name}
+        above = more.setdefault(caller, {})
+        passed = tuple(_within(functions[caller], above, source) for source in new.values())
+        width = len(functions[name].params)
+        nodes = tuple(
+            replace(node, operands=(*node.operands[:width], *passed, *node.operands[width:]))
+            if node.op == "call" and callee(node) == name
+            else node
+            for node in functions[caller].nodes
+        )
+        functions[name] = replace(functions[name], params=(*functions[name].params, *new))
+        functions[caller] = replace(functions[caller], nodes=nodes)
+    return replace(module, functions=functions)
+
+
+def _within(function: Function, more: dict[Value, Source], source: Source) -> Value:
+    """What a value of a source is called in a function: itself, or one of `more` parameters, made if need be."""
+    name, value = source
+    if function.name == name:
+        return value
+    for param, known in more.items():
+        if known == source:
+            return param
+    taken = {*function.names(), *(param.name for param in more)}
+    param = Value(FunctionBuilder(function.name, "", taken).fresh(value.name), value.type)
+    more[param] = source
+    return param
 
 
 def part_of(function: Function, name: str, results: Sequence[Value]) -> Function:

@@ -16,9 +16,17 @@ slice drops:
     %h = aten.slice.Tensor(%g) {dim = 3, end = S}                         {scale = 0.25, extra = ("sinks")}
     %out = aten.matmul.default(%h, %v)
 
-A mask is read as a predicate (`mgraph.passes.mask`), through the calls of the function if it is a parameter; a mask
-that says more than causal and window stays, and with it the torch op. The mask that nothing reads any more goes with
-the next `dce`.
+A mask is read as a predicate (`mgraph.passes.mask`), through the calls of the function if it is a parameter. It may say
+causal, a window, that segments are equal, and which keys are seen; one that says more stays, and with it the torch op.
+What it knows segments and keys by becomes an operand, and where a caller makes that, a parameter:
+
+    %seen = aten.eq.Tensor(%a, %b)       # a, b: %ids as [B, 1, S, 1] and [B, 1, 1, S]
+    %y = call @layer(%x, %seen)                                ==>  %y = call @layer(%x, %ids)
+
+    (in @layer)                                                     %out, %lse = attention(%q, %k, %v, %ids)
+    %out = aten.scaled_dot_product_attention.default(%q, %k, %v, %seen)        {extra = ("segments"), ...}
+
+The mask that nothing reads any more goes with the next `dce`.
 """
 
 from __future__ import annotations
@@ -31,9 +39,10 @@ from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import AttrValue, Function, Module, Node, Value
 from mgraph.ir.opdef import op_def
 from mgraph.ir.pattern import ANY, LAST_DIM, NUMBER, Guard, Match, Pattern, capture, either, op, optional_cast, where
-from mgraph.passes.calls import resolve_argument
+from mgraph.passes.base import Report
+from mgraph.passes.calls import Source, hand_down, resolve_argument
 from mgraph.passes.mask import Predicate, mask_predicate
-from mgraph.passes.rewrite import RaisePass, Rule
+from mgraph.passes.rewrite import RaisePass, Rule, rewrite
 
 _NO_DROPOUT = where("no dropout", lambda value, node: value in (None, 0, 0.0))
 _HIDES = where("a number that hides a score", lambda value, node: isinstance(value, int | float) and value <= -1e4)
@@ -167,12 +176,13 @@ def _dtype(match: Match) -> str | None:
 
 
 class _Masks:
-    """The masks of one function, each read once."""
+    """The masks of one function, each read once; `wanted` are parameters that it lacks, and where they come from."""
 
     def __init__(self, module: Module, function: Function) -> None:
         self.module = module
         self.function = function
         self.read: dict[tuple[str, Value], Predicate | None] = {}
+        self.wanted: dict[Value, Source] = {}
 
     def of(self, match: Match) -> Predicate | None:
         """What the mask of a match says; `None` where it cannot be read."""
@@ -186,35 +196,70 @@ class _Masks:
         return self.read[key]
 
     def check(self, match: Match) -> str | None:
-        """A guard: the mask, if there is one, says causal and window and no more."""
+        """A guard: the mask, if there is one, says what the op can say, and no more."""
         if not {"mask", "hidden"} & set(match.values):
             return None
         mask = match.values.get("hidden") or match["mask"]
         predicate = self.of(match)
         if predicate is None:
             return f"the mask {mask!r} cannot be read"
-        more = [f"{v!r}" for v in (predicate.segments, predicate.keys) if v is not None]
-        more += predicate.remainder
-        return f"the mask {mask!r} also depends on {', '.join(more)}" if more else None
+        if predicate.remainder:
+            return f"the mask {mask!r} also depends on {', '.join(predicate.remainder)}"
+        if predicate.keys is not None and ("fused" not in match.nodes or predicate.additive):
+            return f"the mask {mask!r} may hide all keys of a row, which is 0 only where torch's own op selects by it"
+        given = _known_by(predicate)
+        types = [value.tensor for value in (match["q"], match["k"], match["v"], *given.values())]
+        try:
+            op_def("attention").result_types(types, {"scale": 1.0, "extra": tuple(given)})
+        except ValueError as error:
+            return str(error)
+        return None
 
     def emit(self, builder: FunctionBuilder, match: Match) -> Sequence[Value]:
         """The attention node."""
         causal, window = bool(match.attr("fused", "is_causal", False)), None
+        operands, extra = [match["q"], match["k"], match["v"]], []
         if {"mask", "hidden"} & set(match.values):
             predicate = self.of(match)
             assert predicate is not None, "guarded by check"
             causal, window = causal or predicate.causal, predicate.window
+            for name, value in _known_by(predicate).items():
+                extra.append(name)
+                operands.append(self.here(builder, (predicate.function, value)))
         attrs: dict[str, AttrValue] = {"scale": _scale(match), "causal": causal, "window": window}
-        operands = [match["q"], match["k"], match["v"]]
         if "cap_outside" in match.nodes:
             attrs["softcap"] = float(match.attr("cap_outside", "other"))
         if "column" in match.nodes:
             heads, sinks = match["q"].tensor.shape[1:2], match["sinks"]
-            attrs["extra"] = ("sinks",)
+            extra.append("sinks")
             if sinks.tensor.shape != heads:
                 (sinks,) = builder.emit("reshape", (sinks,), {"shape": heads})
             operands.append(sinks)
+        if extra:
+            attrs["extra"] = tuple(extra)
         return builder.emit("attention", operands, attrs, names=("attention", "lse"))[:1]
+
+    def here(self, builder: FunctionBuilder, source: Source) -> Value:
+        """A value of this function or of one that calls it, here: itself or a parameter."""
+        name, value = source
+        if name == self.function.name:
+            return value
+        for param in self.function.params:
+            caller, passed = resolve_argument(self.module, self.function, param)
+            if (caller.name, passed) == source:
+                return param
+        for param, known in self.wanted.items():
+            if known == source:
+                return param
+        param = Value(builder.fresh(value.name), value.type)
+        self.wanted[param] = source
+        return param
+
+
+def _known_by(predicate: Predicate) -> dict[str, Value]:
+    """The values that a predicate reads, under the names that the op has for them."""
+    named = {"segments": predicate.segments, "keys": predicate.keys}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _negated(function: Function, value: Value) -> tuple[Function, Value]:
@@ -234,12 +279,23 @@ class RaiseAttention(RaisePass):
 
     name: ClassVar[str] = "raise-attention"
 
-    def rules(self, module: Module, function: Function) -> Sequence[Rule]:
-        """Masks are read in the functions that make them, which differ from function to function."""
-        masks = _Masks(module, function)
-        checks = {"shape": _shape, "dtype": _dtype, "softcap": _softcap, "sinks": _sinks, "mask": masks.check}
-        guards = tuple(Guard(name, check) for name, check in checks.items())
-        return (
-            Rule("attention", _FUSED, ("aten.scaled_dot_product_attention.default",), masks.emit, guards),
-            Rule("attention", _WRITTEN_OUT, ("aten.softmax.int",), masks.emit, guards),
-        )
+    def run(self, module: Module, report: Report) -> Module:
+        """Rewrite every function, then hand them what their masks know segments and keys by."""
+        functions, wanted = dict(module.functions), {}
+        for name, function in module.functions.items():
+            masks = _Masks(module, function)
+            functions[name] = rewrite(function, _rules(masks), self.name, report)
+            wanted[name] = masks.wanted
+        if all(functions[name] is function for name, function in module.functions.items()):
+            return module
+        return hand_down(replace(module, functions=functions), wanted)
+
+
+def _rules(masks: _Masks) -> tuple[Rule, ...]:
+    """The rules for one function, whose masks may be made in another."""
+    checks = {"shape": _shape, "dtype": _dtype, "softcap": _softcap, "sinks": _sinks, "mask": masks.check}
+    guards = tuple(Guard(name, check) for name, check in checks.items())
+    return (
+        Rule("attention", _FUSED, ("aten.scaled_dot_product_attention.default",), masks.emit, guards),
+        Rule("attention", _WRITTEN_OUT, ("aten.softmax.int",), masks.emit, guards),
+    )
