@@ -66,7 +66,7 @@ class Weights:
 
     def value(self, tensor: FileTensor) -> Tensor:
         """The tensor, contiguous on the CPU; no copy where the state has it so."""
-        return tensor.read(self.state, self.names).to(self.dtype(tensor))
+        return tensor.read(self.state, self.names, self.dtype(tensor))
 
     def most(self) -> str:
         """The dtype that most of the weights have, as torch names it: `float32`, `bfloat16`."""

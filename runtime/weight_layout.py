@@ -59,12 +59,12 @@ class FileTensor:
             if target is not None:
                 part.inside.of(state[target], part.shape).copy_(part.place.of(given, part.shape))
 
-    def read(self, state: State, names: Mapping[str, str]) -> Tensor:
+    def read(self, state: State, names: Mapping[str, str], dtype: torch.dtype) -> Tensor:
         """The tensor, contiguous on the CPU; a view where it lies in the state just so."""
         first = self.parts[0]
         if len(self.parts) == 1 and first.place == _whole(self.shape):
-            return first.inside.of(state[names[first.state]].detach(), self.shape).cpu().contiguous()
-        made = torch.empty(self.shape, dtype=state[names[first.state]].dtype)
+            return first.inside.of(state[names[first.state]].detach(), self.shape).cpu().contiguous().to(dtype)
+        made = torch.empty(self.shape, dtype=dtype)
         for part in self.parts:
             part.place.of(made, part.shape).copy_(part.inside.of(state[names[part.state]].detach(), part.shape))
         return made
