@@ -11,13 +11,16 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mgraph.adapters import adapter_names
 from mgraph.errors import OptionError, StorageError, storage_hint
+from mgraph.runtime.lora import merged
 from mgraph.runtime.package import State, StateSpec
 from mgraph.runtime.weight_files import INDEX, Advance, ignore, write_file
 from mgraph.runtime.weight_layout import FileTensor, file_tensors
@@ -33,17 +36,40 @@ _REPLACED = ("dtype", "torch_dtype", "quantization_config")
 """What a configuration says of the numbers in the files that it came with."""
 
 
-def check_export(target: Path) -> None:
-    """Raise OptionError where there is something at `target` that an export would write over."""
+def check_export(target: Path, flag: str = "--export") -> None:
+    """Raise OptionError where there is something at `target` that an export, asked for by `flag`, would write over."""
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise OptionError(
-            f"--export {target}: there is something already", hint="give a directory that is new or empty"
-        )
+        raise OptionError(f"{flag} {target}: there is something already", hint="give a directory that is new or empty")
+
+
+@contextmanager
+def new_directory(target: Path, flag: str = "--export") -> Iterator[Path]:
+    """A directory to write into, which becomes `target` when all is written, or vanishes.
+
+    Raises OptionError where `target` holds something, StorageError where it cannot be written.
+    """
+    check_export(target, flag)
+    target = target.absolute()
+    temporary: Path | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        temporary.chmod(0o755)  # temporary directories are private; weights need not be
+        yield temporary
+        temporary.rename(target)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StorageError(
+            f"the weights could not be written: {reason}", where=str(target), hint=f"{storage_hint(error)} {flag}"
+        ) from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 class Weights:
-    """The weights of a state as they are to lie in files; with `full`, a parameter's copy of full precision, or the
-    parameter in float32."""
+    """The weights of a state as they are to lie in files, adapters merged; with `full`, a parameter's copy of full
+    precision, or the parameter in float32."""
 
     def __init__(
         self, state: State, specs: Iterable[StateSpec], layout: Iterable[Mapping[str, Any]], *, full: bool = False
@@ -52,7 +78,8 @@ class Weights:
         written = model_tensors(specs)
         copies = masters(specs) if full else {}
         self.state = state
-        self.names = {spec.name: copies.get(spec.name, spec.name) for spec in written}
+        self.adapters = {spec.name: spec.adapter for spec in specs if spec.adapter is not None}
+        self.names = {spec.name: copies.get(spec.name, spec.name) for spec in specs}
         self.dtypes = {s.name: torch.float32 if full and s.kind == "param" else s.dtype for s in written}
         self.tensors = file_tensors(layout, written)
 
@@ -66,7 +93,14 @@ class Weights:
 
     def value(self, tensor: FileTensor) -> Tensor:
         """The tensor, contiguous on the CPU; no copy where the state has it so."""
-        return tensor.read(self.state, self.names, self.dtype(tensor))
+        adapted = {part.state for part in tensor.parts} & self.adapters.keys()
+        state = {**self.state, **{self.names[name]: self.merged(name) for name in adapted}} if adapted else self.state
+        return tensor.read(state, self.names, self.dtype(tensor))
+
+    def merged(self, name: str) -> Tensor:
+        """A weight with its adapter, f32."""
+        base, a, b = (self.state[self.names[n]].detach() for n in (name, *adapter_names(name)))
+        return merged(base, a, b, self.adapters[name])
 
     def most(self) -> str:
         """The dtype that most of the weights have, as torch names it: `float32`, `bfloat16`."""
@@ -104,30 +138,13 @@ def export_weights(
     `advance` hears of each. Raises OptionError where `target` holds something, StorageError where it
     cannot be written; nothing half-written stays behind.
     """
-    check_export(target)
-    target = target.absolute()
-    temporary: Path | None = None
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        temporary.chmod(0o755)  # temporary directories are private; weights need not be
-        _write_shards(temporary, weights, list(weights.shards(shard_bytes)), advance)
+    with new_directory(target) as directory:
+        _write_shards(directory, weights, list(weights.shards(shard_bytes)), advance)
         if config.is_file():
             settings = json.loads(config.read_text(encoding="utf-8"))
             settings = {key: value for key, value in settings.items() if key not in _REPLACED}
             settings["dtype"] = weights.most()
-            (temporary / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        temporary.rename(target)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StorageError(
-            f"the weights could not be written: {reason}",
-            where=str(target),
-            hint=f"{storage_hint(error)} --export",
-        ) from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+            (directory / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_shards(directory: Path, weights: Weights, shards: list[list[FileTensor]], advance: Advance) -> None:

@@ -67,6 +67,9 @@ class Options:
         default=None,
         metadata=_about("at the end, write the weights here as safetensors, with config.json if the model has one"),
     )
+    export_adapter: Path | None = field(
+        default=None, metadata=_about("at the end, write the adapters of --lora here, as PEFT reads them")
+    )
     export_dtype: str = field(
         default="param",
         metadata=_about(

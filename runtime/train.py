@@ -34,6 +34,7 @@ from mgraph.runtime.corpus import load_corpus
 from mgraph.runtime.data import INPUTS, Batch, Corpus, Position, Stream, validation_batches, whole_rows
 from mgraph.runtime.export import check_export
 from mgraph.runtime.log import Log, Record
+from mgraph.runtime.lora import check_adapters
 from mgraph.runtime.mesh import DATA_AXIS, Mesh
 from mgraph.runtime.options import Options, flag, parse
 from mgraph.runtime.package import Package, State, load_package
@@ -41,7 +42,7 @@ from mgraph.runtime.sample import generate
 from mgraph.runtime.schedule import learning_rate
 from mgraph.runtime.state import create_state
 from mgraph.runtime.tokenizer import Tokenizer, load_tokenizer
-from mgraph.runtime.transfer import export, initialise, is_exported
+from mgraph.runtime.transfer import NOTES, export, export_adapter, initialise, is_exported, note_export
 from mgraph.runtime.weights import model_tensors
 
 ENTRIES = ("microbatch", "finish", "evaluate", "predict")
@@ -93,8 +94,11 @@ def run(options: Options, package_dir: Path) -> None:
             torch.cuda.set_device(device)
         package = _open(package_dir, device, options)
         opened.append(package)
-        if options.export is not None and not _is_complete(options, package):
-            check_export(options.export)
+        for option, target in _exports(options):
+            if not _is_exported(option, target, options, package):
+                check_export(target, flag(option))
+        if options.export_adapter is not None:
+            check_adapters(package.state_specs, str(package.path))
         axes = mesh.bind_axes(package.manifest["mesh"], mesh.environment()[1])
         return device, axes, package.fingerprint_all()
 
@@ -152,13 +156,16 @@ def _directory(options: Options, package: Package) -> Path:
     return options.out or Path("runs") / package.manifest["name"]
 
 
-def _is_complete(options: Options, package: Package) -> bool:
-    """Whether the run that is to be gone on with has made its last step and exported its weights."""
+def _exports(options: Options) -> list[tuple[str, Path]]:
+    """The options that ask for something to be written at the end, and where to."""
+    return [(option, target) for option in NOTES if (target := getattr(options, option)) is not None]
+
+
+def _is_exported(option: str, target: Path, options: Options, package: Package) -> bool:
+    """Whether the run that is to be gone on with has made its last step and exported what the option asks for."""
     out = _directory(options, package)
     found = checkpoint.latest(out / "checkpoints") if options.resume else None
-    if found is None or found.step < options.steps or options.export is None:
-        return False
-    return is_exported(options.export, out, found.step)
+    return found is not None and found.step >= options.steps and is_exported(option, target, out, found.step)
 
 
 def _share_of_threads() -> int:
@@ -445,13 +452,18 @@ class Trainer:
     def _export(self) -> None:
         """Every rank has all weights; the first one writes them."""
         options = self.options
-        if options.export is None or self.log is None:
+        if self.log is None:
             return
-        if _is_complete(options, self.package):
-            self.log.message(f"the weights of step {self.step} are in {options.export} already")
-            return
-        self.log.end_of_steps()
-        export(options.export, options.export_dtype, self.package, self.state, self.out, self.step)
+        for option, target in _exports(options):
+            if _is_exported(option, target, options, self.package):
+                self.log.message(f"what {flag(option)} writes after step {self.step} is in {target} already")
+                continue
+            self.log.end_of_steps()
+            if option == "export":
+                export(target, options.export_dtype, self.package, self.state)
+            else:
+                export_adapter(target, options.export_dtype, self.package, self.state, options.init)
+            note_export(option, target, self.out, self.step)
 
 
 def _problem(result: Record) -> str:

@@ -13,15 +13,19 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mgraph.runtime.export import CONFIG, Weights, export_weights
+from mgraph.runtime.export import CONFIG, Weights, export_weights, new_directory
+from mgraph.runtime.lora import write_adapter
 from mgraph.runtime.package import Package, State
-from mgraph.runtime.weights import load_weights
+from mgraph.runtime.weights import load_weights, masters
 
-NOTE = "exported.json"
-"""The file in a run's directory that says where its weights were exported to, and after which step."""
+NOTES = {"export": "exported.json", "export_adapter": "exported_adapter.json"}
+"""The files in a run's directory that say where its weights, and its adapters, were exported to, and after which step;
+by option."""
 
 FULL = "f32"
 """The choice of --export-dtype that is not the dtype of the parameters."""
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
 def initialise(source: Path, package: Package, state: State, shown: bool) -> None:
@@ -32,22 +36,36 @@ def initialise(source: Path, package: Package, state: State, shown: bool) -> Non
         transfer.say(f"loaded {number} tensors, {transfer.summary} from {source}")
 
 
-def export(target: Path, dtype: str, package: Package, state: State, note: Path, step: int) -> None:
-    """Write the weights to a directory, and that this was done into the directory `note` of the run. `dtype` is FULL,
-    or anything else for that of the parameters. Raises OptionError, StorageError.
-    """
+def export(target: Path, dtype: str, package: Package, state: State) -> None:
+    """Write the weights to a directory. `dtype` is FULL, or anything else for that of the parameters. Raises
+    OptionError, StorageError."""
     weights = Weights(state, package.state_specs, package.weight_layout, full=dtype == FULL)
     with _Transfer("exporting weights", True) as transfer:
         export_weights(target, weights, package.path / CONFIG, advance=transfer.advance)
-    record = {"directory": str(target.absolute()), "step": step}
-    (note / NOTE).write_text(json.dumps(record) + "\n", encoding="utf-8")
     transfer.say(f"exported the weights, {transfer.summary} to {target}")
 
 
-def is_exported(target: Path, note: Path, step: int) -> bool:
-    """Whether the run in the directory `note` was exported to `target` after this step, and `target` still is there."""
+def export_adapter(target: Path, dtype: str, package: Package, state: State, base: Path | None) -> None:
+    """Write the adapters to a directory, in PEFT's form; `base` is where the weights came from that they are for."""
+    config = package.path / CONFIG
+    classes = json.loads(config.read_text(encoding="utf-8")).get("architectures") if config.is_file() else None
+    causal = any(name.endswith(_CAUSAL) for name in classes or ())
+    about = {"base_model_name_or_path": base and str(base), "task_type": "CAUSAL_LM" if causal else None}
+    names = masters(package.state_specs) if dtype == FULL else {}
+    with new_directory(target, "--export-adapter") as directory:
+        write_adapter(directory, state, package.state_specs, names, about)
+
+
+def note_export(option: str, target: Path, out: Path, step: int) -> None:
+    """Note in a run's directory that what `option` asks for was written to `target` after this step."""
+    record = {"directory": str(target.absolute()), "step": step}
+    (out / NOTES[option]).write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
+def is_exported(option: str, target: Path, out: Path, step: int) -> bool:
+    """Whether the run in the directory `out` noted this, and `target` still is there."""
     try:
-        record = json.loads((note / NOTE).read_text(encoding="utf-8"))
+        record = json.loads((out / NOTES[option]).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return record == {"directory": str(target.absolute()), "step": step} and target.is_dir() and any(target.iterdir())
