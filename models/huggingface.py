@@ -193,14 +193,17 @@ _SPARSE = (
 def configuration(config: ModelConfig) -> dict[str, Any] | None:
     """The config.json of the transformers class that computes what this decoder does; None where there is none.
 
-    Nothing is said of the longest sequence, which a decoder has no bound of, nor of special tokens.
+    The longest sequence, which a decoder has no bound of, is said where the frequencies are made for one; special
+    tokens are not.
     """
     for family in _SPARSE if config.num_experts else _DENSE:
         settings = family.settings(config) if family.holds(config) else None
         if settings is not None:
             common = {theirs: getattr(config, ours) for ours, theirs in _COMMON.items()}
             names = {"architectures": [family.architecture], "model_type": family.model_type}
-            return {**names, **common, **settings}
+            scaling = config.rope_scaling
+            longest = int(scaling.factor * scaling.original_length) if isinstance(scaling, Yarn) else None
+            return {**names, **common, **settings, **({"max_position_embeddings": longest} if longest else {})}
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mgraph import models
@@ -130,3 +130,39 @@ def test_in_and_out_again(family: str, kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(predict(package, state, tokens), learned, rtol=0, atol=bound)
     assert (learned - expected).abs().max() > 0.05, "nothing was learned: the comparison would prove little"
     assert json.loads((trained / CONFIG).read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("kind", sampled(["transformers", "zoo"], 1))
+def test_published_gpt_oss_has_experts_in_four_bits(kind: str, tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    source, exported = tmp_path / "source", tmp_path / "exported"
+    name = saved("gpt-oss", kind, source)
+    found = tensors(source)
+    packed: dict[str, Tensor] = {}
+    for weight in [n for n in found if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = found[weight].shape
+        if inputs % 32:  # the twin's down_proj: so many numbers have one scale
+            continue
+        packed[f"{weight}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16)).to(torch.uint8)
+        packed[f"{weight}_scales"] = torch.randint(121, 126, (experts, outputs, inputs // 32)).to(torch.uint8)
+        found[weight] = convert_moe_packed_tensors(packed[f"{weight}_blocks"], packed[f"{weight}_scales"]).float()
+    save_file(found, source / "model.safetensors", {"format": "pt"})
+    tokens = torch.randint(256, (3, 29))
+    with torch.no_grad():
+        expected = loaded(source)(tokens).logits
+
+    plain = {n: t for n, t in found.items() if f"{n}_blocks" not in packed}
+    save_file(plain | packed, source / "model.safetensors", {"format": "pt"})
+    settings = json.loads((source / CONFIG).read_text())
+    (source / CONFIG).write_text(json.dumps({**settings, "quantization_config": {"quant_method": "mxfp4"}}))
+    path = compile_package(Recipe(model=name, output=str(tmp_path / "package"), arch="none")).package
+    assert path is not None
+    package = load_package(path, "cpu")
+    state = create_state(package.state_specs, 0, "cpu")
+    load_weights(source, state, package.state_specs, package.weight_layout)
+    bound = 1e-5 * float(expected.abs().max())
+    torch.testing.assert_close(predict(package, state, tokens), expected, rtol=0, atol=bound)
+    export_weights(exported, Weights(state, package.state_specs, package.weight_layout), path / CONFIG)
+    with torch.no_grad():
+        assert torch.equal(loaded(exported)(tokens).logits, expected)
