@@ -17,6 +17,7 @@ from typing import Any
 
 from mgraph.adapters import parse_adapter
 from mgraph.capture import CaptureReport, CheckpointForm, ModelSpec, capture_with_report
+from mgraph.codegen.kernel_sites import kernel_sites
 from mgraph.codegen.package import PackageInfo, check_target, emit_package
 from mgraph.codegen.triton.builder import KernelBuilder
 from mgraph.ir.graph import Module
@@ -105,13 +106,13 @@ def pipeline_of(recipe: Recipe) -> Pipeline:
 
 @contextmanager
 def collector_spared() -> Iterator[None]:
-    """Keep the garbage collector from walking what was there before: what capture leaves is half a million objects, and
-    a deep graph makes it go over them again and again."""
-    gc.freeze()
+    """No garbage collection meanwhile: capture leaves half a million objects, which a deep graph makes the collector
+    walk again and again, and graphs have no cycles that it could free."""
+    gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        gc.enable()
 
 
 class Start(Instrument):
@@ -122,6 +123,18 @@ class Start(Instrument):
     def start(self, module: Module) -> None:
         """Note the time."""
         self.at = time.perf_counter()
+
+
+class KernelsAhead(Instrument):
+    """Lets the kernels of each graph be compiled while the passes go on."""
+
+    def __init__(self, builder: KernelBuilder) -> None:
+        self._builder = builder
+
+    def after(self, result: PassResult, before: Module, after: Module) -> None:
+        """Hand over the kernels that the pass brought in."""
+        if after is not before:
+            self._builder.prepare(kernel_sites(after).specs)
 
 
 def build_module(
@@ -185,7 +198,7 @@ def _compile(
     force: bool,
     say: Callable[[str], Any],
 ) -> Compilation:
-    done, verifier = _run_passes(recipe, extra, say)
+    done, verifier = _run_passes(recipe, (*extra, KernelsAhead(builder)), say)
     say("emit the package")
     begun = time.perf_counter()
     pipeline = print_pipeline(pipeline_of(recipe))

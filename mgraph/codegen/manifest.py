@@ -25,12 +25,10 @@ def manifest(
     pipeline: str,
     verification: Mapping[str, str],
     fingerprint: Mapping[str, Any],
-    kernels: Sequence[Mapping[str, Any]],
-    files: Mapping[str, str],
     weight_layout: Sequence[Mapping[str, Any]],
     adapters: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The whole manifest of a module; `files` maps the package's files to their SHA-256."""
+    """The manifest of a module, but for its `kernels` and its `files`, which are known last."""
     return {
         "schema": SCHEMA,
         "kind": kind,
@@ -45,14 +43,12 @@ def manifest(
         "inputs": _inputs(module),
         "state": [_state(state, adapters) for state in module.state.values()],
         "entries": _entries(module),
-        "kernels": list(kernels),
         "weight_layout": list(weight_layout),
-        "files": dict(files),
     }
 
 
-def manifest_text(data: Mapping[str, Any]) -> str:
-    """The manifest as JSON, one line per key and per element of a list (a state, a kernel)."""
+def manifest_items(data: Mapping[str, Any]) -> list[str]:
+    """Keys of the manifest as JSON, one line per key and per element of a list (a state, a kernel)."""
     encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # `indent` would be slow for deep models
 
     def written(value: Any) -> str:
@@ -60,7 +56,12 @@ def manifest_text(data: Mapping[str, Any]) -> str:
             "[\n  " + ",\n  ".join(map(encode, value)) + "\n ]" if isinstance(value, list) and value else encode(value)
         )
 
-    return "{\n " + ",\n ".join(f"{encode(key)}: {written(value)}" for key, value in data.items()) + "\n}\n"
+    return [f"{encode(key)}: {written(value)}" for key, value in data.items()]
+
+
+def manifest_text(items: Iterable[str]) -> str:
+    """The manifest of its items."""
+    return "{\n " + ",\n ".join(items) + "\n}\n"
 
 
 def versions() -> dict[str, str]:

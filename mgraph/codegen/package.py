@@ -18,7 +18,7 @@ from typing import Any
 
 from mgraph.codegen.fingerprint import fingerprint
 from mgraph.codegen.kernel_sites import kernel_sites
-from mgraph.codegen.manifest import file_digests, manifest, manifest_text
+from mgraph.codegen.manifest import file_digests, manifest, manifest_items, manifest_text
 from mgraph.codegen.step import step_text
 from mgraph.codegen.triton.builder import KernelBuilder
 from mgraph.errors import PackageError, StorageError, storage_hint
@@ -99,29 +99,22 @@ def check_target(target: Path, *, force: bool = False) -> list[str]:
 
 
 def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBuilder) -> None:
-    """All files of the package, the manifest last; step and graphs are printed while the kernels are built."""
+    """All files of the package, the manifest last; all else is made while the kernels are built."""
     directory.chmod(0o755)  # temporary directories are private; packages are not
     sites = kernel_sites(module)
     builder.start(sites.specs, directory)
     (directory / "step.py").write_text(step_text(module, sites), encoding="utf-8")
     text = info.write_graphs(directory / "graphs") if info.write_graphs is not None else print_module(module)
-    kernels = builder.result()
+    mark = fingerprint(text, info.options)
+    data = manifest(module, info.kind, info.pipeline, info.verification, mark, info.weight_layout, info.adapters)
+    items = manifest_items(data)
     (directory / f"{info.kind}.py").write_text(driver_text(info.kind, module.name), encoding="utf-8")
     if info.configuration is not None:
         (directory / CONFIGURATION).write_text(info.configuration, encoding="utf-8")
+    kernels = builder.result()
     files = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if _is_source(p))
-    data = manifest(
-        module,
-        info.kind,
-        info.pipeline,
-        info.verification,
-        fingerprint(text, info.options),
-        kernels,
-        file_digests(directory, files),
-        info.weight_layout,
-        info.adapters,
-    )
-    (directory / MANIFEST).write_text(manifest_text(data), encoding="utf-8")
+    items += manifest_items({"kernels": kernels, "files": file_digests(directory, files)})
+    (directory / MANIFEST).write_text(manifest_text(items), encoding="utf-8")
 
 
 def driver_text(kind: str, name: str) -> str:

@@ -113,19 +113,17 @@ class _Placer:
         self._types: dict[tuple[int, Placement | None], TensorType] = {}  # most values share the object of their type
 
     def place(self, function: Function, inputs: Sequence[Placement | None]) -> Function:
-        """The function with its values placed; inputs without B lie as given."""
-        if function.name in self.placed:
-            return self.placed[function.name]
+        """Place the values of a function; inputs without B lie as given."""
         mapping = dict(self.states)
         for value, placement in zip(function.inputs(), inputs, strict=True):
             mapping[value] = self._retyped(value, placement)
         for node in function.nodes:
-            operands = [mapping.get(v, v) for v in node.operands]
+            operands = (self._on(mapping.get(v, v)) for v in node.operands)
             if node.op == "call":
-                body = self.place(self.module.functions[callee(node)], [self._on(v) for v in operands])
+                body = self.placed.get(callee(node)) or self.place(self.module.functions[callee(node)], [*operands])
                 placements = [self._on(v) for v in body.results]
             else:
-                depends = any(self._on(v) is not None for v in operands)
+                depends = any(placement is not None for placement in operands)
                 placements = [Partial("sum") if depends else None] * len(node.results)
             for value, placement in zip(node.results, placements, strict=True):
                 mapping[value] = self._retyped(value, placement)
@@ -153,7 +151,7 @@ def _mapped(function: Function, mapping: dict[Value, Value]) -> Function:
     """The function with values exchanged."""
 
     def all_of(values: tuple[Value, ...]) -> tuple[Value, ...]:
-        return tuple(mapping.get(v, v) for v in values)
+        return tuple([mapping.get(v, v) for v in values])
 
     nodes = tuple(n.with_values(all_of(n.operands), all_of(n.results)) for n in function.nodes)
     return replace(

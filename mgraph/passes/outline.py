@@ -75,6 +75,7 @@ class _Segment:
     key: tuple[Any, ...] = ()
     numbers: list[tuple[Any, ...]] = field(default_factory=list)  # per node: its liftable attributes
     first: int = 0  # position of its first node in the function
+    escaping: set[int] = field(default_factory=set)  # positions of the values that are read outside of it
 
     @property
     def path(self) -> str:
@@ -98,7 +99,7 @@ class _Outliner:
         """The functions made, and this function with calls in place of the segments; nothing made: unchanged."""
         # A layer that nothing reads would be a call without results: it stays inline, for dce to remove.
         segments = [s for s in self.segments() if len(s.nodes) >= self.min_nodes and self.escaping(s)]
-        segments = self.schedulable(segments)
+        segments, units = self.schedulable(segments)
         if not segments:
             return [], self.function
         made: list[Function] = []
@@ -114,7 +115,7 @@ class _Outliner:
             for segment, call in zip(kind, kind_calls, strict=True):
                 report.match(self.function.name, call.id, f"{segment.path} calls {name}")
         report.count("functions", len(made))
-        nodes = [calls[unit] if isinstance(unit, _Segment) else unit for unit in self.order(segments)]
+        nodes = [calls[unit] if isinstance(unit, _Segment) else unit for unit in units]
         return made, replace(self.function, nodes=tuple(nodes))
 
     def segments(self) -> list[_Segment]:
@@ -185,15 +186,16 @@ class _Outliner:
                     heapq.heappush(ready, first[reader])
         return ordered
 
-    def schedulable(self, segments: list[_Segment]) -> list[_Segment]:
-        """Drop segments that wait on each other (two layers that feed each other in turns): they stay inline."""
-        while segments:
-            ordered = set(self.order(segments))
+    def schedulable(self, segments: list[_Segment]) -> tuple[list[_Segment], list[Node | _Segment]]:
+        """The segments without those that wait on each other (two layers that feed each other in turns), which stay
+        inline; and the order of what there is then."""
+        while True:
+            units = self.order(segments)
+            ordered = set(units)
             kept = [s for s in segments if s in ordered]
             if len(kept) == len(segments):
-                break
+                return kept, units
             segments = kept
-        return segments
 
     def kinds(self, segments: list[_Segment]) -> list[list[_Segment]]:
         """Segments that become one function, in order of first appearance."""
@@ -269,17 +271,19 @@ class _Outliner:
                 else:
                     operands.append(code)
             attrs, numbers = [], []
-            for name, attr in sorted(node.attrs.items()):
+            items = node.attrs.items()
+            for name, attr in sorted(items) if len(items) > 1 else items:
                 if type(attr) in _LIFTABLE and not name.startswith("dim"):
                     attrs.append((name, type(attr)))
                     numbers.append((name, attr_key(attr)))
                 else:
                     attrs.append((name, attr_key(attr)))
+            types = []
             for value in node.results:
                 local[value] = len(local)
-            types = tuple(self.type_id(v.type) for v in node.results)
+                types.append(self.type_id(value.type))
             path = node.origin.path[len(prefix) :]
-            key.append((node.op, tuple(operands), tuple(attrs), types, path, node.phase))
+            key.append((node.op, tuple(operands), tuple(attrs), tuple(types), path, node.phase))
             segment.numbers.append(tuple(numbers))
         segment.key = tuple(key)
 
@@ -304,7 +308,7 @@ class _Outliner:
         model = kind[0]
         inputs = [i for i, v in enumerate(model.externals) if not self.is_slot(v)]
         slots = [i for i, v in enumerate(model.externals) if self.is_slot(v)]
-        results = sorted(set().union(*(self.escaping(s) for s in kind)))
+        results = sorted(set().union(*(s.escaping for s in kind)))
         lifted = _differing(kind)
         function = self.body(name, kind, inputs, slots, results, lifted)
         calls = []
@@ -320,12 +324,11 @@ class _Outliner:
         return function, calls
 
     def escaping(self, segment: _Segment) -> set[int]:
-        """Which of the values made in a segment are read outside of it, by their position."""
-        inside = set(segment.nodes)
+        """Which of the values made in a segment are read outside of it, by their position; kept in the segment."""
+        inside, readers, returned = set(segment.nodes), self.readers, self.returned
         made = [v for n in segment.nodes for v in n.results]
-        return {
-            i for i, v in enumerate(made) if v in self.returned or any(n not in inside for n in self.readers.get(v, ()))
-        }
+        segment.escaping = {i for i, v in enumerate(made) if v in returned or not inside.issuperset(readers.get(v, ()))}
+        return segment.escaping
 
     def body(
         self,

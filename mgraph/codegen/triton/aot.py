@@ -62,19 +62,27 @@ class Binary:
         }
 
 
-def build_kernels(specs: Sequence[KernelSpec], directory: Path, archs: Sequence[str]) -> list[dict[str, Any]]:
+Binaries = dict[str, Binary]
+"""Compiled launches by what they are compiled from: a launch that is here is not compiled again."""
+
+
+def build_kernels(
+    specs: Sequence[KernelSpec], directory: Path, archs: Sequence[str], made: Binaries | None = None
+) -> list[dict[str, Any]]:
     """Write `kernels.py`, `reference.py` and `cubin/` into a package directory; return the manifest's `kernels` list.
 
-    `archs` names GPU architectures such as `sm_90a`; with none, Triton is not needed and no cubin is written. Raises
-    MgraphError where Triton is missing or rejects the source, OptionError for an unknown architecture.
+    `archs` names GPU architectures such as `sm_90a`; with none, Triton is not needed and no cubin is written. `made`
+    has binaries from before, and gets those that this adds. Raises MgraphError where Triton is missing or rejects the
+    source, OptionError for an unknown architecture.
     """
+    made = {} if made is None else made
     names = [spec.name for spec in specs]
     assert len(set(names)) == len(names), f"two kernels of one name: {sorted(names)}"
     (directory / "reference.py").write_text(reference_text(specs), encoding="utf-8")
     source = directory / "kernels.py"
     source.write_text(kernels_text(specs), encoding="utf-8")
     module = import_kernels(source) if archs and any(spec.launches for spec in specs) else None
-    return [_entry(spec, module, directory, archs) for spec in specs]
+    return [_entry(spec, module, directory, archs, made) for spec in specs]
 
 
 def import_kernels(path: Path) -> ModuleType:
@@ -176,7 +184,9 @@ def read_ptx(text: str) -> PtxAbi:
     )
 
 
-def _entry(spec: KernelSpec, module: ModuleType | None, directory: Path, archs: Sequence[str]) -> dict[str, Any]:
+def _entry(
+    spec: KernelSpec, module: ModuleType | None, directory: Path, archs: Sequence[str], made: Binaries
+) -> dict[str, Any]:
     """The manifest's entry of one kernel site; its cubins are compiled and written on the way."""
     entry = spec.to_data()
     del entry["source"], entry["twin"]  # They stand in kernels.py and reference.py.
@@ -186,9 +196,11 @@ def _entry(spec: KernelSpec, module: ModuleType | None, directory: Path, archs: 
         for arch in archs:
             assert module is not None
             for aligned in (True, False) if launch.aligned else (False,):
-                binary = compile_launch(module, spec, launch, arch, aligned)
+                key = repr((spec.source, launch, spec.argument_types(launch), arch, aligned))
+                if key not in made:
+                    made[key] = compile_launch(module, spec, launch, arch, aligned)
                 file = f"cubin/{launch.function}{'.aligned' if aligned else ''}.{arch}.cubin"
                 (directory / "cubin").mkdir(exist_ok=True)
-                (directory / file).write_bytes(binary.cubin)
-                data["binaries"].append(binary.to_data(file))
+                (directory / file).write_bytes(made[key].cubin)
+                data["binaries"].append(made[key].to_data(file))
     return entry

@@ -1,8 +1,9 @@
 """A process of its own that compiles the kernels of a package while the rest of it is made.
 
 Triton holds the interpreter's lock for most of a compilation, so a thread would only take turns with the passes and the
-printing; a process overlaps them, and imports Triton while the model is captured. Specs and manifest entries are plain
-data, so they cross the border as they are, and so do errors.
+printing; a process overlaps them. It imports Triton while the model is captured, and compiles what the graph has after
+each pass: what is there to the end is ready when the package asks for it. Specs and manifest entries are plain data, so
+they cross the border as they are, and so do errors.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self
 
-from mgraph.codegen.triton.aot import build_kernels
+from mgraph.codegen.triton.aot import Binaries, build_kernels
 from mgraph.codegen.triton.kernel import KernelSpec
 from mgraph.errors import MgraphError
 
 
 class KernelBuilder:
-    """`build_kernels` in another process: `start` it once, take its `result`.
+    """`build_kernels` in another process: `prepare` what may be needed, `start` it once, take its `result`.
 
     Without architectures there is no process. Use it in a `with`: leaving it ends the process, whatever it is at.
     """
 
     def __init__(self, archs: Sequence[str]) -> None:
         self._archs = tuple(archs)
+        self._prepared: list[KernelSpec] = []
         self._asked: tuple[Sequence[KernelSpec], Path] | None = None
         self.process: subprocess.Popen[bytes] | None = None
         if self._archs:
@@ -42,10 +45,19 @@ class KernelBuilder:
             )
             theirs.close()
 
+    def prepare(self, specs: Sequence[KernelSpec]) -> None:
+        """Compile kernels that a package will probably have. What fails here is told of if it is built."""
+        if new := [spec for spec in specs if spec not in self._prepared]:
+            self._prepared += new
+            self._send(new, None)
+
     def start(self, specs: Sequence[KernelSpec], directory: Path) -> None:
         """Begin to build the kernels of a package into its directory."""
         assert self._asked is None, "a builder builds once"
         self._asked = specs, directory
+        self._send(specs, directory)
+
+    def _send(self, specs: Sequence[KernelSpec], directory: Path | None) -> None:
         if self.process is not None:
             with suppress(ConnectionError):  # a process that has died is told of by `result`
                 self._connection.send((specs, directory, self._archs))
@@ -81,18 +93,24 @@ class KernelBuilder:
 
 
 def serve(connection: Connection) -> None:
-    """Answer one request; return without one where the other side has gone."""
+    """Compile what is asked for until the other side has gone; answer what names a directory."""
     with suppress(ImportError):  # `build_kernels` says so where it needs it
         import triton.compiler  # noqa: F401  (before the request comes, not after)
-    try:
-        specs, directory, archs = connection.recv()
-    except EOFError:
-        return
-    try:
-        answer: Any = build_kernels(specs, directory, archs)
-    except (MgraphError, OSError) as error:
-        answer = error
-    connection.send(answer)
+    made: Binaries = {}
+    while True:
+        try:
+            specs, directory, archs = connection.recv()
+        except EOFError:
+            return
+        if directory is None:
+            with TemporaryDirectory() as scratch, suppress(MgraphError, OSError):
+                build_kernels(specs, Path(scratch), archs, made)
+            continue
+        try:
+            answer: Any = build_kernels(specs, directory, archs, made)
+        except (MgraphError, OSError) as error:
+            answer = error
+        connection.send(answer)
 
 
 if __name__ == "__main__":

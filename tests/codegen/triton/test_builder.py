@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mgraph.codegen.triton import KernelSpec, build_kernels, rms_norm
+from mgraph.codegen.triton import KernelSpec, aot, build_kernels, rms_norm
 from mgraph.codegen.triton.builder import KernelBuilder
 from mgraph.errors import MgraphError, OptionError
 
@@ -49,8 +49,23 @@ def test_builds_what_build_kernels_builds(tmp_path: Path) -> None:
     assert files(here) == {name: text for name, text in files(there).items() if name.endswith(".py")}
 
 
+def test_what_was_prepared_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: aot.Binaries = {}
+    first = build_kernels([spec()], tmp_path, ["sm_80"], made)
+    monkeypatch.setattr(aot, "compile_launch", None)
+    assert build_kernels([spec()], tmp_path, ["sm_80"], made) == first
+    with pytest.raises(TypeError, match="not callable"):
+        build_kernels([spec()], tmp_path, ["sm_90a"], made)
+    with KernelBuilder(["sm_80"]) as builder:
+        builder.prepare([spec()])
+        builder.prepare([spec()])
+        builder.start([spec()], tmp_path)
+        assert builder.result() == first
+
+
 def test_errors_cross_over(tmp_path: Path) -> None:
     with KernelBuilder(["gfx942"]) as builder:
+        builder.prepare([spec()])
         builder.start([spec()], tmp_path)
         with pytest.raises(OptionError, match="unknown GPU architecture 'gfx942'") as caught:
             builder.result()
