@@ -277,6 +277,22 @@ class Matcher:
             yield from self._solve_all(patterns, node, index + 1, reached)
 
 
+def ops_in(pattern: Pattern) -> frozenset[str]:
+    """The ops of all nodes that a pattern may take."""
+    found, seen, todo = set[str](), set[int](), [pattern]
+    while todo:
+        part = todo.pop()
+        if id(part) in seen:
+            continue  # parts are shared: as a tree, a pattern may have thousands
+        seen.add(id(part))
+        if isinstance(part, Either):
+            todo += part.options
+        elif isinstance(part, Op):
+            found.update(part.ops)
+            todo += part.operands
+    return frozenset(found)
+
+
 def _ops(pattern: Pattern) -> tuple[str, ...]:
     """The ops that can make the value of a pattern; none for a capture."""
     if isinstance(pattern, Either):

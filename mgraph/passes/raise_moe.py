@@ -85,9 +85,11 @@ _DISPATCH = Rule(
 
 
 def _grouped_shape(match: Match) -> str | None:
-    rows, weight = match["rows"].tensor, match["weight"].tensor
+    rows, weight, offsets = (match[name].tensor for name in ("rows", "weight", "offsets"))
     if len(rows.shape) != 2 or len(weight.shape) != 3:
         return f"rows are {rows} and the weight {weight}, expected [rows, width] and [experts, width, out]"
+    if offsets.shape != weight.shape[:1]:
+        return f"the offsets are {offsets}, expected one for each of {weight.shape[0]} experts"
     return None
 
 

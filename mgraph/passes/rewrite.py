@@ -3,7 +3,7 @@
 A `Rule` has a pattern, guards and an `emit` that makes the replacement. A chain may have several results that others
 read (`exports`); `emit` gives a new value for each. The replacement stands where the last value it reads is made, and
 the nodes of the chain that nothing reads any more go. A near miss is the best failed attempt around a node that marks
-the beginning of a chain (`anchors`), e.g.
+the beginning of a chain (`anchors`), or that a wrong attribute kept from it, e.g.
 
     rms_norm at layers.*.norm (models/layers.py:31): `rsqrt` has 2 users, expected 1
 """
@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from mgraph.ir.builder import FunctionBuilder, rebuild
 from mgraph.ir.graph import Function, Module, Node, Value
-from mgraph.ir.pattern import Failure, Guard, Match, Matcher, Pattern
+from mgraph.ir.pattern import Failure, Guard, Match, Matcher, Pattern, ops_in
 from mgraph.passes.base import Pass, Report, Stage, Tier
 
 Emit = Callable[[FunctionBuilder, Match], Sequence[Value]]
@@ -65,8 +65,8 @@ def rewrite(function: Function, rules: Sequence[Rule], made_by: str, report: Rep
     taken = {node for _, match in found for node, _, _ in match.steps}
     owned = {node for _, match in found for node in match.owned}
     for name in dict.fromkeys(rule.name for rule in rules):
-        anchors = {op for rule in rules if rule.name == name for op in rule.anchors}
-        _report_near_misses(function, name, anchors, failures.get(name, []), owned, report)
+        named = [rule for rule in rules if rule.name == name]
+        _report_near_misses(function, named, failures.get(name, []), owned, report)
     if not found:
         return function
     index_of = {node: i for i, node in enumerate(function.nodes)}
@@ -103,17 +103,35 @@ def _find(function: Function, rules: Sequence[Rule]) -> tuple[list[tuple[Rule, M
 
 
 def _report_near_misses(
-    function: Function, name: str, anchors: set[str], failures: Sequence[Failure], owned: set[Node], report: Report
+    function: Function, rules: Sequence[Rule], failures: Sequence[Failure], owned: set[Node], report: Report
 ) -> None:
+    """Of each anchor in no match, the best attempt that took it, else the best that a wrong attribute kept from it."""
+    name, anchors = rules[0].name, {op for rule in rules for op in rule.anchors}
+    ops = frozenset().union(*(ops_in(rule.pattern) for rule in rules))
+    producers = function.producers()
+    stopped = [(f, _above(f.node, ops, producers)) for f in failures if f.guard == "attr"]
     reported: set[Failure] = set()
     for anchor in function.nodes:
         if anchor.op not in anchors or anchor in owned:
             continue
-        best = max((f for f in failures if anchor in f.touched), key=lambda f: f.progress, default=None)
+        attempts = [f for f in failures if anchor in f.touched] or [f for f, above in stopped if anchor in above]
+        best = max(attempts, key=lambda f: f.progress, default=None)
         if best is not None and best not in reported:
             reported.add(best)
             detail = f"{name} at {_place(best.node)}: {best.detail}"
             report.near_miss(function.name, best.node.id, name, best.guard, detail)
+
+
+def _above(node: Node, ops: frozenset[str], producers: Mapping[Value, Node]) -> set[Node]:
+    """What a node is made of, by way of nodes of these ops alone."""
+    found, todo = set[Node](), [node]
+    while todo:
+        for value in todo.pop().operands:
+            maker = producers.get(value)
+            if maker is not None and maker.op in ops and maker not in found:
+                found.add(maker)
+                todo.append(maker)
+    return found
 
 
 def _place(node: Node) -> str:

@@ -86,16 +86,18 @@ def test_another_reader_of_the_clamped_gate_leaves_the_clamps_outside() -> None:
     assert_same(before, after)
 
 
-def test_raises_squared_relu() -> None:
-    text = """
+SQUARED = """
 func @f(%x: f32[B, S]) {
   %a: f32[B, S] = aten.relu.default(%x)
   %y: f32[B, S] = aten.pow.Tensor_Scalar(%a) {exponent = 2}
   return %y
 }
 """
-    before, after, _ = raised(RaiseGlu(), text)
+
+
+def test_raises_squared_relu() -> None:
+    before, after, _ = raised(RaiseGlu(), SQUARED)
     assert [n.op for n in after.functions["f"].nodes] == ["squared_relu"]
     assert_same(before, after)
-    (miss,) = near_misses(RaiseGlu(), text.replace("return %y", "return %y, %a"))
+    (miss,) = near_misses(RaiseGlu(), SQUARED.replace("return %y", "return %y, %a"))
     assert "`relu` has 2 users, expected 1" in miss
