@@ -36,8 +36,8 @@ class AdapterRule:
     @property
     def text(self) -> str:
         """The rule as `parse_adapter` reads it."""
-        parts = [f"rank={self.rank}", f"alpha={self.alpha:.12g}"]
-        parts += [f"dropout={self.dropout:.12g}"] if self.dropout else []
+        parts = [f"rank={self.rank}", f"alpha={self.alpha:.15g}"]
+        parts += [f"dropout={self.dropout:.15g}"] if self.dropout else []
         parts += ["rslora"] if self.rslora else []
         return f"{'|'.join(self.patterns)}: {', '.join(parts)}"
 

@@ -26,7 +26,7 @@ def module_of(text: str) -> Module:
     lines = ["mgraph-ir 1", 'module "test"', "dim B 1..", "dim S 2..", ""]
     number = 0
     for line in text.strip().splitlines():
-        if " = " in line and not line.startswith("func"):
+        if " = " in line and not line.startswith(("func", "state")):
             number += 1
             line = f'{line} forward at "layers.*.part" "model.py":{number} by capture'
         lines.append(line)
