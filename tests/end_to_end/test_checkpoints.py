@@ -22,6 +22,7 @@ from mgraph.runtime import checkpoint
 from mgraph.runtime.export import CONFIG, Weights, export_weights
 from mgraph.runtime.options import parse
 from mgraph.runtime.package import Package, State, load_package
+from mgraph.runtime.serve import open_generator
 from mgraph.runtime.state import create_state
 from mgraph.runtime.train import run
 from mgraph.runtime.weights import load_weights
@@ -92,9 +93,7 @@ def predict(package: Package, state: State, tokens: Tensor) -> Tensor:
         return package.call("predict", state, tokens)["logits"]
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), sampled(CASES, 0, [("mixtral", "transformers"), ("qwen3-moe", "zoo"), ("gpt-oss", "zoo")])
-)
+@pytest.mark.parametrize(("family", "kind"), sampled(CASES, 0, [("mixtral", "transformers"), ("gpt-oss", "zoo")]))
 def test_in_and_out_again(family: str, kind: str, tmp_path: Path) -> None:
     source, exported, trained = (tmp_path / name for name in ("source", "exported", "trained"))
     recipe = Recipe(model=saved(family, kind, source), output=str(tmp_path / "package"), arch="none")
@@ -166,3 +165,42 @@ def test_published_gpt_oss_has_experts_in_four_bits(kind: str, tmp_path: Path) -
     export_weights(exported, Weights(state, package.state_specs, package.weight_layout), path / CONFIG)
     with torch.no_grad():
         assert torch.equal(loaded(exported)(tokens).logits, expected)
+
+
+@pytest.mark.parametrize("kind", sampled(["transformers", "zoo"], 0, ["zoo"]))
+def test_mixed_precision_keeps_what_files_have(kind: str, tmp_path: Path) -> None:
+    """A checkpoint in float32 -> bf16 parameters with copies of full precision -> both, as --export-dtype says."""
+    source = tmp_path / "source"
+    recipe = Recipe(
+        model=saved("qwen3-moe", kind, source), output=str(tmp_path / "package"), arch="none", precision="bf16"
+    )
+    path = compile_package(recipe).package
+    assert path is not None
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(600)))
+    sizes = ["--steps", "1", "--batch-size", "2", "--seq-len", "33", "--sample-length", "0", "--eval-batches", "1"]
+    for dtype, torch_dtype in (("param", torch.bfloat16), ("f32", torch.float32)):
+        exported = tmp_path / dtype
+        paths = ["--data", str(text), "--out", str(tmp_path / f"run-{dtype}"), "--export", str(exported)]
+        still = ["--init", str(source), "--lr", "0", "--min-lr", "0", "--export-dtype", dtype]
+        run(parse([*sizes, *paths, *still], "train.py"), path)
+        found, given = tensors(exported), tensors(source)
+        assert found.keys() == given.keys()
+        assert all(torch.equal(found[name], given[name].to(torch_dtype)) for name in given)
+        assert all(p.dtype == torch_dtype for p in loaded(exported).parameters())
+
+
+@pytest.mark.parametrize("kind", sampled(["transformers", "zoo"], 0))
+def test_serving_reads_them_too(kind: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    name = saved("mixtral", kind, source)
+    recipe = Recipe(model=name, output=str(tmp_path / "package"), arch="none", purpose="serve", max_length=64)
+    path = compile_package(recipe).package
+    assert path is not None
+    prompt = torch.randint(256, (7,)).tolist()
+    found = list(open_generator(path, source, "cpu").greedy(prompt, 12))
+    model, expected = loaded(source), list(prompt)
+    with torch.no_grad():
+        for _ in range(12):
+            expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
+    assert found == expected[7:]
