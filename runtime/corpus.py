@@ -78,8 +78,10 @@ def _load_examples(files: list[Path], options: Options, tokenizer: Tokenizer, ta
         },
         notes=(
             f"{len(parts[0].chosen):,} examples to train on and {len(parts[1].chosen):,} to validate with: "
-            f"{len(examples.tokens):,} tokens, {examples.num_targets:,} of them targets; "
-            + (f"texts end with {end!r}" if end is not None else "nothing is put behind texts"),
+            f"{len(examples.tokens):,} tokens, {examples.num_targets:,} of them targets"
+            + (
+                "" if census.chats == census.lines else f"; texts end with {end!r}" if end else "; no token ends a text"
+            ),
             _filling(parts[0], options, takes_segments),
             *([", ".join(_changes(census))] if _changes(census) else []),
             *([CLOCK] if template is not None and template.reads_clock else []),

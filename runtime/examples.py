@@ -90,9 +90,10 @@ class Examples:
 
 @dataclass
 class Census:
-    """What the lines held: examples that were changed or left out, and the bytes of the targets."""
+    """What the lines held: conversations, examples that were changed or left out, and the bytes of the targets."""
 
     lines: int = 0
+    chats: int = 0
     cut: int = 0
     dropped: int = 0
     without_targets: int = 0
@@ -178,8 +179,10 @@ def _drafts(files: Sequence[Path], reading: Reading, census: Census) -> Iterator
                 digest.update(line)
                 progress.advance(task, len(line))
                 if line.strip():
+                    draft = _draft(line, f"{file}:{number}", reading.template)
                     census.lines += 1
-                    yield _draft(line, f"{file}:{number}", reading.template)
+                    census.chats += not draft.plain
+                    yield draft
     census.fingerprint = digest.hexdigest()
 
 

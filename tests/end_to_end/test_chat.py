@@ -20,7 +20,7 @@ from mgraph.runtime.train import run
 from tests.end_to_end.builds import LLAMA
 from tests.runtime.chats import BLOCKS, PLAIN, write_jsonl, write_tokenizer
 
-LENGTH = 115
+LENGTH = 125
 VOCABULARY = 320
 
 
@@ -68,12 +68,22 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
     )
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["alone", "packed"])
-def test_first_loss_is_that_of_each_conversation_alone(sample: Sample, packed: bool, tmp_path: Path) -> None:
-    """The first step sees every conversation for training once; then the loss falls."""
-    recipe = Recipe(model=f"hf:{sample.model}", output=str(tmp_path / "package"), arch="none", packed=packed)
-    compilation = compile_package(recipe)
+@pytest.fixture(scope="module", params=[False, True], ids=["alone", "packed"])
+def package(request: pytest.FixtureRequest, sample: Sample) -> tuple[Path, bool]:
+    """A package of the model, and whether several conversations may share a row."""
+    output = sample.model.parent / f"package-{request.param}"
+    compilation = compile_package(
+        Recipe(model=f"hf:{sample.model}", output=str(output), arch="none", packed=request.param)
+    )
     assert compilation.package is not None
+    return compilation.package, request.param
+
+
+def test_first_loss_is_that_of_each_conversation_alone(
+    sample: Sample, package: tuple[Path, bool], tmp_path: Path
+) -> None:
+    """The first step sees every conversation for training once; then the loss falls."""
+    directory, packed = package
     arguments = [
         "--data",
         str(sample.data),
@@ -88,9 +98,9 @@ def test_first_loss_is_that_of_each_conversation_alone(sample: Sample, packed: b
     assert isinstance(corpus.train, PackedExamples) and isinstance(corpus.validation, PackedExamples)
     rows = len(corpus.train.rows(None))
     assert rows < 12 if packed else rows == 18
-    more = ["--init", str(sample.model), "--steps", "10", "--batch-size", str(rows), "--out", str(tmp_path / "run")]
-    rate = ["--lr", "0.003", "--warmup", "0", "--sample-length", "0", "--device", "cpu"]
-    run(parse([*arguments, *more, *rate], "train.py"), compilation.package)
+    more = ["--init", str(sample.model), "--steps", "8", "--batch-size", str(rows), "--out", str(tmp_path / "run")]
+    rate = ["--lr", "0.01", "--warmup", "0", "--sample-length", "0", "--device", "cpu", "--threads", "1"]
+    run(parse([*arguments, *more, *rate], "train.py"), directory)
     records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
     train = corpus.train.chosen.tolist()
@@ -101,16 +111,15 @@ def test_first_loss_is_that_of_each_conversation_alone(sample: Sample, packed: b
     assert records[-1]["validation_loss"] < 0.8 * steps[0]["loss"]
 
 
-def test_validation_loss_is_that_of_each_conversation_alone(sample: Sample, tmp_path: Path) -> None:
+def test_validation_loss_is_that_of_each_conversation_alone(
+    sample: Sample, package: tuple[Path, bool], tmp_path: Path
+) -> None:
     """With a rate of 0 nothing is learned, so the last evaluation is of the weights that were given."""
-    recipe = Recipe(model=f"hf:{sample.model}", output=str(tmp_path / "package"), arch="none", packed=True)
-    compilation = compile_package(recipe)
-    assert compilation.package is not None
     common = ["--data", str(sample.data), "--tokenizer", str(sample.model), "--seq-len", str(LENGTH), "--steps", "1"]
     more = ["--init", str(sample.model), "--lr", "0", "--min-lr", "0", "--sample-length", "0", "--device", "cpu"]
-    options = parse([*common, *more, "--batch-size", "3", "--out", str(tmp_path / "run")], "train.py")
-    run(options, compilation.package)
-    corpus = load_corpus(options, load_tokenizer(sample.model, VOCABULARY), takes_segments=True)
+    options = parse([*common, *more, "--threads", "1", "--batch-size", "3", "--out", str(tmp_path / "run")], "train.py")
+    run(options, package[0])
+    corpus = load_corpus(options, load_tokenizer(sample.model, VOCABULARY), takes_segments=package[1])
     assert isinstance(corpus.validation, PackedExamples)
     held_out = corpus.validation.chosen.tolist()
     assert len(held_out) == 2

@@ -106,7 +106,7 @@ def test_notes(tmp_path: Path, jsonl: Path) -> None:
     corpus = load(jsonl)
     assert corpus.notes[0] == (
         f"18 examples to train on and 2 to validate with: {sum(lengths)} tokens, {sum(lengths) - 20} of them targets; "
-        "nothing is put behind texts"
+        "no token ends a text"
     )
     taken = sum(lengths[index] - 1 for index in parts(corpus)[0].chosen)
     count = len(parts(corpus)[0].rows(None))
@@ -123,8 +123,11 @@ def test_notes(tmp_path: Path, jsonl: Path) -> None:
     write_jsonl(jsonl, [*TEXTS, {"text": "a"}, {"text": "b"}])
     short = load(jsonl, "--seq-len", "19", "--long", "drop")
     assert short.notes[2] == "2 examples left out as too long, 2 examples left out without a target"
-    (tmp_path / "t.jinja").write_text("{{ strftime_now('%d') }}")
-    assert load(jsonl, "--chat-template", str(tmp_path / "t.jinja")).notes[-1] == CLOCK
+    (tmp_path / "t.jinja").write_text("{% generation %}{{ strftime_now('%d') }}{% endgeneration %}")
+    write_jsonl(jsonl, [{"messages": [{"role": "assistant", "content": "a"}]}] * 2)
+    chats = load(jsonl, "--chat-template", str(tmp_path / "t.jinja"))
+    assert chats.notes[0] == "1 examples to train on and 1 to validate with: 4 tokens, 2 of them targets"
+    assert chats.notes[-1] == CLOCK
 
 
 def test_too_few_examples(tmp_path: Path) -> None:
