@@ -1,12 +1,11 @@
 """Compile time against depth: a Llama-3-8B-shaped model of 2, 8, 32 and 64 layers, in bf16, to a train package.
 
-    python3 -m benchmarks.compile_time [--layers 2,8,32,64] [--repeats 3] [--results FILE]
+    python3 -m benchmarks.compile_time [--layers 2,8,32,64] [--repeats 5] [--results FILE]
 
-Each depth runs in a process of its own. Capture is apart: torch.export sees every layer. Everything after it (passes,
-verification and a snapshot after each, emission, writing) should cost the same for every depth. It runs `repeats` times
-on the captured module: the first time with what a process does once (imports, traced gradients), the best time
-without. Times are CPU seconds of the process, which other load on the machine disturbs least; memory is the peak
-resident size. Kernels are not built (no `--arch`): their number does not depend on depth.
+Capture is apart: torch.export sees every layer. Everything after it (passes, checks, kernels, graphs, step) should cost
+the same for every depth. The depths take turns, `repeats` rounds of them; the table has the median of the seconds after
+capture, and its ratio to that of the first depth within a round, which other load on the machine disturbs least. Exit
+status 1 where the deepest costs more than 1.1 times the shallowest, or 32 layers more than 40 s or 2 GB.
 """
 
 from __future__ import annotations
@@ -16,17 +15,19 @@ import datetime
 import json
 import os
 import platform
-import resource
-import subprocess
+import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+
+from benchmarks.compiling import Compiled, compile_model
 
 RESULTS = Path(__file__).parent / "results" / "compile_time.json"
+MOST_RATIO = 1.1
+PUBLISHED_LAYERS, MOST_SECONDS, MOST_BYTES = 32, 40.0, 2e9
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -41,136 +42,100 @@ SHAPE = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
+Rounds = Mapping[int, Sequence[Compiled]]
+"""The compilations of each depth, one a round."""
 
 
-@dataclass
-class Row:
-    """One depth. Seconds of CPU: `first` and `best` are everything after capture, of which `passes` lists the best run
-    by stage and pass; `peak_gib` is the process's largest resident size."""
-
-    layers: int
-    capture: float
-    first: float
-    best: float
-    step_lines: int
-    peak_gib: float
-    passes: dict[str, float] = field(default_factory=dict)
-
-
-def measure(layers: int, repeats: int) -> Row:
-    """Compile one depth in this process."""
-    from mgraph.capture import ModelSpec, capture_with_report
-    from mgraph.compiler import pipeline_text
-    from mgraph.ir.types import DType
-    from mgraph.recipe import Recipe
-
+def measure(layers: int) -> Compiled:
+    """Compile one depth."""
     with tempfile.TemporaryDirectory() as directory:
         config = Path(directory) / "config.json"
         config.write_text(json.dumps({**SHAPE, "num_hidden_layers": layers}))
-        recipe = Recipe(model=f"hf:{config}", precision="bf16")
-        begun = time.process_time()
-        module, _, _ = capture_with_report(ModelSpec(recipe.model, dtype=DType.BF16))
-        capture = time.process_time() - begun
-        runs = [_after_capture(module, recipe, pipeline_text(recipe), Path(directory) / "package")]
-        lines = len((Path(directory) / "package" / "step.py").read_text().splitlines())
-        for _ in range(1, repeats):
-            runs.append(_after_capture(module, recipe, pipeline_text(recipe), Path(directory) / "package"))
-    totals = [sum(run.values()) for run in runs]
-    best = min(range(len(runs)), key=totals.__getitem__)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return Row(layers, capture, totals[0], totals[best], lines, peak, runs[best])
+        return compile_model(f"hf:{config}")
 
 
-def _after_capture(module: Any, recipe: Any, pipeline: str, directory: Path) -> dict[str, float]:
-    """CPU seconds of each pass, of the instruments around them, and of emission and writing."""
-    from mgraph.codegen.package import PackageInfo, emit_package
-    from mgraph.compiler import collector_spared
-    from mgraph.passes.instrument import Instrument, OpCounts, Snapshots, VerifyEach
-    from mgraph.passes.pipeline import run_pipeline
-
-    seconds: dict[str, float] = {}
-
-    class Clock(Instrument):
-        """The pass alone: listed last, it begins last and ends first."""
-
-        def before(self, result: Any, module: Any) -> None:
-            """Start."""
-            self.begun = time.process_time()
-
-        def after(self, result: Any, before: Any, after: Any) -> None:
-            """Add to the pass of this name."""
-            seconds[result.name] = seconds.get(result.name, 0.0) + time.process_time() - self.begun
-
-    snapshots = Snapshots()
-    info = PackageInfo(recipe.purpose, recipe, pipeline, (), snapshots.write)
-    with collector_spared():
-        begun = time.process_time()
-        module, _ = run_pipeline(module, pipeline, (VerifyEach(), OpCounts(), snapshots, Clock()))
-        passed = time.process_time()
-        seconds["verify, print"] = passed - begun - sum(seconds.values())
-        emit_package(module, info, directory)
-        seconds["emit, write"] = time.process_time() - passed
-    return seconds
+def after_capture(run: Compiled) -> float:
+    """Seconds of all stages but the capture."""
+    return sum(seconds for stage, seconds in run.stages.items() if stage != "capture")
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Markdown: one line per depth, then the stages of the best run, slowest at the deepest first."""
-    lines = ["| layers | capture | after: first | ratio | after: best | ratio | step.py lines | peak GiB |"]
-    lines.append("|--:|--:|--:|--:|--:|--:|--:|--:|")
-    base = rows[0]
-    for row in rows:
-        lines.append(
-            f"| {row.layers} | {row.capture:.2f} | {row.first:.2f} | {row.first / base.first:.2f} | {row.best:.2f} "
-            f"| {row.best / base.best:.2f} | {row.step_lines} | {row.peak_gib:.2f} |"
+def ratio(rounds: Rounds, layers: int) -> float:
+    """Median over the rounds of what a depth costs after capture, relative to the first depth."""
+    first = next(iter(rounds.values()))
+    return statistics.median(
+        after_capture(run) / after_capture(base) for run, base in zip(rounds[layers], first, strict=True)
+    )
+
+
+def table(rounds: Rounds) -> str:
+    """Markdown: one line per depth, then the stages and passes, slowest at the deepest first."""
+    lines = ["| layers | whole | capture | after capture | ratio | step.py lines | peak GB |", "|--:" * 7 + "|"]
+    for layers, runs in rounds.items():
+        whole, capture, after = (
+            statistics.median(of(run) for run in runs)
+            for of in (lambda run: run.seconds, lambda run: run.stages["capture"], after_capture)
         )
-    names = sorted(rows[-1].passes, key=lambda name: -rows[-1].passes[name])
-    lines += ["", "| seconds, best run | " + " | ".join(f"{row.layers} layers" for row in rows) + " |"]
-    lines.append("|---|" + "--:|" * len(rows))
-    lines += [f"| {n} | " + " | ".join(f"{row.passes[n]:.3f}" for row in rows) + " |" for n in names]
+        peak = max(run.peak_bytes for run in runs) / 1e9
+        lines.append(
+            f"| {layers} | {whole:.1f} | {capture:.1f} | {after:.2f} | {ratio(rounds, layers):.2f} "
+            f"| {runs[0].step_lines} | {peak:.2f} |"
+        )
+    spent = {
+        layers: {
+            name: statistics.median({**run.stages, **run.passes}[name] for run in runs)
+            for name in (*runs[0].stages, *runs[0].passes)
+        }
+        for layers, runs in rounds.items()
+    }
+    deepest = spent[max(spent)]
+    lines += ["", "| seconds | " + " | ".join(f"{layers} layers" for layers in rounds) + " |"]
+    lines.append("|---|" + "--:|" * len(rounds))
+    for name in sorted(deepest, key=lambda name: -deepest[name]):
+        lines.append(f"| {name} | " + " | ".join(f"{spent[layers][name]:.3f}" for layers in rounds) + " |")
     return "\n".join(lines)
 
 
-def main() -> None:
+def failures(rounds: Rounds) -> list[str]:
+    """Which of the limits were not kept."""
+    found = []
+    deepest = max(rounds)
+    if ratio(rounds, deepest) > MOST_RATIO:
+        found.append(f"{deepest} layers cost {ratio(rounds, deepest):.2f} times the least depth, above {MOST_RATIO}")
+    for run in rounds.get(PUBLISHED_LAYERS, ()):
+        if run.seconds > MOST_SECONDS or run.peak_bytes > MOST_BYTES:
+            found.append(f"{PUBLISHED_LAYERS} layers took {run.seconds:.1f} s and {run.peak_bytes / 1e9:.2f} GB")
+    return found
+
+
+def main() -> int:
     """Measure, print the table, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", default="2,8,32,64")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child is not None:
-        print(json.dumps(asdict(measure(options.child, options.repeats))))
-        return
-    rows = []
-    for layers in map(int, options.layers.split(",")):
-        command = [sys.executable, "-m", "benchmarks.compile_time", "--child", str(layers)]
-        done = subprocess.run([*command, "--repeats", str(options.repeats)], check=True, stdout=subprocess.PIPE)
-        rows.append(Row(**json.loads(done.stdout.splitlines()[-1])))
-        print(f"{layers} layers: {rows[-1].capture + rows[-1].first:.1f} s", file=sys.stderr)
-    print(table(rows))
-    _write(rows, options.results)
-
-
-def _write(rows: Sequence[Row], path: Path) -> None:
-    import torch
-    import transformers
-
-    import mgraph
-
+    rounds: dict[int, list[Compiled]] = {int(layers): [] for layers in options.layers.split(",")}
+    loads = []
+    for number in range(options.repeats):
+        for layers, runs in rounds.items():
+            runs.append(measure(layers))
+            loads.append(os.getloadavg()[0])
+            said = f"round {number + 1}, {layers} layers: {runs[-1].seconds:.1f} s, {after_capture(runs[-1]):.2f} after"
+            print(f"{said} capture", file=sys.stderr)
+    print(table(rounds))
     data = {
         "date": datetime.date.today().isoformat(),
-        "load_average": os.getloadavg()[0],  # other work on the machine makes CPU seconds longer, too
-        "versions": {
-            "mgraph": mgraph.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "rows": [asdict(row) for row in rows],
+        "load_averages": loads,  # about 1 where nothing else runs
+        "cores": os.cpu_count(),
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("mgraph", "torch", "transformers", "triton")},
+        "ratios": {layers: ratio(rounds, layers) for layers in rounds},
+        "runs": {layers: [asdict(run) for run in runs] for layers, runs in rounds.items()},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    options.results.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print(*failures(rounds), sep="\n", file=sys.stderr)
+    return bool(failures(rounds))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -135,7 +135,8 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     rows = []
     for path, name in zip(rest[::2], rest[1::2], strict=True):
-        rows.append(check(Path(path), *name.split(":"), complaints))
+        family, size = name.split(":")
+        rows.append(check(Path(path), family, size, complaints))
     device = torch.cuda.get_device_name()
     Path(out).write_text(
         json.dumps({"device": device, "torch": torch.__version__, "rows": rows, "complaints": complaints}, indent=1)
