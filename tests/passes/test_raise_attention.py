@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mgraph.passes.raise_attention import RaiseAttention
 from tests.passes.raising import assert_same, near_misses, ops, raised
@@ -213,3 +214,155 @@ def test_near_misses_of_sinks_and_softcap(text: str, old: str, new: str, expecte
         text = text.replace("%sa: f32[1, ", "%sa: f32[B, ").replace("{shape = [1, 4, 1, 1]}", "{shape = [B, 4, 1, 1]}")
     misses = near_misses(RaiseAttention(), text)
     assert any(expected in miss for miss in misses), misses
+
+
+IDS_HEAD = HEAD.replace(") {", ", %ids: i64[B, S]) {")
+SAME = """
+  %ids_q: i64[B, 1, S, 1] = reshape(%ids) {shape = [B, 1, S, 1]}
+  %ids_k: i64[B, 1, 1, S] = reshape(%ids) {shape = [B, 1, 1, S]}
+  %same: bool[B, 1, S, S] = aten.eq.Tensor(%ids_q, %ids_k)
+  %both: bool[B, 1, S, S] = aten.bitwise_and.Tensor(%same, %seen)
+"""
+SEGMENTS = MASKED.replace(HEAD, IDS_HEAD).replace(MASK, MASK + SAME).replace("%vc, %seen)", "%vc, %both)")
+SEGMENTS_OUT = (
+    WRITTEN_OUT.replace(HEAD, IDS_HEAD)
+    .replace(MASK, MASK + SAME)
+    .replace(
+        "%hidden: bool[S, S] = aten.bitwise_not.default(%seen)",
+        "%hidden: bool[B, 1, S, S] = aten.bitwise_not.default(%both)",
+    )
+)
+KEYS_HEAD = HEAD.replace(") {", ", %keep: bool[B, S]) {")
+KEEP = """
+  %keep_k: bool[B, 1, 1, S] = reshape(%keep) {shape = [B, 1, 1, S]}
+  %both: bool[B, 1, S, S] = aten.bitwise_and.Tensor(%keep_k, %seen)
+"""
+KEYS = MASKED.replace(HEAD, KEYS_HEAD).replace(MASK, MASK + KEEP).replace("%vc, %seen)", "%vc, %both)")
+IDS = torch.tensor([[1, 1, 1, 2, 2], [4, 3, 3, 3, 4], [7, 7, 7, 7, 7]])
+KEPT = torch.tensor([[1, 1, 0, 1, 1], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]]).bool()
+
+
+@pytest.mark.parametrize("text", [SEGMENTS, SEGMENTS_OUT])
+def test_raises_segments(text: str) -> None:
+    before, after, report = raised(RaiseAttention(), text)
+    (node,) = (n for n in after.functions["f"].nodes if n.op == "attention")
+    assert node.attrs == {"scale": 0.5, "causal": True, "window": None, "extra": ("segments",)}
+    assert [v.name for v in node.operands] == ["q", "k", "v", "ids"]
+    assert report.near_misses == []
+    assert_same(before, after, ids=IDS)
+
+
+def test_raises_keys() -> None:
+    """Rows that see no key are 0, before and after."""
+    before, after, report = raised(RaiseAttention(), KEYS)
+    (node,) = (n for n in after.functions["f"].nodes if n.op == "attention")
+    assert node.attrs == {"scale": 0.5, "causal": True, "window": None, "extra": ("keys",)}
+    assert [v.name for v in node.operands] == ["q", "k", "v", "keep"]
+    assert report.near_misses == []
+    assert_same(before, after, keep=KEPT)
+
+
+def test_raises_segments_and_sinks() -> None:
+    text = (
+        SINKS.replace("%s: f32[4]", "%s: f32[4], %ids: i64[B, S]")
+        .replace(MASK, MASK + SAME)
+        .replace(
+            "%added: f32[S, S] = aten.where.ScalarOther(%seen,",
+            "%added: f32[B, 1, S, S] = aten.where.ScalarOther(%both,",
+        )
+    )
+    before, after, report = raised(RaiseAttention(), text)
+    (node,) = (n for n in after.functions["f"].nodes if n.op == "attention")
+    assert node.attrs["extra"] == ("segments", "sinks")
+    assert report.near_misses == []
+    assert_same(before, after, ids=IDS)
+
+
+LAYER = """
+func @g(%q: f32[B, 4, S, 8], %k: f32[B, 2, S, 8], %v: f32[B, 2, S, 8], %both: bool[B, 1, S, S], %ids: f32[4]) {
+  %x: f32[B, 4, S, 8] = aten.scaled_dot_product_attention.default(%q, %k, %v, %both) {enable_gqa = true}
+  %y: f32[B, 4, S, 8] = aten.scaled_dot_product_attention.default(%x, %k, %v, %both) {enable_gqa = true}
+  return %y
+}
+"""
+BETWEEN = """
+func @h(%q: f32[B, 4, S, 8], %k: f32[B, 2, S, 8], %v: f32[B, 2, S, 8], %both: bool[B, 1, S, S], %z: f32[4]) {
+  %u: f32[B, 4, S, 8] = call @g(%q, %k, %v, %both, %z)
+  %w: f32[B, 4, S, 8] = call @g(%u, %k, %v, %both, %z)
+  return %w
+}
+"""
+
+
+def _called(name: str, head: str) -> str:
+    """A function that makes the mask and calls another with it."""
+    head = head.replace(") {", ", %z: f32[4]) {")
+    return f"{head}{MASK}{SAME}  %y: f32[B, 4, S, 8] = call @{name}(%q, %k, %v, %both, %z)\n  return %y\n}}\n"
+
+
+@pytest.mark.parametrize("text", [_called("g", IDS_HEAD) + LAYER, _called("h", IDS_HEAD) + BETWEEN + LAYER])
+def test_segments_are_handed_down_to_where_they_are_read(text: str) -> None:
+    """One parameter for all attention of a function, in every function on the way; names that are taken are avoided."""
+    before, after, report = raised(RaiseAttention(), text)
+    assert report.near_misses == []
+    for function in after.functions.values():
+        read = [n.operands[3] for n in function.nodes if n.op == "attention"]
+        assert len(set(read)) <= 1
+        if read:
+            assert [p.name for p in function.params] == ["q", "k", "v", "both", "ids", "ids_1"]
+            assert read == [function.params[-1]] * 2
+    assert sum(n.op == "attention" for _, n in after.walk()) == 2
+    assert_same(before, after, ids=IDS)
+
+
+def test_segments_that_a_layer_has_already_are_not_handed_down_again() -> None:
+    inner = LAYER.replace("%ids: f32[4]", "%own: i64[B, S]")
+    text = _called("g", IDS_HEAD).replace("%both, %z)", "%both, %ids)") + inner
+    before, after, _ = raised(RaiseAttention(), text)
+    layer = after.functions["g"]
+    assert layer.params == before.functions["g"].params
+    assert {n.operands[3] for n in layer.nodes if n.op == "attention"} == {layer.params[4]}
+    assert_same(before, after, ids=IDS)
+
+
+SHORTENED = SEGMENTS.replace("%ids: i64[B, S]", "%long: i64[B, S+1]").replace(
+    SAME, "  %ids: i64[B, S] = aten.slice.Tensor(%long) {dim = 1, end = S}\n" + SAME
+)
+KEYS_OUT = (
+    WRITTEN_OUT.replace(HEAD, KEYS_HEAD)
+    .replace(MASK, MASK + KEEP)
+    .replace(
+        "%hidden: bool[S, S] = aten.bitwise_not.default(%seen)",
+        "%hidden: bool[B, 1, S, S] = aten.bitwise_not.default(%both)",
+    )
+)
+TWO = SEGMENTS.replace("%ids: i64[B, S]", "%ids: i64[B, S], %other: i64[B, S]").replace(
+    "reshape(%ids) {shape = [B, 1, 1, S]}", "reshape(%other) {shape = [B, 1, 1, S]}"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new", "expected"),
+    [
+        (SEGMENTS, "aten.eq.Tensor", "aten.le.Tensor", "the mask %both also depends on ids("),
+        (SEGMENTS, "i64[B, ", "f32[B, ", "the mask %both also depends on Ne(same("),
+        (SEGMENTS, "bitwise_and", "bitwise_or", "the mask %both also depends on"),
+        (SHORTENED, "", "", "segments i64[B, S+1] does not fit"),
+        (TWO, "", "", "the mask %both also depends on Eq("),
+        (
+            KEYS,
+            "reshape(%keep) {shape = [B, 1, 1, S]}",
+            "reshape(%keep) {shape = [B, 1, S, 1]}",
+            "depends on Ne(keep(b, q), 0)",
+        ),
+        (KEYS_OUT, "", "", "the mask %both may hide all keys of a row"),
+    ],
+)
+def test_near_misses_of_segments_and_keys(text: str, old: str, new: str, expected: str) -> None:
+    assert old in text
+    text = text.replace(old, new)
+    if "%keep_k" in text and "[B, 1, S, 1]}" in text:
+        text = text.replace("%keep_k: bool[B, 1, 1, S]", "%keep_k: bool[B, 1, S, 1]")
+    (miss,) = near_misses(RaiseAttention(), text)
+    assert miss.startswith("attention: ")
+    assert expected in miss
