@@ -77,7 +77,7 @@ def _load_examples(files: list[Path], options: Options, tokenizer: Tokenizer, ta
             "--pack": "yes" if packed else "no",
         },
         notes=(
-            f"{len(parts[0].chosen):,} examples to train on and {len(parts[1].chosen):,} to validate with: "
+            f"examples: {len(parts[0].chosen):,} to train on, {len(parts[1].chosen):,} to validate with; "
             f"{len(examples.tokens):,} tokens, {examples.num_targets:,} of them targets"
             + (
                 "" if census.chats == census.lines else f"; texts end with {end!r}" if end else "; no token ends a text"

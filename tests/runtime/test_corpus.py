@@ -105,7 +105,7 @@ def test_notes(tmp_path: Path, jsonl: Path) -> None:
     lengths = [len(record["text"]) for record in TEXTS]
     corpus = load(jsonl)
     assert corpus.notes[0] == (
-        f"18 examples to train on and 2 to validate with: {sum(lengths)} tokens, {sum(lengths) - 20} of them targets; "
+        f"examples: 18 to train on, 2 to validate with; {sum(lengths)} tokens, {sum(lengths) - 20} of them targets; "
         "no token ends a text"
     )
     taken = sum(lengths[index] - 1 for index in parts(corpus)[0].chosen)
@@ -126,7 +126,7 @@ def test_notes(tmp_path: Path, jsonl: Path) -> None:
     (tmp_path / "t.jinja").write_text("{% generation %}{{ strftime_now('%d') }}{% endgeneration %}")
     write_jsonl(jsonl, [{"messages": [{"role": "assistant", "content": "a"}]}] * 2)
     chats = load(jsonl, "--chat-template", str(tmp_path / "t.jinja"))
-    assert chats.notes[0] == "1 examples to train on and 1 to validate with: 4 tokens, 2 of them targets"
+    assert chats.notes[0] == "examples: 1 to train on, 1 to validate with; 4 tokens, 2 of them targets"
     assert chats.notes[-1] == CLOCK
 
 

@@ -153,7 +153,7 @@ def test_examples_are_learned_and_gone_on_with(
     train(package_dir, tmp_path / "whole", data, *arguments)
     whole = losses(tmp_path / "whole")
     messages = " ".join(capsys.readouterr().err.split())
-    assert "9 examples to train on and 1 to validate with: " in messages
+    assert "examples: 9 to train on, 1 to validate with; " in messages
     assert "% of the positions are padding" in messages
     state = state_of(package_dir, tmp_path / "whole")
     sums = []
