@@ -131,7 +131,7 @@ def test_in_and_out_again(family: str, kind: str, tmp_path: Path) -> None:
     assert json.loads((trained / CONFIG).read_text())["dtype"] == "float32"
 
 
-@pytest.mark.parametrize("kind", sampled(["transformers", "zoo"], 1))
+@pytest.mark.parametrize("kind", sampled(["transformers", "zoo"], 0))
 def test_published_gpt_oss_has_experts_in_four_bits(kind: str, tmp_path: Path) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
