@@ -83,7 +83,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--weights", type=Path, help="safetensors file or directory, or a training run's directory")
     parser.add_argument("--prompt", default="The ", help="the text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="how many tokens to write (default: 100)")
-    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json (default: bytes)")
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json, or a directory that has one (default: bytes)")
     parser.add_argument(
         "--device", default="auto", choices=("cpu", "cuda", "auto"), help="where to run (default: auto)"
     )
