@@ -63,7 +63,7 @@ class FileTensor:
         """The tensor, contiguous on the CPU; a view where it lies in the state just so."""
         first = self.parts[0]
         if len(self.parts) == 1 and first.place == _whole(self.shape):
-            return first.inside.of(state[names[first.state]].detach(), self.shape).cpu().contiguous().to(dtype)
+            return first.inside.of(state[names[first.state]].detach(), self.shape).contiguous().cpu().to(dtype)
         made = torch.empty(self.shape, dtype=dtype)
         for part in self.parts:
             part.place.of(made, part.shape).copy_(part.inside.of(state[names[part.state]].detach(), part.shape))

@@ -91,3 +91,16 @@ def test_low_precision_is_rounded_once_and_masters_copy_it() -> None:
 def test_errors(specs: list[StateSpec], message: str) -> None:
     with pytest.raises(PackageError, match=message):
         create_state(specs, 0, "cpu")
+
+
+def test_blank_tensors_and_copies_of_them_are_left_to_who_fills_them() -> None:
+    """The others are the same as without; nothing is drawn for a blank one, whatever its initialiser."""
+    weight = spec("w", ("unknown_",), dtype=torch.bfloat16)
+    specs = [weight, spec("w.master", ("copy_from", "w")), spec("other", ("normal_", 0.0, 1.0))]
+    state = create_state(specs, 3, "cpu", blank={"w"})
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()} == {
+        spec.name: (spec.dtype, spec.shape) for spec in specs
+    }
+    assert torch.equal(state["other"], create_state(specs[2:], 3, "cpu")["other"])
+    with pytest.raises(PackageError, match="unknown_"):
+        create_state(specs, 3, "cpu")
