@@ -74,3 +74,9 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 def test_values_that_later_stages_cannot_take_are_refused_at_once(field: str, value: object, says: str) -> None:
     with pytest.raises(OptionError, match=says):
         Recipe(**{"model": "dense-tiny", field: value})  # type: ignore[arg-type]
+
+
+def test_what_is_served_is_not_packed() -> None:
+    assert Recipe(model="dense-tiny", packed=True).packed
+    with pytest.raises(OptionError, match="packed is for training"):
+        Recipe(model="dense-tiny", purpose="serve", packed=True)
