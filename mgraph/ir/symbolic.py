@@ -77,12 +77,15 @@ class SymbolicShapes:
 
     def infer(self, name: str, types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
         """Result types of a torch op; raises ValueError with torch's words where operands do not fit."""
+        from torch._dispatch.python import enable_python_dispatcher
+
         key = (name, tuple(types), tuple(attrs.items()))
         if key not in self._inferred:
             operands = [self.fake(t) for t in types]
             positional, keywords = call_arguments(name, operands, {k: self.attr(v) for k, v in attrs.items()})
             try:
-                with self.mode:
+                # Ops that torch 2.11 decomposes in C++ ask there for sizes that only Python knows.
+                with self.mode, enable_python_dispatcher():
                     made = overload(name)(*positional, **keywords)
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 raise ValueError(f"{name}: {str(error).splitlines()[0]}") from error
