@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,7 +114,7 @@ def read_examples(files: Sequence[Path], reading: Reading) -> tuple[Examples, Ce
             _tokenize(drafts, reading, census, gathered)
             drafts, characters = [], 0
     _tokenize(drafts, reading, census, gathered)
-    return gathered.joined(), census
+    return gathered.examples(), census
 
 
 class _Draft(NamedTuple):
@@ -126,39 +127,23 @@ class _Draft(NamedTuple):
 
 
 class _Gathered:
-    """Arrays of examples, in pieces."""
+    """Examples one behind the other, in buffers that grow in place: there may be millions, in gigabytes."""
 
     def __init__(self) -> None:
-        self.tokens: list[NDArray[Any]] = []
-        self.targets: list[NDArray[np.bool_]] = []
-        self.lengths: list[int] = []
+        self._tokens, self._targets = bytearray(), bytearray()
+        self._lengths = array("q", [0])
+        self._dtype: np.dtype[Any] = np.dtype(np.int32)
 
     def add(self, tokens: NDArray[Any], targets: NDArray[np.bool_]) -> None:
-        self.tokens.append(tokens)
-        self.targets.append(targets)
-        self.lengths.append(len(tokens))
+        self._tokens += tokens.tobytes()
+        self._targets += targets.tobytes()
+        self._lengths.append(len(tokens))
+        self._dtype = tokens.dtype
 
-    def settle(self, since: int) -> None:
-        """Join the pieces of one batch: an array has a price of its own, and there may be millions."""
-        if len(self.tokens) > since:
-            self.tokens[since:] = [np.concatenate(self.tokens[since:])]
-            self.targets[since:] = [np.concatenate(self.targets[since:])]
-
-    def joined(self) -> Examples:
-        """The pieces are given up one by one, so that they and the whole are never both there."""
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths, dtype=np.int64)])
-        return Examples(_join(self.tokens, int(offsets[-1])), _join(self.targets, int(offsets[-1])), offsets)
-
-
-def _join(pieces: list[NDArray[Any]], total: int) -> NDArray[Any]:
-    whole = np.empty(total, pieces[0].dtype if pieces else np.int32)
-    pieces.reverse()
-    at = 0
-    while pieces:
-        piece = pieces.pop()
-        whole[at : at + len(piece)] = piece
-        at += len(piece)
-    return whole
+    def examples(self) -> Examples:
+        """The buffers themselves, as arrays."""
+        offsets = np.cumsum(np.frombuffer(self._lengths, np.int64))
+        return Examples(np.frombuffer(self._tokens, self._dtype), np.frombuffer(self._targets, np.bool_), offsets)
 
 
 def _drafts(files: Sequence[Path], reading: Reading, census: Census) -> Iterator[_Draft]:
@@ -282,14 +267,13 @@ def _turn(message: Any, what: str, where: str) -> dict[str, Any]:
 
 
 def _tokenize(drafts: list[_Draft], reading: Reading, census: Census, gathered: _Gathered) -> None:
-    since = len(gathered.tokens)
-    if drafts:
-        encodings = reading.tokenizer.encode_batch([draft.text for draft in drafts])
-        learned = "".join(draft.text[start:end] for draft in drafts for start, end in draft.spans)
-        census.byte_counts += np.bincount(np.frombuffer(learned.encode(), np.uint8), minlength=256)
-        for draft, encoding in zip(drafts, encodings, strict=True):
-            _keep(draft, encoding, reading, census, gathered)
-    gathered.settle(since)
+    if not drafts:
+        return
+    encodings = reading.tokenizer.encode_batch([draft.text for draft in drafts])
+    learned = "".join(draft.text[start:end] for draft in drafts for start, end in draft.spans)
+    census.byte_counts += np.bincount(np.frombuffer(learned.encode(), np.uint8), minlength=256)
+    for draft, encoding in zip(drafts, encodings, strict=True):
+        _keep(draft, encoding, reading, census, gathered)
 
 
 def _keep(draft: _Draft, encoding: Encoding, reading: Reading, census: Census, gathered: _Gathered) -> None:
