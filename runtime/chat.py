@@ -79,7 +79,7 @@ class ChatTemplate:
             if message["role"] != "assistant":
                 continue
             before = self._text(messages[:index], tools, add_generation_prompt=True)
-            through = self._text(messages[: index + 1], tools)
+            through = text if index + 1 == len(messages) else self._text(messages[: index + 1], tools)
             if not (through.startswith(before) and text.startswith(through)):
                 raise DataError(
                     f"the chat template does not tell which part of the text is turn {index + 1}, the assistant's: "
