@@ -60,7 +60,7 @@ def _trace(node: Node, cotangents: Sequence[Value | None], needs: Sequence[bool]
 
     arguments = [shapes.fake(v.tensor).to("meta") for v in (*node.operands, *(c for c in cotangents if c is not None))]
     try:
-        with shapes.mode:
+        with shapes.running():
             return make_fx(gradient, tracing_mode="real", _allow_non_fake_inputs=True)(*arguments)
     except (RuntimeError, NotImplementedError) as error:
         raise MgraphError(
@@ -116,6 +116,8 @@ def _import_call(builder: FunctionBuilder, node: Any, values: Mapping[Any, Any],
     )
     if name in ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"):
         return builder.one("reshape", operands[0], shape=types[0].shape)
+    if name == "aten._conj.default":  # torch's is a mark on the memory, which not every op reads
+        return builder.one("aten._conj_physical.default", operands[0])
     if name == "aten._to_copy.default":
         return builder.one("cast", operands[0], dtype=types[0].dtype)
     results = builder.emit(name, operands, attrs, types=types)
