@@ -24,7 +24,7 @@ from mgraph.capture.unsupported import INLINED, argument, check, check_sizes, is
 from mgraph.errors import CaptureError
 from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Entry, Module, Origin, State, StateKind, Value
-from mgraph.ir.types import DType, TensorType
+from mgraph.ir.types import TensorType
 
 _STATES = {"PARAMETER": StateKind.PARAM, "BUFFER": StateKind.BUFFER, "CONSTANT_TENSOR": StateKind.BUFFER}
 
@@ -179,6 +179,7 @@ class _Importer:
         if rules.changes_nothing(name, operands, attrs, types[0]):
             self.same(node, name)
             return
+        attrs |= rules.implied(name, operands, attrs)
         results = self.emit(name, operands, attrs, types, rules.result_names(node, len(types)))
         self.env[node] = results if isinstance(made, tuple | list) else results[0]
 
@@ -293,7 +294,7 @@ class _Importer:
         """Append a node and note which results a gradient can flow through."""
         results = self.builder.emit(op, operands, attrs, types=types, names=names)
         if op != "aten.detach.default" and any(self.flows(v) for v in operands):
-            self.differentiable.update(v for v in results if v.tensor.dtype.is_float or v.tensor.dtype is DType.C64)
+            self.differentiable.update(v for v in results if v.tensor.dtype.differentiable)
         return results
 
     def origin(self, node: Any) -> Origin:

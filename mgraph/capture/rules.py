@@ -12,7 +12,7 @@ from mgraph.capture.shapes import ShapeReader
 from mgraph.capture.unsupported import argument, op_name
 from mgraph.ir.dims import Dim
 from mgraph.ir.graph import Value
-from mgraph.ir.torch_bridge import from_torch_dtype
+from mgraph.ir.torch_bridge import from_torch_dtype, to_torch_dtype
 from mgraph.ir.types import TensorType
 
 IDENTITIES = frozenset(
@@ -53,6 +53,17 @@ RESHAPES = frozenset(
 _DROPPED_ARGUMENTS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 _UNIT = {"aten.mul.Tensor": 1, "aten.mul.Scalar": 1, "aten.div.Tensor": 1, "aten.div.Scalar": 1}
 _OPEN_END = 2**62
+
+
+def implied(name: str, operands: Sequence[Value], attrs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments left out whose default hangs on the dtype, written out: a graph may be run in another dtype.
+
+    The epsilon of `rms_norm` is that of the dtype it computes in, f32 for narrower ones.
+    """
+    if name != "aten.rms_norm.default" or "eps" in attrs:
+        return {}
+    wide = torch.promote_types(to_torch_dtype(operands[0].tensor.dtype), torch.float32)
+    return {"eps": torch.finfo(wide).eps}
 
 
 def changes_nothing(name: str, operands: Sequence[Value], attrs: dict[str, Any], type_: TensorType) -> bool:

@@ -43,8 +43,13 @@ class DType(Enum):
 
     @property
     def is_float(self) -> bool:
-        """Whether gradients can flow through it."""
+        """Whether it holds real numbers with a fraction."""
         return self.text[0] == "f" or self is DType.BF16
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether gradients can flow through it."""
+        return self.is_float or self is DType.C64
 
     @staticmethod
     def parse(text: str) -> DType:

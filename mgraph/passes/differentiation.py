@@ -73,7 +73,7 @@ class Differentiator:
         active = {v for v, need in inputs if need}
         for node in function.nodes:
             if any(self.needed(v, active) for v in node.operands) and self._may_differentiate(node):
-                active.update(v for v in node.results if isinstance(v.type, TensorType) and v.type.dtype.is_float)
+                active.update(v for v in node.results if isinstance(v.type, TensorType) and v.type.dtype.differentiable)
         return active
 
     def needed(self, value: Value, active: set[Value]) -> bool:

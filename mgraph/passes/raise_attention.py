@@ -98,8 +98,15 @@ def _scores() -> Pattern:
 
 
 def _written_out() -> Pattern:
-    weights = op("aten.softmax.int", optional_cast(_scores()), dim=LAST_DIM, dtype=ANY)
-    return op("aten.matmul.default", optional_cast(weights), _grouped("v"))
+    weights = optional_cast(op("aten.softmax.int", optional_cast(_scores()), dim=LAST_DIM, dtype=ANY))
+    numbers = map(capture, ("seed", "step", "sample"))
+    dropped = op("dropout", weights, *numbers, p=ANY, site=ANY, call=ANY, samples=ANY, name="dropout")
+    return op("aten.matmul.default", either(optional_cast(dropped), weights), _grouped("v"))
+
+
+def _dropout(match: Match) -> str | None:
+    """The op has no dropout: between softmax and values, the chain stays as it is while the model trains."""
+    return f"the weights are dropped with p = {match.attr('dropout', 'p')}" if "dropout" in match.nodes else None
 
 
 def _written_out_with_sinks() -> Pattern:
@@ -293,7 +300,14 @@ class RaiseAttention(RaisePass):
 
 def _rules(masks: _Masks) -> tuple[Rule, ...]:
     """The rules for one function, whose masks may be made in another."""
-    checks = {"shape": _shape, "dtype": _dtype, "softcap": _softcap, "sinks": _sinks, "mask": masks.check}
+    checks = {
+        "dropout": _dropout,
+        "shape": _shape,
+        "dtype": _dtype,
+        "softcap": _softcap,
+        "sinks": _sinks,
+        "mask": masks.check,
+    }
     guards = tuple(Guard(name, check) for name, check in checks.items())
     return (
         Rule("attention", _FUSED, ("aten.scaled_dot_product_attention.default",), masks.emit, guards),

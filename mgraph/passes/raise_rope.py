@@ -11,7 +11,14 @@
 or, with tables of half the width, `cat(first * cos - second * sin, second * cos + first * sin)`. Where `first` and
 `second` are every other element and come back so (a stack and a reshape in place of `cat`), the style is
 `interleaved`; where they come back as halves, x is first brought into that order. Casts around the chain are taken
-along where they lead back to x's dtype.
+along where they lead back to x's dtype. Written with complex numbers, neighbours are one number, and cos and sin the
+parts of another:
+
+    %a = reshape(%x) {shape = (B, S, 2, 4, 2)}
+    %b = aten.view_as_complex.default(%a)                     %a = aten.view_as_real.default(%cis)
+    %c = aten.mul.Tensor(%b, %cis)                     ==>    %cos = aten.select.int(%a) {dim = 3, index = 0}
+    %d = aten.view_as_real.default(%c)                        %sin = aten.select.int(%a) {dim = 3, index = 1}
+    %y = reshape(%d) {shape = (B, S, 2, 8)}                   %y = rope(%x, %cos, %sin) {style = "interleaved"}
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.dims import Dim, divide
 from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.ir.pattern import ANY, Guard, Match, Pattern, Where, capture, either, op, optional_cast, where
+from mgraph.ir.types import DType
 from mgraph.passes.rewrite import RaisePass, Rule
 
 
@@ -92,6 +100,13 @@ _ROTATION = either(
 )
 
 
+_PAIRS = op("reshape", _X, shape=ANY, name="pairs")
+_TURNED = op(
+    "aten.mul.Tensor", op("aten.view_as_complex.default", _PAIRS), capture("cis"), commutative=True, binds="turned"
+)
+_COMPLEX = op("reshape", op("aten.view_as_real.default", _TURNED), shape=ANY)
+
+
 def _dtype(match: Match) -> str | None:
     x, y = match["x"].tensor.dtype, match.root.result.tensor.dtype
     return None if x is y else f"the result is {y!r}, expected {x!r} like x"
@@ -104,6 +119,30 @@ def _shape(match: Match) -> str | None:
     if cos.shape != sin.shape or not cos.shape or cos.shape[-1] not in (x.shape[-1], _half(match["x"])):
         return f"the tables are {cos} and {sin}, expected equal shapes with the last dim of {x} or half of it"
     return None
+
+
+def _complex_shape(match: Match) -> str | None:
+    """Reshapes around the chain are often one with others: what counts is how x is seen as pairs."""
+    pairs, turned, cis = match.nodes["pairs"].result.tensor, match["turned"].tensor, match["cis"].tensor
+    if turned.shape != pairs.shape[:-1]:
+        return f"the pairs are {pairs}, and turned {turned}, expected the same shape"
+    if cis.dtype is not DType.C64 or cis.shape[-1:] != pairs.shape[-2:-1]:
+        return f"the table is {cis}, expected a complex number for each pair in the last dim of {pairs}"
+    return None
+
+
+def _emit_complex(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
+    x, cis, *outer = match["x"], match["cis"], *match["turned"].tensor.shape
+    shape = (*outer[:-1], 2 * outer[-1])
+    if x.tensor.shape != shape:
+        x = builder.one("reshape", x, shape=shape)
+    parts = builder.one("aten.view_as_real.default", cis)
+    tables = [
+        builder.one("aten.select.int", parts, dim=len(cis.tensor.shape), index=i, name=name)
+        for i, name in enumerate(("cos", "sin"))
+    ]
+    y = builder.one("rope", x, *tables, style="interleaved", inverse=False)
+    return [y if y.type == match.root.result.type else builder.one("reshape", y, shape=match.root.result.tensor.shape)]
 
 
 def _emit(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
@@ -124,6 +163,13 @@ _RULE = Rule(
     _emit,
     (Guard("shape", _shape), Guard("dtype", _dtype)),
 )
+_COMPLEX_RULE = Rule(
+    "rope",
+    either(op("cast", _COMPLEX, dtype=ANY), _COMPLEX),
+    ("aten.view_as_complex.default",),
+    _emit_complex,
+    (Guard("shape", _complex_shape), Guard("dtype", _dtype)),
+)
 
 
 @dataclass(frozen=True)
@@ -133,5 +179,5 @@ class RaiseRope(RaisePass):
     name: ClassVar[str] = "raise-rope"
 
     def rules(self, module: Module, function: Function) -> Sequence[Rule]:
-        """The same rule everywhere."""
-        return (_RULE,)
+        """The same rules everywhere."""
+        return (_RULE, _COMPLEX_RULE)

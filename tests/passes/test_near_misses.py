@@ -424,6 +424,22 @@ def test_loss(text: str, edits: list[Edit], pattern: str, guard: str, said: str)
             "has dropout_p = 0.1, expected no dropout",
         ),
         _case(
+            "dropout of the weights",
+            attention.WRITTEN_OUT,
+            [
+                (") {\n", ", %seed: i64[], %step: i64[], %sample: i64[]) {\n"),
+                (
+                    "  %y: f32[B, 4, S, 8] = aten.matmul.default(%d,",
+                    "  %o: f32[B, 4, S, S] = dropout(%d, %seed, %step, %sample) "
+                    '{p = 0.1, site = "layers.*", samples = B}\n'
+                    "  %y: f32[B, 4, S, 8] = aten.matmul.default(%o,",
+                ),
+            ],
+            "attention",
+            "dropout",
+            "the weights are dropped with p = 0.1",
+        ),
+        _case(
             "step of the slice",
             attention.SINKS,
             [

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from mgraph.ir.interpreter import run
 from mgraph.passes.raise_rope import RaiseRope
-from tests.passes.raising import assert_same, near_misses, ops, raised
+from tests.passes.raising import assert_same, inputs_of, near_misses, ops, raised
 
 FULL = """
 func @f(%x: bf16[B, 2, S, 8], %cos: bf16[1, S, 8], %sin: bf16[1, S, 8]) {
@@ -125,3 +127,67 @@ def test_keeps_an_upcast_that_is_not_undone() -> None:
     before, after, _ = raised(RaiseRope(), text)
     assert ops(after.functions["f"]) == {"cast": 1, "rope": 1}
     assert_same(before, after)
+
+
+COMPLEX = """
+func @f(%x: bf16[B, S, 16], %angles: f32[S, 4]) {
+  %one: f32[S, 4] = aten.ones_like.default(%angles)
+  %p: c64[S, 4] = aten.polar.default(%one, %angles)
+  %cis: c64[1, S, 1, 4] = reshape(%p) {shape = [1, S, 1, 4]}
+  %w: f32[B, S, 16] = cast(%x) {dtype = f32}
+  %a: f32[B, S, 2, 4, 2] = reshape(%w) {shape = [B, S, 2, 4, 2]}
+  %b: c64[B, S, 2, 4] = aten.view_as_complex.default(%a)
+  %c: c64[B, S, 2, 4] = aten.mul.Tensor(%b, %cis)
+  %d: f32[B, S, 2, 4, 2] = aten.view_as_real.default(%c)
+  %e: f32[B, S, 2, 8] = reshape(%d) {shape = [B, S, 2, 8]}
+  %y: bf16[B, S, 2, 8] = cast(%e) {dtype = bf16}
+  return %y
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "edits", [[], [("%x: bf16[B, S, 16]", "%x: bf16[B, S, 2, 8]"), ("%w: f32[B, S, 16]", "%w: f32[B, S, 2, 8]")]]
+)
+def test_raises_complex_numbers(edits: list[tuple[str, str]]) -> None:
+    text = COMPLEX
+    for old, new in edits:
+        text = text.replace(old, new)
+    before, after, report = raised(RaiseRope(), text)
+    (node,) = (n for n in after.functions["f"].nodes if n.op == "rope")
+    assert node.attrs == {"style": "interleaved", "inverse": False}
+    assert "aten.view_as_complex.default" not in ops(after.functions["f"])
+    assert report.near_misses == []
+    inputs = inputs_of(before, {})
+    found, expected = (run(m, "forward", inputs, {})[0]["out0"] for m in (after, before))
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
+    assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 1e-3
+
+
+_SEVEN = [
+    ("(%b, %cis)", "(%b, %z)"),
+    ("  %w:", "  %z: c64[7, 1, S, 1, 4] = aten.expand.default(%cis) {size = [7, 1, S, 1, 4]}\n  %w:"),
+    ("{shape = [B, S, 2, 8]}", "{shape = [7, B, S, 2, 8]}"),
+    *((f"%{name}[B, S", f"%{name}[7, B, S") for name in ("c: c64", "d: f32", "e: f32", "y: bf16")),
+]
+_TRANSPOSED = [("[1, S, 1, 4]", "[1, S, 4, 1]"), ("[B, S, 2, 4", "[B, S, 4, 2")]
+
+
+@pytest.mark.parametrize(
+    ("edits", "guard", "expected"),
+    [
+        ([("return %y", "return %y, %c")], "users", "`mul` has 2 users, expected 1"),
+        (_TRANSPOSED, "shape", "the table is c64[1, S, 4, 1], expected a complex number for each pair in the last dim"),
+        (_SEVEN, "shape", "turned c64[7, B, S, 2, 4], expected the same shape"),
+    ],
+)
+def test_near_misses_of_complex_numbers(edits: list[tuple[str, str]], guard: str, expected: str) -> None:
+    text = COMPLEX
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    before, after, report = raised(RaiseRope(), text)
+    (miss,) = report.near_misses
+    assert after is before and (miss.pattern, miss.guard) == ("rope", guard)
+    assert expected in miss.detail

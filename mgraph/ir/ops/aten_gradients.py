@@ -12,14 +12,17 @@ from mgraph.ir.dims import Dim, product
 from mgraph.ir.graph import Value
 from mgraph.ir.opdef import GradientRequest
 from mgraph.ir.traced_gradient import traced_gradient
-from mgraph.ir.types import TensorType
+from mgraph.ir.types import DType, TensorType
 
 Rule = Callable[[GradientRequest], Sequence[Value | None]]
 _RULES: dict[str, Rule] = {}
 
 
 def aten_gradient(request: GradientRequest) -> Sequence[Value | None]:
-    """The gradient of a torch op: by rule, else by trace."""
+    """The gradient of a torch op: by rule, else by trace. The rules are those of real numbers."""
+    values = (*request.node.operands, *request.node.results)
+    if any(v.tensor.dtype is DType.C64 for v in values):
+        return traced_gradient(request)
     return _RULES.get(request.node.op, traced_gradient)(request)
 
 
