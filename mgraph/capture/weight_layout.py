@@ -19,7 +19,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ def checkpoint_form(module: nn.Module, names: Sequence[str], configuration: str 
     `configuration` is the text of the config.json that it was built from, if it was. Raises ModelError where the form
     is made by more than views and concatenation.
     """
-    if isinstance(module, Decoder):
+    if _is_zoo(module):
         settings = huggingface.configuration(module.config)
         configuration = None if settings is None else json.dumps(settings, indent=2) + "\n"
     form = _form_of(module)
@@ -55,9 +55,14 @@ def checkpoint_form(module: nn.Module, names: Sequence[str], configuration: str 
     return CheckpointForm(layout(form, shapes) if form is not None else [], configuration)
 
 
+def _is_zoo(module: nn.Module) -> TypeGuard[Decoder]:
+    """Whether it is a decoder as it is: a class made from it may have other parameters, or compute something else."""
+    return type(module) is Decoder
+
+
 def _form_of(module: nn.Module) -> Form | None:
     """The function that the model's library has for it; None where a checkpoint is the `state_dict`."""
-    if isinstance(module, Decoder):
+    if _is_zoo(module):
         return lambda weights: huggingface.checkpoint(module.config, weights)
     transformers = sys.modules.get("transformers")
     if transformers is not None and isinstance(module, transformers.PreTrainedModel):

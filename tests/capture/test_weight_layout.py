@@ -109,6 +109,15 @@ def test_the_zoo_has_that_of_its_twin(name: str) -> None:
     assert form.configuration is not None and huggingface.configuration(model.config) is not None
 
 
-def test_other_modules_lie_as_they_are() -> None:
-    form = checkpoint_form(nn.Linear(3, 4), ["weight", "bias"], None)
+class Taller(models.Decoder):
+    """A decoder with a parameter that its twin has not."""
+
+    def __init__(self) -> None:
+        super().__init__(models.SIZES["dense"]["tiny"])
+        self.extra = nn.Parameter(torch.zeros(3))
+
+
+@pytest.mark.parametrize("module", [nn.Linear(3, 4), Taller()], ids=["linear", "taller"])
+def test_other_modules_lie_as_they_are(module: nn.Module) -> None:
+    form = checkpoint_form(module, [name for name, _ in module.named_parameters()], None)
     assert form.layout == [] and form.configuration is None
