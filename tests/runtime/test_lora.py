@@ -73,6 +73,22 @@ def test_full_precision_takes_the_masters_of_adapters() -> None:
     assert set(masters(specs)) == {"q.lora_A.weight", "q.lora_B.weight"}
 
 
+def test_an_adapted_part_of_a_tensor_of_a_file() -> None:
+    """Files may hold two weights in one tensor, of which only the second has an adapter."""
+    q = param("q.weight", 3, 7, dtype=torch.bfloat16)
+    specs = [q, *with_adapter(param("v.weight", 2, 7, dtype=torch.bfloat16), PLAIN)]
+    parts = [
+        {"state": name, "shape": [rows, 7], "from": [0, 7, 1], "to": [7 * first, 7, 1]}
+        for name, rows, first in (("q.weight", 3, 0), ("v.weight", 2, 3))
+    ]
+    layout = [{"tensor": "qv", "shape": [5, 7], "parts": parts}]
+    state = create_state(specs, 1, "cpu")
+    weights = Weights(state, specs, layout, full=True)
+    (tensor,) = weights.tensors
+    v, a, b = (state[f"v.{name}weight"].float() for name in ("", "lora_A.", "lora_B."))
+    torch.testing.assert_close(weights.value(tensor), torch.cat([state["q.weight"].float(), v + 2.0 * b @ a]))
+
+
 def test_an_update_of_zero_leaves_the_weight() -> None:
     base = torch.randn(5, 7, dtype=torch.bfloat16)
     found = merged(base, torch.randn(2, 7), torch.zeros(5, 2), PLAIN)
