@@ -202,7 +202,7 @@ def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
         return _read_template(file)
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {item["name"]: item["template"] for item in template}
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
 
