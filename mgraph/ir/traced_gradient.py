@@ -60,7 +60,8 @@ def _trace(node: Node, cotangents: Sequence[Value | None], needs: Sequence[bool]
 
     arguments = [shapes.fake(v.tensor).to("meta") for v in (*node.operands, *(c for c in cotangents if c is not None))]
     try:
-        with shapes.running():
+        # Without the Python dispatcher: torch loses the gradient of nll_loss under it.
+        with shapes.mode:
             return make_fx(gradient, tracing_mode="real", _allow_non_fake_inputs=True)(*arguments)
     except (RuntimeError, NotImplementedError) as error:
         raise MgraphError(

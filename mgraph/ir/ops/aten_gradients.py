@@ -5,6 +5,7 @@ Every rule takes a GradientRequest and gives one gradient per operand (`None`: n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -220,6 +221,115 @@ def _bmm(request: GradientRequest) -> Sequence[Value | None]:
         _op(request, "bmm.default", g, swapped(b)) if request.needs[0] else None,
         _op(request, "bmm.default", swapped(a), g) if request.needs[1] else None,
     ]
+
+
+@_rule("matmul.default")
+def _matmul(request: GradientRequest) -> Sequence[Value | None]:
+    """A vector counts as a matrix of one row (left) or column (right); leading dims broadcast.
+
+    No trace: torch 2.11 takes the op apart in C++, where named dims become numbers.
+    """
+    a, b = request.node.operands
+    rows, columns = as_matrix(request, a, 0), as_matrix(request, b, 1)
+    lead = request.cotangent.tensor.shape[: max(len(rows.tensor.shape), len(columns.tensor.shape)) - 2]
+    shape = (*lead, rows.tensor.shape[-2], columns.tensor.shape[-1])
+    g = request.builder.one("reshape", request.cotangent, shape=shape)
+    made: list[Value | None] = [None, None]
+    if request.needs[0]:
+        made[0] = sum_to(request, _op(request, "matmul.default", g, swapped(request, columns)), rows.tensor)
+    if request.needs[1] and len(columns.tensor.shape) == 2:
+        flat_rows, flat_g = (
+            request.builder.one("reshape", v, shape=(product(v.tensor.shape[:-1]), v.tensor.shape[-1]))
+            for v in (rows, g)
+        )
+        made[1] = _op(request, "mm.default", _op(request, "t.default", flat_rows), flat_g)
+    elif request.needs[1]:
+        made[1] = sum_to(request, _op(request, "matmul.default", swapped(request, rows), g), columns.tensor)
+    return [m and request.builder.one("reshape", m, shape=v.tensor.shape) for m, v in zip(made, (a, b), strict=True)]
+
+
+def as_matrix(request: GradientRequest, value: Value, column: int) -> Value:
+    """A vector as a matrix with one row, or with one `column`; matrices as they are."""
+    if len(value.tensor.shape) > 1:
+        return value
+    size = value.tensor.shape[0]
+    return request.builder.one("reshape", value, shape=(size, 1) if column else (1, size))
+
+
+def swapped(request: GradientRequest, value: Value) -> Value:
+    """The last two dims exchanged."""
+    return _op(request, "transpose.int", value, dim0=-2, dim1=-1)
+
+
+@_rule("scaled_dot_product_attention.default")
+def _attention(request: GradientRequest) -> Sequence[Value | None]:
+    """With P = softmax(Q K^T scale + mask) and dP = dO V^T:
+
+    dV = P^T dO,    dS = P (dP - rowsum(P dP)),    dQ = dS K scale,    dK = dS^T Q scale,    dmask = dS
+
+    P is made again from the operands. Keys and values of a group of heads get the sum over it.
+    """
+    attrs, (q, k, v, *masks) = request.node.attrs, request.node.operands
+    if attrs.get("dropout_p", 0.0) or q.tensor.dtype is not k.tensor.dtype:
+        return traced_gradient(request)
+    size = q.tensor.shape[-1]
+    assert isinstance(size, int), f"{request.node!r}: heads of unknown size {size}"
+    scale = attrs.get("scale", size**-0.5)
+    keys, values = (_of_all_heads(request, x, q.tensor.shape) for x in (k, v))
+    scores = _op(request, "mul.Scalar", _op(request, "matmul.default", q, swapped(request, keys)), other=scale)
+    seen = _causal(request, scores) if attrs.get("is_causal") else next(iter(masks), None)
+    if seen is not None and seen.tensor.dtype is DType.BOOL:
+        least = _op(request, "full_like.default", scores, fill_value=-math.inf)
+        scores = _op(request, "where.self", seen, scores, least)
+    elif seen is not None:
+        scores = _op(request, "add.Tensor", scores, seen)
+    weights = _op(request, "_safe_softmax.default", scores, dim=-1)
+    g = request.cotangent
+    of_weights = _op(request, "matmul.default", g, swapped(request, values))
+    of_scores = _op(
+        request, "_softmax_backward_data.default", of_weights, weights, dim=-1, input_dtype=weights.tensor.dtype
+    )
+    scaled = _op(request, "mul.Scalar", of_scores, other=scale)
+    made: list[Value | None] = [
+        sum_to(request, _op(request, "matmul.default", scaled, keys), q.tensor) if request.needs[0] else None,
+        _of_groups(request, scaled, q, k.tensor) if request.needs[1] else None,
+        _of_groups(request, weights, g, v.tensor) if request.needs[2] else None,
+    ]
+    return [
+        *made,
+        *(
+            sum_to(request, of_scores, m.tensor) if need else None
+            for m, need in zip(masks, request.needs[3:], strict=True)
+        ),
+    ]
+
+
+def _of_all_heads(request: GradientRequest, value: Value, query: Sequence[Dim]) -> Value:
+    """Keys or values [..., G, T, D] for each of the query's heads: [..., H, T, D], each repeated H / G times."""
+    shape = value.tensor.shape
+    if len(shape) < 3 or shape[-3] == query[-3] or shape[-3] == 1:
+        return value
+    times = query[-3] // shape[-3]
+    wide = _op(request, "unsqueeze.default", value, dim=-3)
+    wide = _op(request, "expand.default", wide, size=(*shape[:-2], times, *shape[-2:]))
+    return request.builder.one("reshape", wide, shape=(*shape[:-3], query[-3], *shape[-2:]))
+
+
+def _of_groups(request: GradientRequest, weights: Value, rows: Value, type_: TensorType) -> Value:
+    """weights^T rows, summed over the heads that share keys and values of a type."""
+    made = _op(request, "matmul.default", swapped(request, weights), rows)
+    shape, target = made.tensor.shape, type_.shape
+    if len(target) >= 3 and target[-3] not in (1, shape[-3]):
+        times = shape[-3] // target[-3]
+        made = request.builder.one("reshape", made, shape=(*shape[:-3], target[-3], times, *shape[-2:]))
+        made = _op(request, "sum.dim_IntList", made, dim=(-3,))
+    return sum_to(request, made, type_)
+
+
+def _causal(request: GradientRequest, scores: Value) -> Value:
+    """bool[S, T]: which keys a causal query sees; both begin at position 0."""
+    ones = _op(request, "ones.default", size=scores.tensor.shape[-2:], dtype=DType.BOOL)
+    return _op(request, "tril.default", ones)
 
 
 @_rule("transpose.int")
