@@ -189,10 +189,11 @@ def _gradient(request: GradientRequest) -> Sequence[Value | None]:
 def _products(node: Node, q: int, matmuls: int) -> Dim:
     """`matmuls` products over all pairs of query and key that position hides from neither (half where causal)."""
     queries, keys, values = (v.tensor.shape for v in node.operands[q : q + 3])
-    seen: Any = keys[2] / sympy.Integer(2) if node.attrs.get("causal") else sympy.sympify(keys[2])
+    twice: Any = sympy.sympify(keys[2]) * (1 if node.attrs.get("causal") else 2)
     window = node.attrs.get("window")
-    seen = sympy.Min(seen, window) if isinstance(window, int) else seen
-    return as_dim(matmuls * queries[0] * queries[1] * queries[2] * seen * (queries[3] + values[3]))
+    twice = sympy.Min(twice, 2 * window) if isinstance(window, int) else twice
+    pairs = queries[0] * queries[1] * queries[2] * twice
+    return as_dim(sympy.floor(matmuls * pairs * (queries[3] + values[3]) / sympy.Integer(2)))
 
 
 # Of q, k and v (before them, in the gradient, dout; after them out and lse): what `extra` names follows the strategy.

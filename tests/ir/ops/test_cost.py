@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mgraph.ir.builder import FunctionBuilder
-from mgraph.ir.dims import symbol
+from mgraph.ir.dims import evaluate, symbol
 from mgraph.ir.graph import Node
 from mgraph.ir.opdef import op_def
 from mgraph.ir.types import DType, TensorType
@@ -30,6 +32,21 @@ def test_causal_attention_is_half_of_full() -> None:
     assert cost is not None
     assert cost(_node("attention", q, kv, kv, scale=1.0)) == 2 * 2 * B * 4 * S * S * 8
     assert cost(_node("attention", q, kv, kv, scale=1.0, causal=True)) == 2 * B * 4 * S * S * 8
+
+
+@pytest.mark.parametrize("op", ["attention", "attention_grad"])
+@pytest.mark.parametrize(("length", "seen"), [(6, 3), (10, 5), (13, 5), (100, 5)])
+def test_a_window_bounds_what_causal_attention_sees(op: str, length: int, seen: int) -> None:
+    """Also where heads and widths are odd, and half of what is seen is no whole number."""
+    q, kv, v = (TensorType(DType.F32, (B, 3, S, width)) for width in (7, 7, 4))
+    lse = TensorType(DType.F32, (B, 3, S))
+    operands = (q, kv, v) if op == "attention" else (v, q, kv, v, v, lse)
+    cost = op_def(op).flops
+    assert cost is not None
+    found = evaluate(cost(_node(op, *operands, scale=1.0, causal=True, window=5)), {"B": 1, "S": length})
+    products = 2 if op == "attention" else 5
+    assert found == products * 3 * length * min(length, 10) * 11 // 2
+    assert abs(found - products * 3 * length * seen * 11) <= products * 3 * length * 11 // 2
 
 
 def test_grouped_products_do_not_depend_on_the_split() -> None:
