@@ -48,9 +48,9 @@ def check_adapters(specs: Iterable[StateSpec], where: str) -> None:
 
 def write_adapter(
     directory: Path, state: State, specs: Iterable[StateSpec], names: Mapping[str, str], about: Mapping[str, Any]
-) -> None:
-    """Write both files; the states are read under other names where `names` has them. `about` is what the
-    configuration says of the model. Raises OSError."""
+) -> int:
+    """Write both files; how many bytes the tensors have. The states are read under other names where `names` has them;
+    `about` is what the configuration says of the model. Raises OSError."""
     specs = list(specs)
     by_name = {spec.name: spec for spec in specs}
     adapters = {s.name: s.adapter for s in specs if s.adapter is not None}
@@ -60,10 +60,11 @@ def write_adapter(
     read = {spec.name: state[names.get(spec.name, spec.name)] for spec in chosen}
     chosen.sort(key=lambda spec: -read[spec.name].itemsize)
     tensors = {PREFIX + spec.name: (read[spec.name].dtype, spec.shape) for spec in chosen}
-    write_file(directory / FILE, tensors, (read[spec.name].detach().cpu().contiguous() for spec in chosen))
+    size = write_file(directory / FILE, tensors, (read[spec.name].detach().cpu().contiguous() for spec in chosen))
     modules = {_module(s.name) for s in specs if s.kind == "param"}
     settings = {**about, **_settings({_module(name): a for name, a in adapters.items()}, modules, sorted(saved))}
     (directory / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    return size
 
 
 def _settings(adapters: Mapping[str, Adapter], modules: set[str], saved: Sequence[str]) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def _settings(adapters: Mapping[str, Adapter], modules: set[str], saved: Sequenc
     """
     roots = {adapter.rslora for adapter in adapters.values()}
     ranks = {module: adapter.rank for module, adapter in adapters.items()}
-    alphas = {m: a.alpha if len(roots) == 1 else a.scale * a.rank for m, a in adapters.items()}
+    alphas = {m: _whole(a.alpha if len(roots) == 1 else a.scale * a.rank) for m, a in adapters.items()}
     rank, alpha = _commonest(ranks.values()), _commonest(alphas.values())
     return {
         "peft_type": "LORA",
@@ -98,6 +99,11 @@ def _targets(adapted: Iterable[str], modules: set[str]) -> Iterator[str]:
     others = {module.rpartition(".")[2] for module in modules - set(adapted)}
     last = {module: module.rpartition(".")[2] for module in adapted}
     yield from sorted({module if last[module] in others else last[module] for module in adapted})
+
+
+def _whole(number: float) -> float:
+    """The number, as JSON writes whole ones."""
+    return int(number) if number.is_integer() else number
 
 
 def _commonest(values: Iterable[Any]) -> Any:

@@ -52,8 +52,10 @@ def export_adapter(target: Path, dtype: str, package: Package, state: State, bas
     causal = any(name.endswith(_CAUSAL) for name in classes or ())
     about = {"base_model_name_or_path": base and str(base), "task_type": "CAUSAL_LM" if causal else None}
     names = masters(package.state_specs) if dtype == FULL else {}
-    with new_directory(target, "--export-adapter") as directory:
-        write_adapter(directory, state, package.state_specs, names, about)
+    with new_directory(target, "--export-adapter") as directory, _Transfer("exporting adapters", True) as transfer:
+        size = write_adapter(directory, state, package.state_specs, names, about)
+        transfer.advance(size, size)
+    transfer.say(f"exported the adapters, {transfer.summary} to {target}")
 
 
 def note_export(option: str, target: Path, out: Path, step: int) -> None:

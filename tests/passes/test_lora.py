@@ -20,6 +20,7 @@ from mgraph.passes.base import Report
 from mgraph.passes.lora import Lora
 from mgraph.passes.pipeline import parse_pipeline, print_pipeline
 from mgraph.passes.samples import random_state
+from mgraph.passes.verify import verify_pipeline
 from tests.passes.models import INNER, WIDTH, mlp_module, random_batch
 from tests.passes.raising import inputs_of, module_of
 
@@ -132,6 +133,53 @@ func @layer(%x: f32[B, S, 8]; %q.weight: f32[4, 8]) {
     for entry, dropped in (("forward", x * keep / 0.6), ("evaluation", x)):
         (found,) = run(after, entry, inputs, state)[0].values()
         torch.testing.assert_close(found, x @ w.T + 3.0 * (dropped @ a.T) @ b.T)
+
+
+def test_functions_within_functions() -> None:
+    """Adapters come down through both calls; the layer's number too, and the number within it is part of the site."""
+    text = """
+state @layers.{0..1}.parts.0.w: f32[4, 4] = param trainable init [["zeros_"]]
+state @layers.{0..1}.parts.1.w: f32[4, 4] = param trainable init [["zeros_"]]
+func @forward(%x: f32[B, 4]) {
+  %y: f32[B, 4] = call @layer(%x; @layers.0.parts.0.w, @layers.0.parts.1.w)
+  %z: f32[B, 4] = call @layer(%y; @layers.1.parts.0.w, @layers.1.parts.1.w)
+  return %z
+}
+func @layer(%x: f32[B, 4]; %parts.0.w: f32[4, 4], %parts.1.w: f32[4, 4]) {
+  %y: f32[B, 4] = call @part(%x; %parts.0.w)
+  %z: f32[B, 4] = call @part(%y; %parts.1.w)
+  return %z
+}
+func @part(%x: f32[B, 4]; %w: f32[4, 4]) {
+  %y: f32[B, 4] = aten.linear.default(%x, %w)
+  return %y
+}
+"""
+    before = module_of(text)
+    after, report = adapted(before, "*: rank=2, dropout=0.5")
+    assert report.counts["adapters"] == 4
+    drops = [n for _, n in after.walk() if n.op == "dropout"]
+    assert {n.attrs["site"] for n in drops} == {f"layers.*.parts.{i}.w.lora_dropout" for i in range(2)}
+    calls = [n for n in after.entry_function("forward").nodes if n.op == "call"]
+    assert [n.attrs["static.call"] for n in calls] == [0, 1] and len({n.attrs["callee"] for n in calls}) == 1
+    state, inputs = random_state(after, 0), inputs_of(before, {})
+    own = dict(state)
+    for name in before.state:
+        own[name] = state[name] + state[f"{name}.lora_B.weight"] @ state[f"{name}.lora_A.weight"]
+    (expected,) = run(before, "forward", inputs, own)[0].values()
+    (found,) = run(after, "evaluation", inputs, state)[0].values()
+    torch.testing.assert_close(found, expected)
+    first, second = (run(after, "forward", inputs, state | {"rng.step": torch.tensor(s)})[0] for s in (0, 1))
+    assert not torch.equal(first["out0"], second["out0"])
+
+
+def test_verify_compares_it_with_merged_weights() -> None:
+    statuses = [
+        verify_pipeline(mlp_module(), (Lora(("*.up: rank=2, alpha=4" + more,)),))[0].measured["verify"]
+        for more in ("", ", dropout=0.1")
+    ]
+    assert (statuses[0]["status"], statuses[0]["method"]) == ("verified", "both graphs")
+    assert statuses[1]["status"] == "unverified" and "random numbers" in statuses[1]["why"]
 
 
 @pytest.mark.parametrize(

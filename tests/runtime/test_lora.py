@@ -104,7 +104,7 @@ def test_one_kind_of_adapter(tmp_path: Path) -> None:
         "task_type": None,
         "peft_type": "LORA",
         "r": 2,
-        "lora_alpha": 4.0,
+        "lora_alpha": 4,
         "rank_pattern": {},
         "alpha_pattern": {},
         "use_rslora": False,
