@@ -119,6 +119,27 @@ def same_segment(builder: FunctionBuilder, x: Value) -> Value:
     return heads(builder, builder.one("aten.bitwise_and.Tensor", same, causal(builder, x)))
 
 
+def segments_alone(builder: FunctionBuilder, x: Value) -> Value:
+    """Both directions, asked the other way round and negated."""
+    other = builder.one("aten.ne.Tensor", column(builder, x), row(builder, x))
+    return heads(builder, builder.one("aten.logical_not.default", other))
+
+
+def segments_in_a_window(builder: FunctionBuilder, x: Value) -> Value:
+    return builder.one("aten.logical_and.default", windowed(builder, x), same_segment(builder, x))
+
+
+def segments_without_padding(builder: FunctionBuilder, x: Value) -> Value:
+    """Segment 0 is padding, which no query sees."""
+    seen = builder.one("aten.ne.Scalar", column(builder, x), other=0)
+    return builder.one("aten.bitwise_and.Tensor", heads(builder, seen), same_segment(builder, x))
+
+
+def segments_added(builder: FunctionBuilder, x: Value) -> Value:
+    zero = builder.one("aten.scalar_tensor.default", s=0.0, dtype=DType.F32)
+    return builder.one("aten.where.ScalarOther", same_segment(builder, x), zero, other=float("-inf"))
+
+
 def packed(builder: FunctionBuilder, positions: Value) -> Value:
     """What transformers computes from position ids: positions compared within runs that they count up by one."""
     first = builder.one("aten.slice.Tensor", positions, dim=1, start=0, end=1)
@@ -170,6 +191,10 @@ def everything(builder: FunctionBuilder, x: Value) -> Value:
         (selected, {"causal": True, "window": 3, "additive": True}),
         (keys_and_causal, {"causal": True, "keys": "x"}),
         (same_segment, {"causal": True, "segments": "x"}),
+        (segments_alone, {"segments": "x"}),
+        (segments_in_a_window, {"causal": True, "window": 3, "segments": "x"}),
+        (segments_without_padding, {"causal": True, "segments": "x", "keys": "x"}),
+        (segments_added, {"causal": True, "segments": "x", "additive": True}),
         (packed, {"causal": True, "segments": "cumsum"}),
         (packed_window, {"causal": True, "window": 2, "segments": "cumsum"}),
         (everything, {}),
@@ -218,11 +243,32 @@ def _banded(builder: FunctionBuilder, x: Value) -> Value:
     return builder.one("aten.logical_or.default", causal(builder, x), everything(builder, x))
 
 
-@pytest.mark.parametrize("build", [_positions_without_segments, _every_second])
+def _either_segment_or_earlier(builder: FunctionBuilder, x: Value) -> Value:
+    same = builder.one("aten.eq.Tensor", row(builder, x), column(builder, x))
+    return heads(builder, builder.one("aten.bitwise_or.Tensor", same, causal(builder, x)))
+
+
+def _next_segment(builder: FunctionBuilder, x: Value) -> Value:
+    return heads(
+        builder,
+        builder.one("aten.eq.Tensor", row(builder, builder.one("aten.add.Tensor", x, other=1)), column(builder, x)),
+    )
+
+
+def _rows_instead_of_keys(builder: FunctionBuilder, x: Value) -> Value:
+    seen = builder.one("aten.ne.Scalar", row(builder, x), other=0)
+    return heads(builder, builder.one("aten.expand.default", seen, size=(B, S, S)))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [_positions_without_segments, _every_second, _either_segment_or_earlier, _next_segment, _rows_instead_of_keys],
+)
 def test_what_has_no_name_is_left_over(build: Build) -> None:
     predicate = read(build)
     assert predicate is not None
-    assert predicate.remainder or predicate.segments is not None
+    assert bool(predicate.remainder) == (build is not _every_second), "halves of the index are segments"
+    assert (predicate.segments is not None) == (build is _every_second) and predicate.keys is None
     assert not predicate.causal and not predicate.everything
 
 
