@@ -92,6 +92,7 @@ def pipeline_text(recipe: Recipe) -> str:
     specs = [print_spec("lora", {"rules": recipe.lora, "train": recipe.lora_train})] if recipe.lora else []
     specs += [print_spec("freeze", {"groups": recipe.groups})] if frozen else []
     specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]
+    specs += [print_spec("expert-bias", {"rate": recipe.expert_bias_rate})] if recipe.expert_bias_rate else []
     derive = ",".join(specs)
     shard = "".join(f"data-parallel{{axis={axis},size={size or 0}}}," for axis, size in recipe.mesh_axes().items())
     return f"{NORMALIZE},{RAISE},{derive},{shard}cse,dce,in-place"

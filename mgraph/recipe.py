@@ -71,6 +71,9 @@ class Recipe:
     beta2: float = option(0.95, "decay of the second moment", within=_BELOW_ONE)
     eps: float = option(1e-8, "the optimizer's epsilon", within=(0, 1))
     max_norm: float = option(1.0, "clip the gradient's norm to this; 0: never", within=(0, 1e9))
+    expert_bias_rate: float = option(
+        0.0, "after each step, move the routers' selection biases by this towards equal load; 0: never", within=(0, 1)
+    )
     loss_scale: float = option(
         65536.0, "with fp16: the factor that the loss's gradient begins with", within=(1, 2**100)
     )

@@ -41,8 +41,8 @@ def balance_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
 class Router(nn.Module):
     """Chooses the K experts of highest score (in float32) and weighs them by their scores.
 
-    `selection_bias` is state that no gradient reaches: whoever trains adds rate * sign(mean load - load of e) after
-    each step, and overloaded experts are chosen less often.
+    `selection_bias` is state that no gradient reaches: whoever trains (`balance.Balancer`) adds rate * sign(mean load -
+    load of e) after each step, and overloaded experts are chosen less often.
     """
 
     selection_bias: Tensor | None

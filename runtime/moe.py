@@ -213,6 +213,21 @@ def grouped_outer_(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor) 
     return total
 
 
+def expert_counts(indices: Tensor, *, num_experts: int) -> Tensor:
+    """How often each expert was chosen: indices i64[T, K] -> i64[E]."""
+    chosen = indices.flatten()
+    return torch.zeros(num_experts, dtype=torch.int64, device=indices.device).index_add_(
+        0, chosen, torch.ones_like(chosen)
+    )
+
+
+def expert_bias_update_(biases: list[Tensor], loads: list[Tensor], finite: Tensor, *, rate: float) -> None:
+    """Add `rate * sign(mean load - load)` to each bias [E], in place, if the step is `finite`; loads are i64[E]."""
+    for bias, load in zip(biases, loads, strict=True):
+        sign = torch.sign(load.sum() - load.numel() * load) * finite
+        bias.add_(sign.to(bias.dtype), alpha=rate)
+
+
 def inverse(order: Tensor) -> Tensor:
     """The inverse permutation."""
     places = torch.empty_like(order)

@@ -19,6 +19,8 @@ from mgraph.runtime.attention import attention, attention_grad
 from mgraph.runtime.dropout import dropout, random
 from mgraph.runtime.kernels import kernels
 from mgraph.runtime.moe import (
+    expert_bias_update_,
+    expert_counts,
     grouped_mm,
     grouped_outer_,
     grouped_sum,
@@ -64,6 +66,8 @@ __all__ = [
     "device",
     "dropout",
     "embedding_grad_",
+    "expert_bias_update_",
+    "expert_counts",
     "global_norm",
     "glu",
     "glu_grad",

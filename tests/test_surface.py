@@ -6,9 +6,9 @@ from mgraph.cli.app import command
 
 SURFACE = {
     "compile": "MODEL --for --mesh --precision --target --arch --output/-o --recompute --memory-budget --batch "
-    "--seq --optimizer --weight-decay --groups --lora --lora-train --beta1 --beta2 --eps --max-norm --loss-scale "
-    "--loss-scale-growth --loss-scale-backoff --loss-scale-interval --loss-mask/--no-loss-mask --packed/--no-packed "
-    "--max-length --disable --verify/--no-verify --recipe/-c --force",
+    "--seq --optimizer --weight-decay --groups --lora --lora-train --beta1 --beta2 --eps --max-norm --expert-bias-rate "
+    "--loss-scale --loss-scale-growth --loss-scale-backoff --loss-scale-interval --loss-mask/--no-loss-mask "
+    "--packed/--no-packed --max-length --disable --verify/--no-verify --recipe/-c --force",
     "dump": "PKG PASS --fn --format",
     "diff": "PKG PASS_A PASS_B --format --limit",
     "explain": "PKG NODE|PATTERN --limit",

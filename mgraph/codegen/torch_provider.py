@@ -198,6 +198,14 @@ def _all_finite(site: Site) -> str:
     return f"rt.all_finite({site.tensors(site.node.operands, '')})"
 
 
+def _expert_bias_update(site: Site) -> str:
+    node, count = site.node, len(site.node.results)
+    assert node.op == "expert_bias_update_", f"{node!r}: the update is emitted in place"
+    biases, loads = (site.tensors(v, "") for v in (node.operands[:count], node.operands[count:-1]))
+    rate = site.literal(node.attrs["rate"])
+    return f"rt.expert_bias_update_({biases}, {loads}, {site.operands[-1]}, rate={rate})"
+
+
 def _global_norm(site: Site) -> str:
     return f"rt.global_norm({site.tensors(site.node.operands, '')})"
 
@@ -252,6 +260,8 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "cross_entropy": _runtime(),
     "cross_entropy_grad": _runtime(),
     "dropout": _runtime(),
+    "expert_bias_update": _expert_bias_update,
+    "expert_counts": _runtime(),
     "global_norm": _global_norm,
     "glu": _runtime(),
     "glu_grad": _runtime(),

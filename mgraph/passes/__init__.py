@@ -32,6 +32,7 @@ PASSES: dict[str, str] = {
     "recompute": "mgraph.passes.recompute:Recompute",
     "derive-serve": "mgraph.passes.derive_serve:DeriveServe",
     "adamw": "mgraph.passes.adamw:AdamW",
+    "expert-bias": "mgraph.passes.expert_bias:ExpertBias",
     # shard
     "data-parallel": "mgraph.passes.data_parallel:DataParallel",
     # schedule

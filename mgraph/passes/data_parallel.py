@@ -28,6 +28,7 @@ from mgraph.ir.types import Partial, PendingType, Placement, Shard, TensorType
 from mgraph.passes.autodiff import COUNT_TOTAL, LOSS_TOTAL, accumulator_states
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.calls import callee
+from mgraph.passes.expert_bias import load_states
 
 BATCH = "B"
 
@@ -48,7 +49,8 @@ class DataParallel(Pass):
 
     def run(self, module: Module, report: Report) -> Module:
         """Place the data entries over the axis and reduce in `finish`."""
-        partial = [*accumulator_states(module.state), module.state[LOSS_TOTAL], module.state[COUNT_TOTAL]]
+        counted = [module.state[LOSS_TOTAL], module.state[COUNT_TOTAL], *load_states(module.state)]
+        partial = [*accumulator_states(module.state), *counted]
         module = replace(module, mesh=(*module.mesh, Axis(self.axis, self.size or None)))
         module = _place(module, self.axis, {s.name for s in partial})
         finish = module.entry_function("finish")

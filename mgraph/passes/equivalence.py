@@ -98,6 +98,9 @@ def check(pass_: Pass, before: Module, after: Module, shapes: Shapes) -> list[Ev
     missing = sorted(set(after.entries) - covered)
     if missing:
         raise Unverified(f"entry {missing[0]!r} has no independent reference")
+    added = [name for entry in sorted(covered & set(before.entries)) for name in _added(before, after, entry)]
+    if added:
+        raise Unverified(f"all else is equal, but {added[0]!r} is updated besides and has no independent reference")
     return evidence
 
 
@@ -253,9 +256,19 @@ def _same_entry(pass_: Pass, before: Module, after: Module, entry: str, shapes: 
             states.append(dict(given))
         return replace(run_, module=before, states=states)(lifted, hook)
 
+    besides = set(_added(before, after, entry))
+
+    def actual(seed: int, lifted: bool) -> Tensors:
+        return {n: t for n, t in of(seed)(lifted).items() if n.partition(" on rank ")[0] not in besides}
+
     seeds = _steady(before, lambda seed, hook: reference(seed, True, hook))
     where = f"both graphs on {len(ranks)} ranks" if len(ranks) > 1 else "both graphs"
-    return judge(entry, pass_.tier, where, seeds, lambda seed: (functools.partial(reference, seed), of(seed)))
+    return judge(entry, pass_.tier, where, seeds, functools.partial(_pair, reference, actual))
+
+
+def _added(before: Module, after: Module, entry: str) -> list[str]:
+    """The states that only the second module's entry updates."""
+    return sorted(set(after.entries[entry].updates) - set(before.entries[entry].updates))
 
 
 # derived entries

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mgraph.ir.ops import (
     attention,
+    balance,
     cache,
     collective,
     constant,
@@ -21,6 +22,7 @@ from mgraph.ir.ops import (
 
 __all__ = [
     "attention",
+    "balance",
     "cache",
     "collective",
     "constant",
