@@ -110,7 +110,7 @@ class Lora(Pass):
                 seen.add((function, node, found.guard))
                 report.near_miss(function, node, self.name, found.guard, f"{self.name} at {name}: {found.detail}")
         for rule in rules:
-            if all(target.rule is not rule for target in targets.values()):
+            if all(target.rule != rule for target in targets.values()):
                 hint = "name weights of linears, e.g. '*.q_proj|*.v_proj'"
                 raise PassError(f"the adapter '{rule.text}' fits no linear: {misses[rule]}", "--lora", hint)
         return targets

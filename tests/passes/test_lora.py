@@ -284,6 +284,7 @@ def test_names_that_fit_nothing() -> None:
         adapted(mlp_module(), "layers.*.upp: rank=1")
     with pytest.raises(OptionError, match="has no parameters left"):
         adapted(mlp_module(), "*.up: rank=1", "layers.0.up: rank=2")
+    assert adapted(mlp_module(), "*.up: rank=1", "*.up: rank=1")[1].counts["adapters"] == 2
 
 
 def test_its_text() -> None:
