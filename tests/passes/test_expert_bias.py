@@ -1,0 +1,98 @@
+"""expert-bias: which functions count, what is handed through calls, and which biases it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mgraph.errors import PassError
+from mgraph.ir.graph import Module, StateKind
+from mgraph.ir.parser import parse_module
+from mgraph.ir.verifier import verify
+from mgraph.passes.base import Report
+from mgraph.passes.expert_bias import ExpertBias, load_states
+
+TEXT = """mgraph-ir 1
+module "m"
+dim B 1..
+state @a.bias: f32[4] = buffer
+state @b.bias: f32[4] = buffer
+state @acc: f32[] = scalar transient
+func @microbatch(%x: f32[B, 4]) {
+  %y: f32[B, 4] = call @outer(%x; @a.bias) AT
+  %z: f32[B, 4] = call @outer(%y; @b.bias) AT
+  %s: f32[] = aten.sum.default(%z) AT
+  %t: f32[] = accumulate(@acc, %s) AT
+  return %s, %t
+}
+func @outer(%x: f32[B, 4]; %bias: f32[4]) {
+  %y: f32[B, 4] = call @inner(%x; %bias) AT
+  return %y
+}
+func @inner(%x: f32[B, 4]; %bias: f32[4]) {
+  %w: f32[B, 2], %i: i64[B, 2] = moe_route(%x, %bias) {score = "sigmoid", top_k = 2} AT
+  %v: f32[B, 2], %j: i64[B, 2] = moe_route(%x, %bias) {score = "sigmoid", top_k = 2} BACK
+  %n: f32[B, 4] = aten.cat.default(%w, %v) {args = ["tensors.0", "tensors.1"], dim = 1} AT
+  return %n
+}
+func @finish(%lr: f32[]) {
+  %f: bool[] = all_finite(@acc) AT
+  %r: f32[] = zero(@acc) AT
+  return %f, %r
+}
+entry microbatch = @microbatch -> (loss_sum) updates (@acc)
+entry finish = @finish -> (finite) updates (@acc)
+"""
+
+
+def module() -> Module:
+    """Two layers, each a function within a function, with a second route as recomputation makes it."""
+    at = 'forward at "layers.*" "model.py":3 by capture'
+    made = parse_module(TEXT.replace("AT", at).replace("BACK", at.replace("forward", "backward", 1)))
+    verify(made)
+    return made
+
+
+def test_loads_go_through_calls_and_only_forward_nodes_count() -> None:
+    report = Report()
+    after = ExpertBias(rate=0.25).run(module(), report)
+    verify(after)
+    assert report.counts == {"biases": 2}
+    loads = load_states(after.state)
+    assert [(s.name, str(s.type), s.init, s.persist) for s in loads] == [
+        (f"{name}.bias.load", "i64[4]", (("zeros_",),), False) for name in "ab"
+    ]
+    inner = after.functions["inner"]
+    assert [n.op for n in inner.nodes].count("expert_counts") == 1
+    (count,) = (n for n in inner.nodes if n.op == "expert_counts")
+    assert count.operands[0].name == "i"
+    assert [[v.name for v in after.functions[f].slots] for f in ("inner", "outer")] == [["bias", "bias.load"]] * 2
+    passed = [[v.name for v in n.operands] for n in after.functions["microbatch"].nodes if n.op == "call"]
+    assert passed == [["x", "a.bias", "a.bias.load"], ["y", "b.bias", "b.bias.load"]]
+    assert after.entries["microbatch"].updates == ("acc", "a.bias.load", "b.bias.load")
+    assert after.entries["finish"].updates == ("acc", "a.bias", "b.bias", "a.bias.load", "b.bias.load")
+    (update,) = (n for n in after.functions["finish"].nodes if n.op == "expert_bias_update")
+    assert update.attrs == {"rate": 0.25}
+    assert [v.name for v in update.operands] == ["a.bias", "b.bias", "a.bias.load", "b.bias.load", "f"]
+
+
+def test_a_bias_that_two_layers_share_has_one_load() -> None:
+    before = module()
+    (first, second, *rest) = before.functions["microbatch"].nodes
+    shared = replace(second, operands=(second.operands[0], first.operands[1]))
+    function = replace(before.functions["microbatch"], nodes=(first, shared, *rest))
+    after = ExpertBias().run(before.with_function(function), Report())
+    verify(after)
+    calls = [n for n in after.functions["microbatch"].nodes if n.op == "call"]
+    assert [s.name for s in load_states(after.state)] == ["a.bias.load"]
+    assert calls[1].operands[-1] is calls[0].results[-1], "the second layer adds to what the first gave"
+
+
+def test_a_bias_that_is_no_buffer_is_refused() -> None:
+    before = module()
+    state = {
+        n: replace(s, kind=StateKind.PARAM, trainable=True) if n == "b.bias" else s for n, s in before.state.items()
+    }
+    with pytest.raises(PassError, match=r"the router's bias b.bias is no buffer"):
+        ExpertBias().run(replace(before, state=state), Report())
