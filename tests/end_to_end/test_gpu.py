@@ -1,0 +1,83 @@
+"""Packages on a GPU, with their cubins, against the same packages on the CPU: the steps of a short run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mgraph.compiler import compile_package
+from mgraph.recipe import Recipe
+from mgraph.runtime.package import Package, load_package
+from mgraph.runtime.state import create_state
+from tests.end_to_end.builds import ZOO, batches, relative
+from tests.families.configs import write_config
+
+LORA = ("*.q_proj|*.v_proj: rank=4, alpha=8, dropout=0.1",)
+BUILDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "all-aten": ("dense-tiny", {"disable": "raise-*"}),
+    "moe": ("moe-tiny", {}),
+    "fp16": ("dense-tiny", {"precision": "fp16", "loss_scale": 1024.0}),
+    "bf16": ("moe-tiny", {"precision": "bf16"}),
+    "recompute": ("dense-tiny", {"recompute": "full"}),
+    "packed, sinks and windows": ("gpt-oss-tiny", {"packed": True}),
+    "packed, softcap": ("dense-tiny-capped", {"packed": True}),
+    "packed, hf": ("gemma3", {"packed": True}),
+    "dropout, layer_norm": ("gpt2", {}),
+    "both ways": ("bert", {}),
+    "adapters": ("llama", {"lora": LORA}),
+    "hf experts": ("qwen3-moe", {}),
+}
+TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 3e-3}
+
+
+def inputs(package: Package, step: int) -> list[torch.Tensor]:
+    """A microbatch by the names that the package wants; packed, each row has documents of 1, 13 and 7 positions."""
+    tokens, labels = batches(1, seed=step)[0]
+    lengths = torch.tensor([1, 13, 7])
+    positions = torch.cat([torch.arange(int(n)) for n in lengths]).expand_as(tokens).contiguous()
+    segments = torch.repeat_interleave(torch.arange(1, 4), lengths).expand_as(tokens).contiguous()
+    given = {"tokens": tokens, "labels": labels, "position_ids": positions, "segment_ids": segments}
+    return [given[name] for name in package.manifest["entries"]["microbatch"]["inputs"]]
+
+
+def run(path: Path, device: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses of three steps; the gradients of the first; the trained parameters. A step that is not finite fails."""
+    package = load_package(path, device)
+    state = create_state(package.state_specs, 3, device)
+    losses, gradients = [], {}
+    for step in range(3):
+        for name, value in {"rng.step": step, "rng.sample": 0}.items():
+            if name in state:
+                state[name].fill_(value)
+        package.call("microbatch", state, *(tensor.to(device) for tensor in inputs(package, step)))
+        if not step:
+            gradients = {name: t.cpu().clone() for name, t in state.items() if name.endswith(".grad")}
+        out = package.call("finish", state, torch.tensor(1e-3, device=device))
+        assert int(out["skipped"]) == 0
+        losses.append(float(out["loss"]))
+    trained = {name: t.cpu() for name, t in state.items() if f"{name}.grad" in gradients}
+    return losses, gradients, trained
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", BUILDS)
+def test_a_gpu_trains_as_the_cpu_does(case: str, tmp_path: Path) -> None:
+    name, options = BUILDS[case]
+    spec = name if name in ZOO else write_config(name, tmp_path / name)
+    recipe = Recipe(model=spec, output=str(tmp_path / "package"), arch="sm_90a", eps=1e-5, **options)
+    compilation = compile_package(recipe)
+    assert compilation.package is not None
+    torch.backends.cuda.matmul.allow_tf32 = False
+    bound = TOLERANCE[recipe.precision]
+    losses, gradients, trained = run(compilation.package, "cpu")
+    found_losses, found_gradients, found_trained = run(compilation.package, "cuda")
+    torch.testing.assert_close(torch.tensor(found_losses), torch.tensor(losses), rtol=bound, atol=0)
+    # The gradients of biases of keys are zero but for rounding, and so is where they go from zero.
+    least = 1e-6 * max(float(t.double().norm()) for t in gradients.values())
+    for gradient, expected in gradients.items():
+        assert relative(found_gradients[gradient], expected, least) <= bound, gradient
+    for parameter, expected in trained.items():
+        assert relative(found_trained[parameter], expected, least=1e-3) <= bound, parameter
