@@ -150,14 +150,17 @@ def _sum(total: Dim, parts: list[Dim]) -> Iterator[tuple[tuple[object, ...], Rel
 
 
 def _slice(node: Node) -> Iterator[tuple[tuple[object, ...], Relation]]:
-    """`extent = start + length + rest`: the part before, the part taken, the part after."""
+    """`extent = start + length + rest`: the part before, the part taken, the part after; or every so many of them."""
     dim = int(str(node.attrs.get("dim", 0)))
     extent, length = _tensor(node.operands[0]).shape[dim], _tensor(node.result).shape[dim]
-    start = node.attrs.get("start")
-    if not isinstance(extent, int) or not isinstance(length, int) or node.attrs.get("step", 1) != 1:
+    start, step = node.attrs.get("start"), int(str(node.attrs.get("step", 1)))
+    if not isinstance(extent, int) or not isinstance(length, int):
         return
     begin = int(str(start)) if start is not None else 0
     begin = begin + extent if begin < 0 else begin
+    if step != 1:
+        yield from _strided(node, extent, begin, step, length)
+        return
     end = begin + length
     if begin:
         yield from _sum(end, [begin, length])
@@ -166,6 +169,20 @@ def _slice(node: Node) -> Iterator[tuple[tuple[object, ...], Relation]]:
         yield key, Relation((end, extent), lambda new: new[end] < new[extent])
     if start is not None and int(str(start)) < 0:
         yield from _sum(extent, [begin, -int(str(start))])
+
+
+def _strided(
+    node: Node, extent: int, begin: int, step: int, length: int
+) -> Iterator[tuple[tuple[object, ...], Relation]]:
+    """`length = ceil((end - start) / step)`: the interleaved halves of gate and up have step 2."""
+    given = node.attrs.get("end")
+    end = min(extent, int(str(given))) if given is not None else extent
+
+    def holds(new: Assignment) -> bool:
+        first, last = (int(str(map_dim(n, new))) for n in (begin, end))
+        return -(-(last - first) // step) == new[length]
+
+    yield ("strided", begin, end, step), Relation(tuple(n for n in (begin, end, length) if n > 1), holds)
 
 
 def _repeat(node: Node) -> Iterator[tuple[tuple[object, ...], Relation]]:

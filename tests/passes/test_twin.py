@@ -55,6 +55,18 @@ def test_products_and_sums_stay() -> None:
     assert "4096 -> " in str(reduction)
 
 
+def test_every_other_element() -> None:
+    """Interleaved halves of gate and up stay halves."""
+    builder = FunctionBuilder("forward", "capture")
+    x = builder.param("x", f32(B, S, 96))
+    gate = builder.one("aten.slice.Tensor", x, dim=2, step=2)
+    up = builder.one("aten.slice.Tensor", x, dim=2, start=1, step=2)
+    module = module_of(builder.build([builder.one("aten.mul.Tensor", gate, up)]))
+    new = assign(static_extents(module), relations(module), {})
+    assert new is not None and new[96] == 2 * new[48] < 96
+    verify(reduce(module)[0])
+
+
 def test_lower_bounds_hold() -> None:
     new = assign({5, 100, 2048}, [], {2048: 16})
     assert new == {1: 1, 5: 3, 100: 4, 2048: 16}
