@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from mgraph.ir.builder import FunctionBuilder
+from mgraph.ir.builder import FunctionBuilder, rebuild
 from mgraph.ir.graph import AttrValue, Function, Module, Node, Value
 from mgraph.ir.opdef import op_def
 from mgraph.ir.pattern import ANY, LAST_DIM, NUMBER, Guard, Match, Pattern, capture, either, op, optional_cast, where
@@ -263,6 +263,26 @@ class _Masks:
         return param
 
 
+def _keys_apart(function: Function) -> Function:
+    """The function with keys [B, S, G, D] brought into their order [B, G, S, D] and only then swapped for the product.
+
+    Where nothing stands between the two, as in models without rotation, they came as one permutation.
+    """
+    merged = {n.result: n for n in function.nodes if n.op == "aten.permute.default" and n.attrs["dims"] == (0, 2, 3, 1)}
+    if not merged:
+        return function
+    builder = rebuild(function, RaiseAttention.name)
+    for node in function.nodes:
+        if node.op == "aten.matmul.default" and node.operands[1] in merged:
+            (rows,) = merged[node.operands[1]].operands
+            with builder.at(merged[node.operands[1]]):
+                keys = builder.one("aten.permute.default", rows, dims=(0, 2, 1, 3))
+                swapped = builder.one("aten.permute.default", keys, dims=_SWAP_LAST_TWO)
+            node = replace(node, operands=(node.operands[0], swapped))
+        builder.nodes.append(node)
+    return builder.build(function.results)
+
+
 def _known_by(predicate: Predicate) -> dict[str, Value]:
     """The values that a predicate reads, under the names that the op has for them."""
     named = {"segments": predicate.segments, "keys": predicate.keys}
@@ -291,7 +311,9 @@ class RaiseAttention(RaisePass):
         functions, wanted = dict(module.functions), {}
         for name, function in module.functions.items():
             masks = _Masks(module, function)
-            functions[name] = rewrite(function, _rules(masks), self.name, report)
+            given = _keys_apart(function)
+            raised = rewrite(given, _rules(masks), self.name, report)
+            functions[name] = function if raised is given else raised
             wanted[name] = masks.wanted
         if all(functions[name] is function for name, function in module.functions.items()):
             return module

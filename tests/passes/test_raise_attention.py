@@ -68,6 +68,26 @@ def test_raises(text: str, scale: float, causal: bool) -> None:
     assert_same(before, after)
 
 
+def test_keys_that_were_swapped_in_one_permutation() -> None:
+    """Heads brought forward and the product's swap in one, as in models without rotation."""
+    text = """
+func @f(%q: f32[B, 4, S, 8], %rows: f32[B, S, 4, 8], %v: f32[B, 4, S, 8]) {
+  %t: f32[B, 4, 8, S] = aten.permute.default(%rows) {dims = [0, 2, 3, 1]}
+  %a: f32[B, 4, S, S] = aten.matmul.default(%q, %t)
+  %b: f32[B, 4, S, S] = aten.div.Tensor(%a) {other = 2.0}
+  %d: f32[B, 4, S, S] = aten.softmax.int(%b) {dim = -1}
+  %y: f32[B, 4, S, 8] = aten.matmul.default(%d, %v)
+  return %y
+}
+"""
+    before, after, _ = raised(RaiseAttention(), text)
+    assert sorted(ops(after.functions["f"])) == ["aten.permute.default", "attention"]
+    assert_same(before, after)
+    untouched = text.replace("dim = -1", "dim = -2")
+    before, after, _ = raised(RaiseAttention(), untouched)
+    assert after.functions["f"] is before.functions["f"]
+
+
 def test_reads_a_window() -> None:
     window = """  %first: i64[S, 1] = aten.sub.Tensor(%j) {other = 3}
   %near: bool[S, S] = aten.gt.Tensor(%i, %first)

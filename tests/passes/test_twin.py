@@ -58,6 +58,7 @@ def test_products_and_sums_stay() -> None:
 def test_every_other_element() -> None:
     """Interleaved halves of gate and up stay halves."""
     builder = FunctionBuilder("forward", "capture")
+    builder.origin = Origin("mlp", "model.py", 1)
     x = builder.param("x", f32(B, S, 96))
     gate = builder.one("aten.slice.Tensor", x, dim=2, step=2)
     up = builder.one("aten.slice.Tensor", x, dim=2, start=1, step=2)
