@@ -42,6 +42,26 @@ DRAWN = frozenset(
 """Ops that draw random numbers and have a form in the IR (`mgraph.capture.noise`)."""
 
 
+_PRODUCTS = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "mv",
+        "dot",
+        "einsum",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+    )
+)
+"""Ops whose operands have one dtype. Of some, torch checks that on tensors with values only, not in a trace."""
+
+
 def op_name(node: Any) -> str:
     """`aten.mul.Tensor` for a node that calls a torch op, the bare name for other calls."""
     target = node.target
@@ -128,7 +148,7 @@ def _problem(node: Any, inputs: dict[str, Any], reader: ShapeReader) -> str | No
         return f"random numbers in forward ({name})"
     if name in _NORMS and argument(node, _NORMS[name], "training"):
         return f"running statistics ({name} in training)"
-    return _mutated(node, inputs) or _untyped(node, name, reader)
+    return _mutated(node, inputs) or _mixed(node, name) or _untyped(node, name, reader)
 
 
 def _mutated(node: Any, inputs: dict[str, Any]) -> str | None:
@@ -143,6 +163,14 @@ def _mutated(node: Any, inputs: dict[str, Any]) -> str | None:
     spec = inputs[base.name]
     named = f"'{spec.target.partition('.')[2]}'" if spec.target else f"the input '{base.name}'"
     return f"{named} is changed in place ({op_name(node)})"
+
+
+def _mixed(node: Any, name: str) -> str | None:
+    """Whether a product has operands of several dtypes."""
+    if name not in _PRODUCTS:
+        return None
+    dtypes = {str(operand.meta["val"].dtype).removeprefix("torch."): None for operand in node.all_input_nodes}
+    return f"a product of {' and '.join(dtypes)} ({name})" if len(dtypes) > 1 else None
 
 
 def is_view(node: Any) -> bool:

@@ -102,6 +102,20 @@ return y + picked + z.real.sum().float()
         assert any(text in line and f"user.py:{number}" in line for line in lines), (number, text, lines)
 
 
+@pytest.mark.parametrize(
+    ("body", "op"),
+    [
+        ("return self.head(x.double())", "aten.linear.default"),
+        ("return self.head(x) + (x @ self.head.weight.double().t()).float()", "aten.matmul.default"),
+    ],
+)
+def test_products_of_several_dtypes(tmp_path: Path, body: str, op: str) -> None:
+    error = failure(write_model(tmp_path, body), CaptureError)
+    assert error.message.startswith("unsupported: a product of float")
+    assert {"float64", "float32"} <= set(error.message.split()) and op in error.message
+    assert "user.py:1" in str(error.where)
+
+
 def test_dropout_is_nothing_in_evaluation(tmp_path: Path) -> None:
     spec = write_model(tmp_path, "return self.head(F.dropout(x, 0.5, self.training))")
     nodes = capture(ModelSpec(spec, training=False)).functions["forward"].nodes
