@@ -30,6 +30,7 @@ from mgraph.runtime.package import DTYPES, State, StateSpec
 _NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = ".unfinished"
 _FEW = 5
+_SAME_RUN = "resume with the package and options that wrote it, or start anew in another --out"
 _RUN_FILE = "run.json"
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -116,7 +117,8 @@ def load_parameters(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec
     Raises `CheckpointError` where the checkpoint lacks one, has it in another shape, or is damaged.
     """
     layout = layout_of(specs)
-    check_same({name: checkpoint.layout.get(name) for name in layout}, layout, checkpoint.path, "state")
+    saved = {name: kept for name, kept in checkpoint.layout.items() if name in layout}
+    check_same(saved, layout, checkpoint.path, "state", "take a run of the model that this package was compiled from")
     _verify(checkpoint, list(checkpoint.files))
     tensors = {name: state[name] for name in layout}
     _storage(checkpoint.path, lambda: _dcp("load", tensors, checkpoint.path))
@@ -130,7 +132,7 @@ def _verify(checkpoint: Checkpoint, names: list[str]) -> None:
             raise _damaged(checkpoint.path, f"{name} is {'not what was written' if file.exists() else 'missing'}")
 
 
-def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, what: str) -> None:
+def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, what: str, hint: str = _SAME_RUN) -> None:
     """Raise `CheckpointError` naming the fields in which two records differ, of many the first."""
     names = [name for name in {**now, **saved} if saved.get(name) != now.get(name)]
     if names:
@@ -140,9 +142,7 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, wha
         ]
         more = f"; and {len(names) - _FEW} more" if len(names) > _FEW else ""
         raise CheckpointError(
-            f"the checkpoint does not fit this run: {'; '.join(parts)}{more}",
-            where=str(path),
-            hint="resume with the package and options that wrote it, or start anew in another --out",
+            f"the checkpoint does not fit this run: {'; '.join(parts)}{more}", where=str(path), hint=hint
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any, NoReturn, get_type_hints
 
-from mgraph.errors import OptionError
+from mgraph.errors import OptionError, did_you_mean
 from mgraph.runtime.examples import LONG, SUFFIX
 from mgraph.runtime.mesh import environment
 from mgraph.runtime.schedule import DECAYS
@@ -129,7 +129,7 @@ def flag(name: str) -> str:
 
 def parse(arguments: Sequence[str] | None, program: str) -> Options:
     """Options from a command line (None: that of the process). Raises `OptionError`; `--help` exits with 0."""
-    parser = _Parser(
+    parser = Parser(
         prog=program,
         description="Train the model of this step package. Run it alone, or with torchrun on many processes.",
         epilog=EXIT_CODES,
@@ -150,15 +150,26 @@ def parse(arguments: Sequence[str] | None, program: str) -> Options:
             metavar=None if item.metadata["choices"] else item.name.upper(),
             help=text if item.default is None or "default" in text else f"{text} (default: {item.default})",
         )
-    return Options(**vars(parser.parse_args(arguments)))
+    return Options(**vars(parser.read(arguments)))
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Raises an error of ours instead of exiting, and prints its help on one rank only."""
 
+    def read(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        """The options (None: of the process's command line); an unknown one is an error with the nearest there is."""
+        values, unknown = self.parse_known_args(arguments)
+        if unknown:
+            near = did_you_mean(unknown[0].partition("=")[0], map(flag, vars(values)))
+            hint = near if near.startswith("did you mean") else f"{self.prog} --help lists all options"
+            raise OptionError(f"unrecognized arguments: {' '.join(unknown)}", hint=hint)
+        return values
+
     def error(self, message: str) -> NoReturn:
+        """Raise `OptionError` with what argparse found."""
         raise OptionError(message, hint=f"{self.prog} --help lists all options")
 
     def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]  # stubs ask for a protocol
+        """Print the help, on rank 0 alone."""
         if environment()[0] == 0:
             super().print_help(file or sys.stdout)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from mgraph.errors import MgraphError, OptionError
 from mgraph.runtime import checkpoint
 from mgraph.runtime.mesh import choose_device
+from mgraph.runtime.options import Parser
 from mgraph.runtime.package import Package, State, load_package
 from mgraph.runtime.state import create_state
 from mgraph.runtime.tokenizer import load_tokenizer
@@ -78,8 +78,10 @@ def _run_checkpoint(path: Path) -> checkpoint.Checkpoint | None:
     return checkpoint.latest(path / "checkpoints") or checkpoint.latest(path)
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program, description="Continue a text, taking the likeliest token each time.")
+def _parser(program: str) -> Parser:
+    parser = Parser(
+        prog=program, description="Continue a text, taking the likeliest token each time.", allow_abbrev=False
+    )
     parser.add_argument("--weights", type=Path, help="safetensors file or directory, or a training run's directory")
     parser.add_argument("--prompt", default="The ", help="the text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="how many tokens to write (default: 100)")
@@ -93,8 +95,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoReturn:
     """Generate with the options of the command line; exit code 0, or 2 for wrong input."""
-    options = _parser(Path(sys.argv[0]).name).parse_args(arguments)
     try:
+        options = _parser(Path(sys.argv[0]).name).parse_args(arguments)
         if options.max_new_tokens < 1:
             raise OptionError(f"--max-new-tokens is {options.max_new_tokens}", hint="at least 1")
         if options.weights is None:

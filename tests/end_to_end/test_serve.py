@@ -82,3 +82,8 @@ def test_the_generated_driver(served: tuple[Build, torch.nn.Module, Path]) -> No
     assert done.stdout == "The cat" + expected + "\n"
     wrong = subprocess.run([*command, "--max-new-tokens", "800"], capture_output=True, text=True, timeout=120)
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr and "cache" in wrong.stderr
+    unknown = subprocess.run([*command, "--promt", "a"], capture_output=True, text=True, timeout=120)
+    assert unknown.returncode == 2
+    assert (
+        unknown.stderr.startswith("error: unrecognized arguments: --promt a\n") and "serve.py --help" in unknown.stderr
+    )

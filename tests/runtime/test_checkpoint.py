@@ -106,6 +106,18 @@ def test_damaged_files_are_named(tmp_path: Path, damage: str) -> None:
         checkpoint.load(found, state, specs_of(state), ALONE)
 
 
+def test_parameters_of_another_model_are_named(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    wider = {"layers.0.w": torch.zeros(7, 6), "norm": torch.zeros(4)}
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load_parameters(found, wider, specs_of(wider))
+    assert "'layers.0.w' is f32[7, 5] in it and f32[7, 6] here" in caught.value.message
+    assert "'norm' is absent in it and f32[4] here" in caught.value.message and "half" not in caught.value.message
+    assert "package was compiled from" in str(caught.value.hint)
+
+
 def test_damaged_run_file(tmp_path: Path) -> None:
     save(tmp_path, 1)
     file = tmp_path / "step_00000001" / "run.json"
