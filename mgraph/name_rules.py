@@ -63,7 +63,7 @@ def read_rule(
     shown = rule if isinstance(rule, str) else ", ".join(f"{k}: {v}" for k, v in rule.items())
     for name in values:
         if name not in (MATCH, *fields):
-            hint = did_you_mean(str(name), (MATCH, *fields))
+            hint = did_you_mean(str(name), (MATCH, *fields)) if MATCH in values else example
             raise OptionError(f"unknown field {name!r} in the {kind} '{shown}'", hint=hint)
     patterns = split_patterns(str(values.pop(MATCH, "")))
     if not patterns or not values:

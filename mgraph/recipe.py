@@ -199,7 +199,8 @@ def _checked(path: Path, values: dict[str, Any]) -> Recipe:
     try:
         return Recipe(**values)
     except OptionError as error:
-        raise OptionError(error.message, f"{path}, field {error.where}".replace("--", ""), error.hint) from error
+        field = f", field {error.where.replace('--', '')}" if error.where else ""
+        raise OptionError(error.message, f"{path}{field}", error.hint) from error
 
 
 def _fitted(path: Path, name: str, value: Any, wanted: type) -> Any:

@@ -54,10 +54,11 @@ def _load_examples(files: list[Path], options: Options, tokenizer: Tokenizer, ta
     reading = Reading(tokenizer, template, end_id, options.seq_len, options.long)
     examples, census = read_examples(files, reading)
     if len(examples) < 2:
+        left_out = f" ({', '.join(changes)})" if (changes := _changes(census)) else ""
         raise DataError(
-            f"--data {options.data} holds {len(examples)} examples with something to learn; "
+            f"--data {options.data} holds {len(examples)} examples with something to learn{left_out}; "
             "training and validation need one each",
-            hint=", ".join(_changes(census)) or "more examples",
+            hint="more examples; of each, a completion, or what the assistant says, must follow the first token",
         )
     # The same part whatever the seed, so that runs can be compared; not the last one, since files are often in order.
     order = shuffled(len(examples), philox.key_from(0, "validation"))

@@ -152,7 +152,9 @@ def _names(file: Path) -> list[str]:
         with safe_open(file, framework="pt") as opened:
             return list(opened.offset_keys())
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"not a whole safetensors file: {error}", where=str(file)) from error
+        raise CheckpointError(
+            f"not a whole safetensors file: {error}", where=str(file), hint="download or write the file again"
+        ) from error
 
 
 def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:

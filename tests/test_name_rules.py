@@ -19,6 +19,8 @@ def test_forms_of_text(text: str) -> None:
 def test_unknown_fields_are_named_with_the_kind_of_rule() -> None:
     with pytest.raises(OptionError, match=r"unknown field 'z' in the adapter 'a: z=2'"):
         read_rule("a: z=2", ("x",), "adapter", "")
+    with pytest.raises(OptionError, match=r"(?s)unknown field 'a z' in the adapter 'a z=2'.*write a: z=2"):
+        read_rule("a z=2", ("z",), "adapter", "write a: z=2")
 
 
 @pytest.mark.parametrize(

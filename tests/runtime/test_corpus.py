@@ -132,9 +132,8 @@ def test_notes(tmp_path: Path, jsonl: Path) -> None:
 
 def test_too_few_examples(tmp_path: Path) -> None:
     few = write_jsonl(tmp_path / "few.jsonl", [{"text": "enough"}, {"text": "a"}])
-    with pytest.raises(DataError, match="holds 1 examples with something to learn") as caught:
+    with pytest.raises(DataError, match=r"1 examples with something to learn \(1 example left out without a target\);"):
         load(few)
-    assert caught.value.hint == "1 example left out without a target"
     write_jsonl(few, [])
     with pytest.raises(DataError, match="holds 0 examples with something to learn"):
         load(few)
