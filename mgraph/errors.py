@@ -10,6 +10,8 @@ import difflib
 import errno
 from collections.abc import Iterable
 
+_MOST = 100  # names of a hint
+
 
 class MgraphError(Exception):
     """Base of every error a user can cause.
@@ -89,7 +91,10 @@ def storage_hint(failure: BaseException) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint for the unknown `name`: the nearest of `known`, or all of them where none is near."""
+    """A hint for the unknown `name`: the nearest of `known`; where none is near, all (of very many, the first)."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean '{near[0]}'?" if near else "one of " + ", ".join(names)
+    if near:
+        return f"did you mean '{near[0]}'?"
+    more = f", and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return "one of " + ", ".join(names[:_MOST]) + more

@@ -149,6 +149,12 @@ def _names(file: Path) -> list[str]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        file.open("rb").close()  # safetensors calls every file that it cannot open absent
+    except OSError as error:
+        raise CheckpointError(
+            f"weights cannot be read: {error.strerror}", where=str(file), hint="give a file that may be read"
+        ) from error
+    try:
         with safe_open(file, framework="pt") as opened:
             return list(opened.offset_keys())
     except (SafetensorError, OSError) as error:

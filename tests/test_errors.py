@@ -24,6 +24,8 @@ def test_survives_pickling() -> None:
 def test_did_you_mean() -> None:
     assert did_you_mean("mor", ["moe", "dense"]) == "did you mean 'moe'?"
     assert did_you_mean("xyz", ["moe", "dense"]) == "one of dense, moe"
+    many = did_you_mean("xyz", [f"model{i:03}" for i in range(250)])
+    assert many.startswith("one of model000, model001") and many.endswith("model099, and 150 more")
 
 
 def test_only_a_full_disk_asks_for_space() -> None:
