@@ -8,6 +8,7 @@ beside it under another name, and renamed.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,7 +38,10 @@ _REPLACED = ("dtype", "torch_dtype", "quantization_config")
 
 
 def check_export(target: Path, flag: str = "--export") -> None:
-    """Raise OptionError where there is something at `target` that an export, asked for by `flag`, would write over."""
+    """Raise OptionError where an export, asked for by `flag`, would write over something, or has no place to be in."""
+    place = next(p for p in target.absolute().parents if os.path.exists(p))  # of a path it may not search: False
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise OptionError(f"{flag} {target}: {place} is no directory that can be written to", hint="give another place")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise OptionError(f"{flag} {target}: there is something already", hint="give a directory that is new or empty")
 

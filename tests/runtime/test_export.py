@@ -73,6 +73,8 @@ def test_what_is_there_is_not_touched(tmp_path: Path, state: State) -> None:
     for target in (tmp_path / "out", tmp_path / "out" / "mine"):
         with pytest.raises(OptionError, match="there is something already"):
             export_weights(target, Weights(state, SPECS, []), tmp_path / "absent")
+    with pytest.raises(OptionError, match=r"out/mine is no directory that can be written to"):
+        export_weights(tmp_path / "out" / "mine" / "a" / "b", Weights(state, SPECS, []), tmp_path / "absent")
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "mine"]
 
 
