@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Callable
@@ -134,3 +135,13 @@ def test_a_file_of_another_format(tmp_path: Path) -> None:
         WeightFiles(tmp_path / "model.bin")
     with pytest.raises(CheckpointError, match="no weights at"):
         WeightFiles(tmp_path / "nowhere")
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(Path, "open", refuse)  # whoever runs the tests may be allowed to read all files
+    with pytest.raises(CheckpointError, match="weights cannot be read: Permission denied"):
+        WeightFiles(tmp_path)
