@@ -41,5 +41,6 @@ def read(text: str) -> dict[str, tuple[int, int, int]]:
 
 
 def test_files() -> Iterable[str]:
-    """Every test file of the checkout, as the table names it."""
-    return sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "tests").rglob("test_*.py"))
+    """Every test file of the checkout, as the table names it; but for test_gpu.py, which needs a GPU throughout."""
+    found = (path for path in (ROOT / "tests").rglob("test_*.py") if path.name != "test_gpu.py")
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
