@@ -71,7 +71,7 @@ def write_sparse(directory: Path, count: int, per_file: int) -> None:
 @pytest.mark.parametrize(
     ("total", "mapped", "allowed"),
     [
-        (128 * MIB, 16 * MIB, 40 * MIB),
+        (128 * MIB, 16 * MIB, 64 * MIB),  # what the allocator keeps comes to some 20; whole files would be 128
         pytest.param(2048 * MIB, 256 * MIB, 500 * MIB, marks=pytest.mark.full),
     ],
     ids=["128 MiB", "2 GiB"],
