@@ -109,11 +109,13 @@ def pipeline_of(recipe: Recipe) -> Pipeline:
 def collector_spared() -> Iterator[None]:
     """No garbage collection meanwhile: capture leaves half a million objects, which a deep graph makes the collector
     walk again and again, and graphs have no cycles that it could free."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 class Start(Instrument):
@@ -199,7 +201,8 @@ def _compile(
     force: bool,
     say: Callable[[str], Any],
 ) -> Compilation:
-    done, verifier = _run_passes(recipe, (*extra, KernelsAhead(builder)), say)
+    ahead = [KernelsAhead(builder)] if recipe.archs else []
+    done, verifier = _run_passes(recipe, (*extra, *ahead), say)
     say("emit the package")
     begun = time.perf_counter()
     pipeline = print_pipeline(pipeline_of(recipe))

@@ -110,10 +110,15 @@ def _commonest(values: Iterable[Any]) -> Any:
     return Counter(values).most_common(1)[0][0]
 
 
+def added_by_adapters(specs: Iterable[StateSpec]) -> set[str]:
+    """The names of all A and B."""
+    return {name for s in specs if s.adapter is not None for name in adapter_names(s.name)}
+
+
 def _trained_besides(specs: Iterable[StateSpec]) -> list[StateSpec]:
     """The trained parameters that are no adapter's."""
     specs = list(specs)
-    added = {name for s in specs if s.adapter is not None for name in adapter_names(s.name)}
+    added = added_by_adapters(specs)
     return [s for s in specs if s.kind == "param" and s.trainable and s.name not in added]
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgraph.adapters import adapter_names
 from mgraph.errors import CheckpointError
+from mgraph.runtime.lora import added_by_adapters
 from mgraph.runtime.package import State, StateSpec
 from mgraph.runtime.weight_files import Advance, WeightFiles, ignore, listed
 from mgraph.runtime.weight_layout import FileTensor, as_it_is, file_tensors
@@ -26,7 +26,7 @@ COMPARED = 2**24
 def model_tensors(specs: Iterable[StateSpec]) -> list[StateSpec]:
     """The tensors that a file of weights has: parameters and persistent buffers, but not what adapters add."""
     specs = list(specs)
-    added = {name for s in specs if s.adapter is not None for name in adapter_names(s.name)}
+    added = added_by_adapters(specs)
     return [s for s in specs if s.name not in added and (s.kind == "param" or (s.kind == "buffer" and s.persist))]
 
 

@@ -105,7 +105,7 @@ class ModuleReport:
         held = [s for n, s in module.state.items() if n.startswith(f"{instance}.") and s.kind is StateKind.PARAM]
         if not held:
             return
-        shapes = [f"{s.name.removeprefix(f'{instance}.')} {s.type.dtype.text}{_shape(s.type.shape)}" for s in held]
+        shapes = [f"{s.name.removeprefix(f'{instance}.')} {s.type}" for s in held]
         numbers = sum(math.prod(map(int, s.type.shape)) for s in held)
         more = f", … and {len(shapes) - self.limit} more" if len(shapes) > self.limit else ""
         yield f"  holds     {numbers:,} numbers in {', '.join(shapes[: self.limit])}{more}"
@@ -164,7 +164,3 @@ def _title(path: str, instances: list[str], every: list[str]) -> str:
     if len(instances) == 1:
         return f"module {instances[0]}, one of {len(every)} {path}"
     return f"module {path}: {len(instances)} of them, {instances[0]} … {instances[-1]}"
-
-
-def _shape(shape: tuple[object, ...]) -> str:
-    return f"[{', '.join(map(str, shape))}]"

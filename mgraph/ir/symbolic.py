@@ -7,8 +7,7 @@ dimension is likely to equal. Used to infer the types of torch ops and to trace 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -32,18 +31,6 @@ class SymbolicShapes:
         self._ints: dict[str, Any] = {}
         self._names: dict[sympy.Symbol, sympy.Symbol] = {}
         self._inferred: dict[Any, tuple[TensorType, ...]] = {}
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Torch ops on fake tensors run in it.
-
-        With torch's Python dispatcher: what torch 2.11 takes apart in C++ asks for sizes there, which gives an error or
-        makes a named dim the number of its hint.
-        """
-        from torch._dispatch.python import enable_python_dispatcher
-
-        with self.mode, enable_python_dispatcher():
-            yield
 
     def _int(self, name: str) -> Any:
         if name not in self._ints:
@@ -90,12 +77,15 @@ class SymbolicShapes:
 
     def infer(self, name: str, types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
         """Result types of a torch op; raises ValueError with torch's words where operands do not fit."""
+        from torch._dispatch.python import enable_python_dispatcher
+
         key = (name, tuple(types), tuple(attrs.items()))
         if key not in self._inferred:
             operands = [self.fake(t) for t in types]
             positional, keywords = call_arguments(name, operands, {k: self.attr(v) for k, v in attrs.items()})
             try:
-                with self.running():
+                # What torch 2.11 takes apart in C++ asks for sizes there, which fails, or makes a named dim its hint.
+                with self.mode, enable_python_dispatcher():
                     made = overload(name)(*positional, **keywords)
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 raise ValueError(f"{name}: {str(error).splitlines()[0]}") from error

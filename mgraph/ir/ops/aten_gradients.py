@@ -191,8 +191,7 @@ def _linear(request: GradientRequest) -> Sequence[Value | None]:
     x, weight, *bias = request.node.operands
     g = request.cotangent
     made: list[Value | None] = [_op(request, "matmul.default", g, weight) if request.needs[0] else None]
-    rows = request.builder.one("reshape", g, shape=(product(g.tensor.shape[:-1]), g.tensor.shape[-1]))
-    flat = request.builder.one("reshape", x, shape=(product(x.tensor.shape[:-1]), x.tensor.shape[-1]))
+    rows, flat = _as_rows(request, g), _as_rows(request, x)
     made.append(_op(request, "mm.default", _op(request, "t.default", rows), flat) if request.needs[1] else None)
     if bias:
         made.append(_op(request, "sum.dim_IntList", rows, dim=(0,)) if request.needs[2] else None)
@@ -213,13 +212,9 @@ def _mm(request: GradientRequest) -> Sequence[Value | None]:
 def _bmm(request: GradientRequest) -> Sequence[Value | None]:
     a, b = request.node.operands
     g = request.cotangent
-
-    def swapped(x: Value) -> Value:
-        return _op(request, "transpose.int", x, dim0=1, dim1=2)
-
     return [
-        _op(request, "bmm.default", g, swapped(b)) if request.needs[0] else None,
-        _op(request, "bmm.default", swapped(a), g) if request.needs[1] else None,
+        _op(request, "bmm.default", g, _swapped(request, b)) if request.needs[0] else None,
+        _op(request, "bmm.default", _swapped(request, a), g) if request.needs[1] else None,
     ]
 
 
@@ -230,25 +225,22 @@ def _matmul(request: GradientRequest) -> Sequence[Value | None]:
     No trace: torch 2.11 takes the op apart in C++, where named dims become numbers.
     """
     a, b = request.node.operands
-    rows, columns = as_matrix(request, a, 0), as_matrix(request, b, 1)
+    rows, columns = _as_matrix(request, a, 0), _as_matrix(request, b, 1)
     lead = request.cotangent.tensor.shape[: max(len(rows.tensor.shape), len(columns.tensor.shape)) - 2]
     shape = (*lead, rows.tensor.shape[-2], columns.tensor.shape[-1])
     g = request.builder.one("reshape", request.cotangent, shape=shape)
     made: list[Value | None] = [None, None]
     if request.needs[0]:
-        made[0] = sum_to(request, _op(request, "matmul.default", g, swapped(request, columns)), rows.tensor)
+        made[0] = sum_to(request, _op(request, "matmul.default", g, _swapped(request, columns)), rows.tensor)
     if request.needs[1] and len(columns.tensor.shape) == 2:
-        flat_rows, flat_g = (
-            request.builder.one("reshape", v, shape=(product(v.tensor.shape[:-1]), v.tensor.shape[-1]))
-            for v in (rows, g)
-        )
+        flat_rows, flat_g = _as_rows(request, rows), _as_rows(request, g)
         made[1] = _op(request, "mm.default", _op(request, "t.default", flat_rows), flat_g)
     elif request.needs[1]:
-        made[1] = sum_to(request, _op(request, "matmul.default", swapped(request, rows), g), columns.tensor)
+        made[1] = sum_to(request, _op(request, "matmul.default", _swapped(request, rows), g), columns.tensor)
     return [m and request.builder.one("reshape", m, shape=v.tensor.shape) for m, v in zip(made, (a, b), strict=True)]
 
 
-def as_matrix(request: GradientRequest, value: Value, column: int) -> Value:
+def _as_matrix(request: GradientRequest, value: Value, column: int) -> Value:
     """A vector as a matrix with one row, or with one `column`; matrices as they are."""
     if len(value.tensor.shape) > 1:
         return value
@@ -256,7 +248,13 @@ def as_matrix(request: GradientRequest, value: Value, column: int) -> Value:
     return request.builder.one("reshape", value, shape=(size, 1) if column else (1, size))
 
 
-def swapped(request: GradientRequest, value: Value) -> Value:
+def _as_rows(request: GradientRequest, value: Value) -> Value:
+    """All leading dims as one."""
+    shape = value.tensor.shape
+    return request.builder.one("reshape", value, shape=(product(shape[:-1]), shape[-1]))
+
+
+def _swapped(request: GradientRequest, value: Value) -> Value:
     """The last two dims exchanged."""
     return _op(request, "transpose.int", value, dim0=-2, dim1=-1)
 
@@ -276,7 +274,7 @@ def _attention(request: GradientRequest) -> Sequence[Value | None]:
     assert isinstance(size, int), f"{request.node!r}: heads of unknown size {size}"
     scale = attrs.get("scale", size**-0.5)
     keys, values = (_of_all_heads(request, x, q.tensor.shape) for x in (k, v))
-    scores = _op(request, "mul.Scalar", _op(request, "matmul.default", q, swapped(request, keys)), other=scale)
+    scores = _op(request, "mul.Scalar", _op(request, "matmul.default", q, _swapped(request, keys)), other=scale)
     seen = _causal(request, scores) if attrs.get("is_causal") else next(iter(masks), None)
     if seen is not None and seen.tensor.dtype is DType.BOOL:
         least = _op(request, "full_like.default", scores, fill_value=-math.inf)
@@ -285,7 +283,7 @@ def _attention(request: GradientRequest) -> Sequence[Value | None]:
         scores = _op(request, "add.Tensor", scores, seen)
     weights = _op(request, "_safe_softmax.default", scores, dim=-1)
     g = request.cotangent
-    of_weights = _op(request, "matmul.default", g, swapped(request, values))
+    of_weights = _op(request, "matmul.default", g, _swapped(request, values))
     of_scores = _op(
         request, "_softmax_backward_data.default", of_weights, weights, dim=-1, input_dtype=weights.tensor.dtype
     )
@@ -317,7 +315,7 @@ def _of_all_heads(request: GradientRequest, value: Value, query: Sequence[Dim]) 
 
 def _of_groups(request: GradientRequest, weights: Value, rows: Value, type_: TensorType) -> Value:
     """weights^T rows, summed over the heads that share keys and values of a type."""
-    made = _op(request, "matmul.default", swapped(request, weights), rows)
+    made = _op(request, "matmul.default", _swapped(request, weights), rows)
     shape, target = made.tensor.shape, type_.shape
     if len(target) >= 3 and target[-3] not in (1, shape[-3]):
         times = shape[-3] // target[-3]

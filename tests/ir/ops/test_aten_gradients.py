@@ -35,6 +35,11 @@ def test_matmul(check_op: Any, left: tuple[int, ...], right: tuple[int, ...]) ->
     check_op(MATMUL, (a, b.detach()), {}, torch.matmul)
 
 
+def test_bmm(check_op: Any) -> None:
+    a, b = torch.randn(2, 3, 5, requires_grad=True), torch.randn(2, 5, 4, requires_grad=True)
+    check_op("aten.bmm.default", (a, b), {}, torch.bmm)
+
+
 def operands(heads: int, groups: int, rows: int, keys: int) -> list[torch.Tensor]:
     """Query, key and value; the values are wider than the keys."""
     shapes = [(2, heads, rows, 6), (2, groups, keys, 6), (2, groups, keys, 3)]
