@@ -1,4 +1,4 @@
-"""What a person may say to a trainer: one dataclass, from which the command line, its help and its checks follow."""
+"""What a person may say to a trainer: a dataclass, from which the command line, its help and its checks follow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any, NoReturn, get_type_hints
+from typing import IO, Any, NoReturn, TypeVar, get_type_hints
 
 from mgraph.errors import OptionError, did_you_mean
 from mgraph.runtime.examples import LONG, SUFFIX
@@ -23,97 +23,20 @@ EXIT_CODES = """exit codes:
 torchrun itself exits with 1 where a process it started exits with another code, or where it was stopped itself."""
 
 
-def _about(text: str, low: float | None = None, choices: Sequence[str] | None = None) -> dict[str, Any]:
+def about(text: str, low: float | None = None, choices: Sequence[str] | None = None) -> dict[str, Any]:
     """Facts of a field: its help, the smallest value it may have, the values it may take."""
     return {"help": text, "low": low, "choices": choices}
 
 
-@dataclass(frozen=True)
-class Options:
-    """All settings of a training run; each field is a flag of the same name."""
+S = TypeVar("S", bound="Settings")
 
-    data: str = field(
-        default=BUILTIN,
-        metadata=_about(
-            f"UTF-8 text, or examples ({SUFFIX}): a file, a directory, or '{BUILTIN}', prose that comes with Python"
-        ),
-    )
-    tokenizer: Path | None = field(
-        default=None, metadata=_about("a tokenizer.json, or a directory that has one (default: bytes)")
-    )
-    chat_template: Path | None = field(
-        default=None, metadata=_about("how conversations become text, in Jinja (default: the tokenizer's own)")
-    )
-    end_of_text: str = field(
-        default="auto",
-        metadata=_about("token behind texts and completions of examples, none, or auto, the tokenizer's eos_token"),
-    )
-    pack: str = field(
-        default="auto",
-        metadata=_about(
-            "several examples in a row; auto does where the package takes segment_ids", choices=("auto", "yes", "no")
-        ),
-    )
-    long: str = field(
-        default="cut", metadata=_about("what becomes of an example that is longer than a row", choices=LONG)
-    )
-    init: Path | None = field(
-        default=None,
-        metadata=_about(
-            "weights to begin with: a .safetensors file, or a directory of them (default: as the model says)"
-        ),
-    )
-    export: Path | None = field(
-        default=None,
-        metadata=_about("at the end, write the weights here as safetensors, with config.json if the model has one"),
-    )
-    export_adapter: Path | None = field(
-        default=None, metadata=_about("at the end, write the adapters of --lora here, as PEFT reads them")
-    )
-    export_dtype: str = field(
-        default="param",
-        metadata=_about(
-            "of exported parameters: their own, or f32, from copies of full precision", choices=("param", "f32")
-        ),
-    )
-    steps: int = field(default=200, metadata=_about("optimizer steps in all, those before a resume included", low=1))
-    batch_size: int = field(default=8, metadata=_about("sequences per microbatch", low=1))
-    seq_len: int = field(default=128, metadata=_about("tokens per sequence", low=1))
-    accumulate: int = field(
-        default=0,
-        metadata=_about("microbatches per step over all ranks, a multiple of dp (default 0: one per dp rank)", low=0),
-    )
-    lr: float = field(default=1e-3, metadata=_about("peak learning rate", low=0))
-    min_lr: float = field(default=1e-4, metadata=_about("learning rate at the end of the decay", low=0))
-    warmup: int = field(default=20, metadata=_about("steps of linear warm-up", low=0))
-    decay: str = field(default="cosine", metadata=_about("how the rate falls after the warm-up", choices=tuple(DECAYS)))
-    non_finite: str = field(
-        default="raise",
-        metadata=_about(
-            "what a step with an infinite loss or gradient is: raise ends the run, skip leaves it out and goes on",
-            choices=("raise", "skip"),
-        ),
-    )
-    eval_every: int = field(default=100, metadata=_about("steps between evaluations (0: at the end only)", low=0))
-    eval_batches: int = field(default=16, metadata=_about("validation batches per evaluation, over all ranks", low=1))
-    save_every: int = field(default=500, metadata=_about("steps between checkpoints (0: at the end only)", low=0))
-    keep: int = field(default=2, metadata=_about("number of checkpoints that are kept", low=1))
-    log_every: int = field(default=10, metadata=_about("steps between reports", low=1))
-    out: Path | None = field(default=None, metadata=_about("directory of the run (default: runs/NAME of the package)"))
-    resume: bool = field(default=False, metadata=_about("go on from the newest checkpoint in --out, if there is one"))
-    seed: int = field(default=0, metadata=_about("of weights, data order and sample", low=0))
-    sample_prompt: str = field(
-        default="The ", metadata=_about("beginning of the text that the model writes at the end")
-    )
-    sample_length: int = field(default=200, metadata=_about("tokens that it writes (0: none)", low=0))
-    temperature: float = field(default=0.8, metadata=_about("of the sample; 0 takes the likeliest token", low=0))
-    top_k: int = field(default=40, metadata=_about("likeliest tokens that the sample draws from (0: all)", low=0))
-    device: str = field(
-        default="auto", metadata=_about("where to run; auto is cuda if there is one", choices=("auto", "cpu", "cuda"))
-    )
-    threads: int = field(default=0, metadata=_about("CPU threads per process (0: a fair share of the machine)", low=0))
-    strict: bool = field(default=False, metadata=_about("a kernel without a binary for this device is an error"))
-    jit: bool = field(default=False, metadata=_about("kernels without a binary may be compiled by Triton"))
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a program; each field is a flag of the same name, with `about` as its metadata.
+
+    Raises OptionError for a number below the least that it may be.
+    """
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -122,22 +45,116 @@ class Options:
                 raise OptionError(f"{flag(item.name)} {value}: must be at least {low}", hint="see --help")
 
 
+@dataclass(frozen=True)
+class Options(Settings):
+    """All settings of a training run."""
+
+    data: str = field(
+        default=BUILTIN,
+        metadata=about(
+            f"UTF-8 text, or examples ({SUFFIX}): a file, a directory, or '{BUILTIN}', prose that comes with Python"
+        ),
+    )
+    tokenizer: Path | None = field(
+        default=None, metadata=about("a tokenizer.json, or a directory that has one (default: bytes)")
+    )
+    chat_template: Path | None = field(
+        default=None, metadata=about("how conversations become text, in Jinja (default: the tokenizer's own)")
+    )
+    end_of_text: str = field(
+        default="auto",
+        metadata=about("token behind texts and completions of examples, none, or auto, the tokenizer's eos_token"),
+    )
+    pack: str = field(
+        default="auto",
+        metadata=about(
+            "several examples in a row; auto does where the package takes segment_ids", choices=("auto", "yes", "no")
+        ),
+    )
+    long: str = field(
+        default="cut", metadata=about("what becomes of an example that is longer than a row", choices=LONG)
+    )
+    init: Path | None = field(
+        default=None,
+        metadata=about(
+            "weights to begin with: a .safetensors file, or a directory of them (default: as the model says)"
+        ),
+    )
+    export: Path | None = field(
+        default=None,
+        metadata=about("at the end, write the weights here as safetensors, with config.json if the model has one"),
+    )
+    export_adapter: Path | None = field(
+        default=None, metadata=about("at the end, write the adapters of --lora here, as PEFT reads them")
+    )
+    export_dtype: str = field(
+        default="param",
+        metadata=about(
+            "of exported parameters: their own, or f32, from copies of full precision", choices=("param", "f32")
+        ),
+    )
+    steps: int = field(default=200, metadata=about("optimizer steps in all, those before a resume included", low=1))
+    batch_size: int = field(default=8, metadata=about("sequences per microbatch", low=1))
+    seq_len: int = field(default=128, metadata=about("tokens per sequence", low=1))
+    accumulate: int = field(
+        default=0,
+        metadata=about("microbatches per step over all ranks, a multiple of dp (default 0: one per dp rank)", low=0),
+    )
+    lr: float = field(default=1e-3, metadata=about("peak learning rate", low=0))
+    min_lr: float = field(default=1e-4, metadata=about("learning rate at the end of the decay", low=0))
+    warmup: int = field(default=20, metadata=about("steps of linear warm-up", low=0))
+    decay: str = field(default="cosine", metadata=about("how the rate falls after the warm-up", choices=tuple(DECAYS)))
+    non_finite: str = field(
+        default="raise",
+        metadata=about(
+            "what a step with an infinite loss or gradient is: raise ends the run, skip leaves it out and goes on",
+            choices=("raise", "skip"),
+        ),
+    )
+    eval_every: int = field(default=100, metadata=about("steps between evaluations (0: at the end only)", low=0))
+    eval_batches: int = field(default=16, metadata=about("validation batches per evaluation, over all ranks", low=1))
+    save_every: int = field(default=500, metadata=about("steps between checkpoints (0: at the end only)", low=0))
+    keep: int = field(default=2, metadata=about("number of checkpoints that are kept", low=1))
+    log_every: int = field(default=10, metadata=about("steps between reports", low=1))
+    out: Path | None = field(default=None, metadata=about("directory of the run (default: runs/NAME of the package)"))
+    resume: bool = field(default=False, metadata=about("go on from the newest checkpoint in --out, if there is one"))
+    seed: int = field(default=0, metadata=about("of weights, data order and sample", low=0))
+    sample_prompt: str = field(default="The ", metadata=about("beginning of the text that the model writes at the end"))
+    sample_length: int = field(default=200, metadata=about("tokens that it writes (0: none)", low=0))
+    temperature: float = field(default=0.8, metadata=about("of the sample; 0 takes the likeliest token", low=0))
+    top_k: int = field(default=40, metadata=about("likeliest tokens that the sample draws from (0: all)", low=0))
+    device: str = field(
+        default="auto", metadata=about("where to run; auto is cuda if there is one", choices=("auto", "cpu", "cuda"))
+    )
+    threads: int = field(default=0, metadata=about("CPU threads per process (0: a fair share of the machine)", low=0))
+    strict: bool = field(default=False, metadata=about("a kernel without a binary for this device is an error"))
+    jit: bool = field(default=False, metadata=about("kernels without a binary may be compiled by Triton"))
+
+
 def flag(name: str) -> str:
     """The flag of a field."""
     return "--" + name.replace("_", "-")
 
 
 def parse(arguments: Sequence[str] | None, program: str) -> Options:
-    """Options from a command line (None: that of the process). Raises `OptionError`; `--help` exits with 0."""
+    """Options of a trainer from a command line (None: the process's). Raises `OptionError`; `--help` exits with 0."""
+    about_it = "Train the model of this step package. Run it alone, or with torchrun on many processes."
+    return read(Options, arguments, program, about_it, EXIT_CODES)
+
+
+def read(
+    settings: type[S], arguments: Sequence[str] | None, program: str, description: str, epilog: str | None = None
+) -> S:
+    """Settings from a command line, as `parse`."""
     parser = Parser(
         prog=program,
-        description="Train the model of this step package. Run it alone, or with torchrun on many processes.",
-        epilog=EXIT_CODES,
+        description=description,
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    types = get_type_hints(Options)
-    for item in fields(Options):
+    types = get_type_hints(settings)
+    for item in fields(settings):
         text = item.metadata["help"]
         if types[item.name] is bool:
             parser.add_argument(flag(item.name), action="store_true", help=text)
@@ -150,7 +167,7 @@ def parse(arguments: Sequence[str] | None, program: str) -> Options:
             metavar=None if item.metadata["choices"] else item.name.upper(),
             help=text if item.default is None or "default" in text else f"{text} (default: {item.default})",
         )
-    return Options(**vars(parser.read(arguments)))
+    return settings(**vars(parser.read(arguments)))
 
 
 class Parser(argparse.ArgumentParser):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,11 +17,30 @@ import torch
 from mgraph.errors import MgraphError, OptionError
 from mgraph.runtime import checkpoint
 from mgraph.runtime.mesh import choose_device
-from mgraph.runtime.options import Parser
+from mgraph.runtime.options import Settings, about, read
 from mgraph.runtime.package import Package, State, load_package
 from mgraph.runtime.state import create_state
 from mgraph.runtime.tokenizer import load_tokenizer
 from mgraph.runtime.weights import load_weights
+
+
+@dataclass(frozen=True)
+class ServeOptions(Settings):
+    """All settings of one continuation."""
+
+    weights: Path | None = field(
+        default=None,
+        metadata=about("safetensors file or directory, or a training run's directory (default: drawn anew)"),
+    )
+    prompt: str = field(default="The ", metadata=about("the text to continue"))
+    max_new_tokens: int = field(default=100, metadata=about("how many tokens to write", low=1))
+    tokenizer: Path | None = field(
+        default=None, metadata=about("a tokenizer.json, or a directory that has one (default: bytes)")
+    )
+    device: str = field(
+        default="auto", metadata=about("where to run; auto is cuda if there is one", choices=("auto", "cpu", "cuda"))
+    )
+    seed: int = field(default=0, metadata=about("of the weights where --weights is not given", low=0))
 
 
 class Generator:
@@ -78,27 +98,11 @@ def _run_checkpoint(path: Path) -> checkpoint.Checkpoint | None:
     return checkpoint.latest(path / "checkpoints") or checkpoint.latest(path)
 
 
-def _parser(program: str) -> Parser:
-    parser = Parser(
-        prog=program, description="Continue a text, taking the likeliest token each time.", allow_abbrev=False
-    )
-    parser.add_argument("--weights", type=Path, help="safetensors file or directory, or a training run's directory")
-    parser.add_argument("--prompt", default="The ", help="the text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=100, help="how many tokens to write (default: 100)")
-    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json, or a directory that has one (default: bytes)")
-    parser.add_argument(
-        "--device", default="auto", choices=("cpu", "cuda", "auto"), help="where to run (default: auto)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights where --weights is not given")
-    return parser
-
-
 def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoReturn:
     """Generate with the options of the command line; exit code 0, or 2 for wrong input."""
     try:
-        options = _parser(Path(sys.argv[0]).name).parse_args(arguments)
-        if options.max_new_tokens < 1:
-            raise OptionError(f"--max-new-tokens is {options.max_new_tokens}", hint="at least 1")
+        about_it = "Continue a text, taking the likeliest token each time."
+        options = read(ServeOptions, arguments, Path(sys.argv[0]).name, about_it)
         if options.weights is None:
             print("no --weights: the parameters are drawn anew, so the text is noise", file=sys.stderr, flush=True)
         device = choose_device(options.device)

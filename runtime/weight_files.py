@@ -131,6 +131,11 @@ def _files(path: Path, indexed: set[str] | None) -> list[Path]:
     else:
         files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
     others = [p.name for p in (path.iterdir() if path.is_dir() else files) if p.suffix in _OTHER_FORMATS]
+    if path.is_file() and path.suffix not in (SUFFIX, *_OTHER_FORMATS):
+        raise CheckpointError(
+            f"{path} is no file of weights: only {SUFFIX} files are read",
+            hint=f"give a {SUFFIX} file, or the directory that holds some",
+        )
     if others and (not files or not path.is_dir()):
         raise CheckpointError(
             f"{listed(sorted(others))} at {path}: weights are read from safetensors files alone",

@@ -11,7 +11,7 @@ so `loss_sum` takes count times it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -92,8 +92,25 @@ class Adapter(nn.Module):
                 self.where,
                 "leave the input out, or add the argument",
             )
+        self._check_required(parameters, candidates)
         fixed = {"use_cache": False} if "use_cache" in parameters else {}
         return tuple(n for n in candidates if n in parameters), fixed
+
+    def _check_required(self, parameters: Mapping[str, inspect.Parameter], given: Sequence[str]) -> None:
+        """Every argument without a default is given; the first is the tokens, whatever its name."""
+        required = [
+            n
+            for n, p in parameters.items()
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and n not in given
+        ]
+        if "tokens" in self.names and "tokens" not in given and next(iter(parameters), "") in required[:1]:
+            required = required[1:]
+        if required:
+            raise ModelError(
+                f"forward of {type(self.model).__name__} needs '{required[0]}', which is no input",
+                self.where,
+                "give the argument a default, or define inputs(B, S) in the file and name it there",
+            )
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The loss sum, the count of targets, and the logits where the model has them."""

@@ -6,6 +6,7 @@ sizes become dims, in-place ops become values, every view-like op becomes `resha
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from mgraph.capture.unsupported import INLINED, argument, check, check_sizes, is
 from mgraph.errors import CaptureError
 from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Entry, Module, Origin, State, StateKind, Value
+from mgraph.ir.ops.constant import WRITTEN, written
 from mgraph.ir.types import TensorType
 
 _STATES = {"PARAMETER": StateKind.PARAM, "BUFFER": StateKind.BUFFER, "CONSTANT_TENSOR": StateKind.BUFFER}
@@ -66,7 +68,7 @@ class _Importer:
             self.env[node] = self.builder.param(spec.name, self.reader.type_of(node.meta["val"]))
         for node in self.program.graph.nodes:
             if node.op == "placeholder" and node not in self.env:
-                self.env[node] = self.declare(node).value
+                self.env[node] = self.constant(node) or self.declare(node).value
         results = self.graph(self.program.graph_module)
         used = {v.name for n in self.builder.nodes for v in n.operands if v.is_state} | {
             v.name for v in results if v.is_state
@@ -80,6 +82,15 @@ class _Importer:
             functions={"forward": function},
             entries={"forward": Entry("forward", "forward", self.exported.outputs)},
         )
+
+    def constant(self, node: Any) -> Value | None:
+        """A small tensor that the forward made of numbers (`torch.tensor(0.0)`), written into the graph."""
+        spec, type_ = self.specs[node.name], self.reader.type_of(node.meta["val"])
+        if spec.kind.name != "CONSTANT_TENSOR" or math.prod(node.meta["val"].shape) > WRITTEN:
+            return None
+        self.builder.origin = self.origin(next(iter(node.users), node))
+        op, attrs = written(type_, self.program.constants[spec.target].reshape(-1).tolist())
+        return self.emit(op, [], attrs, [type_], ["constant"])[0]
 
     def declare(self, node: Any) -> State:
         """The state behind a placeholder; tied parameters share one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
+from typing import TYPE_CHECKING
 
 from mgraph.cli.table import table
 from mgraph.ir.opdef import REQUIRED, declared_ops
@@ -13,6 +14,9 @@ from mgraph.passes import PASSES, pass_class
 from mgraph.passes.base import Pass
 from mgraph.passes.spec import print_value
 from mgraph.recipe import Recipe, flag_of
+
+if TYPE_CHECKING:
+    from mgraph.runtime.options import Settings
 
 
 def passes() -> None:
@@ -53,14 +57,26 @@ def recipe_rows() -> list[tuple[str, str, str, str, str]]:
 
 
 def trainer_rows() -> list[tuple[str, str, str, str]]:
-    """Flag, default, values and meaning of every option of a package's trainer."""
-    from mgraph.runtime import options as trainer  # imports torch, which the other tables do without
+    """Flag, default, values and meaning of every option of a package's `train.py`."""
+    from mgraph.runtime.options import Options  # imports torch, which the other tables do without
+
+    return _option_rows(Options)
+
+
+def serve_rows() -> list[tuple[str, str, str, str]]:
+    """Flag, default, values and meaning of every option of a package's `serve.py`."""
+    from mgraph.runtime.serve import ServeOptions
+
+    return _option_rows(ServeOptions)
+
+
+def _option_rows(settings: type[Settings]) -> list[tuple[str, str, str, str]]:
+    from mgraph.runtime.options import flag
 
     rows = []
-    for field in dataclasses.fields(trainer.Options):
+    for field in dataclasses.fields(settings):
         default = "" if field.default is None or field.default is False else str(field.default)
-        values = "/".join(field.metadata["choices"] or ())
-        rows.append((trainer.flag(field.name), default, values, field.metadata["help"]))
+        rows.append((flag(field.name), default, "/".join(field.metadata["choices"] or ()), field.metadata["help"]))
     return rows
 
 

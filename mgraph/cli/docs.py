@@ -1,4 +1,4 @@
-"""Writes the generated tables of `docs/cli.md`: verbs, recipe fields, trainer options, passes.
+"""Writes the generated tables of `docs/cli.md`: verbs, recipe fields, options of `train.py` and `serve.py`, passes.
 
 python -m mgraph.cli.docs          rewrite the tables
 python -m mgraph.cli.docs --check  exit 1 where they are out of date
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mgraph.cli.app import command
-from mgraph.cli.catalogue import pass_rows, recipe_rows, trainer_rows
+from mgraph.cli.catalogue import pass_rows, recipe_rows, serve_rows, trainer_rows
 from mgraph.recipe import Recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -20,7 +20,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 
 def updated(page: str) -> str:
     """The page with its tables, between `<!-- begin NAME -->` and `<!-- end NAME -->`, made anew."""
-    for name, text in (("verbs", verbs()), ("recipe", recipe()), ("trainer", trainer_options()), ("passes", passes())):
+    tables = {
+        "verbs": verbs(),
+        "recipe": recipe(),
+        "trainer": options(trainer_rows()),
+        "serve": options(serve_rows()),
+        "passes": passes(),
+    }
+    for name, text in tables.items():
         begin, end = f"<!-- begin {name} -->\n", f"\n<!-- end {name} -->"
         assert page.count(begin) == page.count(end) == 1, f"the page needs one section {name!r}"
         before, _, rest = page.partition(begin)
@@ -49,10 +56,10 @@ def recipe() -> str:
     return _table(("flag", "field", "default", "values", "meaning"), rows)
 
 
-def trainer_options() -> str:
-    """Every option of a package's trainer."""
-    rows = [(_code(flag), _code(default), *rest) for flag, default, *rest in trainer_rows()]
-    return _table(("flag", "default", "values", "meaning"), rows)
+def options(rows: Iterable[tuple[str, str, str, str]]) -> str:
+    """Every option of a package's program."""
+    coded = [(_code(flag), _code(default), *rest) for flag, default, *rest in rows]
+    return _table(("flag", "default", "values", "meaning"), coded)
 
 
 def _code(text: str) -> str:

@@ -1,4 +1,4 @@
-"""`mgraph env`: versions, optional libraries, devices, settings of the compiler and of the trainer."""
+"""`mgraph env`: versions, optional libraries, devices, settings of the compiler, the trainer and the server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import mgraph
-from mgraph.cli.catalogue import recipe_rows, trainer_rows
+from mgraph.cli.catalogue import recipe_rows, serve_rows, trainer_rows
 from mgraph.cli.table import table
 from mgraph.recipe import TARGET_ARCHS
 
@@ -64,6 +64,7 @@ def run() -> None:
         table(("target", "kernels for"), [(name, archs or "none") for name, archs in TARGET_ARCHS.items()]),
         table(("mgraph compile", "field of a recipe", "default", "values", "meaning"), recipe_rows()),
         table(("train.py", "default", "values", "meaning"), trainer_rows()),
+        table(("serve.py", "default", "values", "meaning"), serve_rows()),
         table(("setting", "value", "meaning"), [(n, os.environ.get(n, ""), text) for n, text in SETTINGS.items()]),
     ]
     sys.stdout.write("\n".join(sections))

@@ -11,7 +11,7 @@ A folded value is one `aten.full.default` where all its elements are equal, else
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from mgraph.ir.builder import FunctionBuilder, rebuild
 from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.ir.interpreter import run_function
 from mgraph.ir.opdef import op_def
+from mgraph.ir.ops.constant import WRITTEN, written
 from mgraph.ir.types import DType, TensorType
 from mgraph.passes.base import Pass, Report, Stage
 
@@ -37,7 +38,7 @@ class ConstantFold(Pass):
     stage: ClassVar[Stage] = Stage.NORMALIZE
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
 
-    limit: int = 256
+    limit: int = WRITTEN
 
     def run(self, module: Module, report: Report) -> Module:
         """Fold every function by itself."""
@@ -113,15 +114,9 @@ class _Folder:
 
     def constant(self, node: Node, value: Value, tensor: Any) -> Node:
         type_ = value.tensor
-        values = tensor.reshape(-1).tolist()
-        attrs: Mapping[str, Any]
-        if values and all(v == values[0] for v in values):
-            op = "aten.full.default"
-            attrs = {"size": type_.shape, "fill_value": values[0], "dtype": type_.dtype}
-            self.fills[value] = values[0]
-        else:
-            op = "constant"
-            attrs = {"values": tuple(values), "shape": type_.shape, "dtype": type_.dtype}
+        op, attrs = written(type_, tensor.reshape(-1).tolist())
+        if "fill_value" in attrs:
+            self.fills[value] = attrs["fill_value"]
         return replace(node, op=op, operands=(), results=(value,), attrs=attrs, made_by=ConstantFold.name)
 
     def absorb(self, node: Node) -> Node:

@@ -137,6 +137,15 @@ return self.head(x * scale.detach() + steps)
 
 def test_literals_become_constants(tmp_path: Path) -> None:
     spec = write_model(tmp_path, "return self.head(x * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]))")
-    constants = [s for s in capture(spec).state.values() if s.init and s.init[0][0] == "copy_"]
-    assert [s.init for s in constants] == [(("copy_", (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)),)]
-    assert not constants[0].persist
+    module = capture(spec)
+    (constant,) = [n for n in module.functions["forward"].nodes if n.op == "constant"]
+    assert constant.attrs["values"] == (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
+    assert constant.origin.file.endswith("user.py")
+    assert not [s for s in module.state.values() if s.init and s.init[0][0] == "copy_" and len(s.init[0][1]) == 8]
+
+
+def test_a_large_literal_is_a_buffer(tmp_path: Path) -> None:
+    spec = write_model(tmp_path, "return self.head(x + torch.tensor([float(i) for i in range(400)])[:8])")
+    wanted = (("copy_", tuple(float(i) for i in range(400))),)
+    (constant,) = [s for s in capture(spec).state.values() if s.init == wanted]
+    assert not constant.persist

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from mgraph import models
 from mgraph.compiler import Compilation, compile_package
@@ -100,9 +101,7 @@ def adamw(model: nn.Module, eps: float = 1e-8) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=1e-3, eps=eps)
 
 
-def eager_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, labels: torch.Tensor
-) -> torch.Tensor:
+def eager_step(model: nn.Module, optimizer: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """One clipped step on the mean loss, as `microbatch` and `finish` make it; the loss before it, f32[]."""
     model.zero_grad()
     loss = loss_of(model, tokens, labels) / (labels != -100).sum()
@@ -125,11 +124,18 @@ def batches(count: int, batch: int = 3, seq: int = 21, seed: int = 0) -> list[tu
 
 
 class Lift(TorchDispatchMode):
-    """Every cast to a float dtype becomes a cast to float64: eager PyTorch under the lift of the interpreter."""
+    """Every cast to a float dtype becomes a cast to float64, and what was made in a smaller one takes part as float64:
+    eager PyTorch under the lift of the interpreter."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         dtype = kwargs.get("dtype")
         if dtype is not None and dtype.is_floating_point:
             kwargs["dtype"] = torch.float64
+        if not func._schema.is_mutable:
+            args, kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
