@@ -179,3 +179,14 @@ def test_wrong_inputs_and_loss(tmp_path: Path, tail: str, message: str) -> None:
 def test_an_input_that_forward_does_not_take(tmp_path: Path) -> None:
     spec = ModelSpec(write_model(tmp_path, "return self.head(x)"), packed=True)
     assert "takes no 'position_ids'" in failure(spec, ModelError).message
+
+
+def test_an_argument_that_no_input_is_for(tmp_path: Path) -> None:
+    spec = write_model(tmp_path, "return self.head(x) * scale")
+    file = Path(spec.rpartition(":")[0])
+    file.write_text(
+        file.read_text().replace("def forward(self, tokens):", "def forward(self, ids, scale):\n        tokens = ids")
+    )
+    error = failure(spec, ModelError)
+    assert error.message == "forward of Model needs 'scale', which is no input"
+    assert error.where and error.hint and "default" in error.hint

@@ -96,7 +96,7 @@ def test_loss_and_gradients_equal_eager(built: Family) -> None:
     package, state = load_package(built.path, "cpu"), prepared(built, drawn(built.path))
     model = adapted(built.name, built.eager(), state)
     ((tokens, labels),) = batches(1)
-    with replayed(masks(built, state, tokens)):
+    with replayed(masks(built.compilation.module, state, tokens)):
         loss = loss_of(model, tokens, labels)
     loss.backward()
     loss = loss.detach()
@@ -118,7 +118,7 @@ def test_five_steps_equal_adamw_and_leave_the_rest(built: Family) -> None:
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p.requires_grad]
     for tokens, labels in batches(5):
-        with replayed(masks(built, state, tokens)):
+        with replayed(masks(built.compilation.module, state, tokens)):
             expected = eager_step(model, optimizer, tokens, labels)
         package.call("microbatch", state, tokens, labels)
         loss = package.call("finish", state, torch.tensor(1e-3))["loss"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mgraph.compiler import Compilation, compile_package
-from mgraph.ir.graph import Static
+from mgraph.ir.graph import Module, Static
 from mgraph.recipe import Recipe
 from tests.families.configs import eager, write_config
 
@@ -39,15 +39,15 @@ def compile_family(name: str, directory: Path, **options: Any) -> Family:
     return Family(name, compilation, compilation.package, lambda **changes: eager(name, **changes))
 
 
-def masks(family: Family, state: dict[str, Tensor], tokens: Tensor) -> list[tuple[int, Tensor]]:
-    """The dropout masks of a microbatch, in the order of the forward: (elements, keep / (1 - p)).
+def masks(module: Module, state: dict[str, Tensor], tokens: Tensor) -> list[tuple[int, Tensor]]:
+    """The dropout masks of a microbatch, keep / (1 - p), and its uniform numbers, in the order of the forward:
+    (how many, values).
 
     Read off the entry's own nodes and those of the functions it calls, and drawn by the definition: no emitted code.
     """
     from mgraph import philox
     from mgraph.ir.dims import evaluate
 
-    module = family.compilation.module
     dims = {"B": tokens.shape[0], "S": tokens.shape[1]}
     found: list[tuple[int, Tensor]] = []
 
@@ -58,15 +58,19 @@ def masks(family: Family, state: dict[str, Tensor], tokens: Tensor) -> list[tupl
             if node.op == "call":
                 given = {k.removeprefix("static."): v for k, v in node.attrs.items() if k.startswith("static.")}
                 walk(str(node.attrs["callee"]), given)
-            elif node.op == "dropout":
+            elif node.op in ("dropout", "random"):
                 attrs: dict[str, Any] = {
                     k: statics[v.name] if isinstance(v, Static) else v for k, v in node.attrs.items()
                 }
                 shape = [int(evaluate(d, dims)) for d in node.result.tensor.shape]
                 key = philox.sample_key(state["rng.seed"], attrs["site"], attrs.get("call", 0))
-                samples, p = int(evaluate(attrs["samples"], dims)), attrs["p"]
-                keep = philox.keep_by_sample(shape, samples, key, state["rng.step"], state["rng.sample"], p)
-                found.append((keep.numel(), keep.double() / (1 - p)))
+                samples, counters = int(evaluate(attrs["samples"], dims)), (state["rng.step"], state["rng.sample"])
+                if node.op == "random":
+                    drawn = philox.uniform_by_sample(shape, samples, key, *counters)
+                else:
+                    keep = philox.keep_by_sample(shape, samples, key, *counters, attrs["p"])
+                    drawn = keep.double() / (1 - attrs["p"])
+                found.append((drawn.numel(), drawn))
 
     walk(module.entries["microbatch"].function, {})
     return found
@@ -74,8 +78,8 @@ def masks(family: Family, state: dict[str, Tensor], tokens: Tensor) -> list[tupl
 
 @contextmanager
 def replayed(found: list[tuple[int, Tensor]]) -> Iterator[None]:
-    """Eager dropout, and attention with dropout, take these masks in turn."""
-    original, fused, left = F.dropout, F.scaled_dot_product_attention, iter(found)
+    """Eager dropout, attention with dropout, and `torch.rand_like` take these in turn."""
+    original, fused, uniform, left = F.dropout, F.scaled_dot_product_attention, torch.rand_like, iter(found)
 
     def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0:
@@ -104,12 +108,19 @@ def replayed(found: list[tuple[int, Tensor]]) -> Iterator[None]:
             scores = scores.masked_fill(~attn_mask, float("-inf"))
         return dropout(scores.softmax(-1), dropout_p) @ v
 
+    def rand_like(x: Tensor) -> Tensor:
+        count, numbers = next(left)
+        assert count == x.numel()
+        return numbers.view_as(x).to(x.dtype)
+
     F.dropout, F.scaled_dot_product_attention = dropout, attention  # type: ignore[assignment]
+    torch.rand_like = rand_like  # type: ignore[assignment]
     try:
         yield
         assert next(left, None) is None, "eager drew fewer masks"
     finally:
         F.dropout, F.scaled_dot_product_attention = original, fused
+        torch.rand_like = uniform
 
 
 def prepared(family: Family, state: dict[str, Tensor]) -> dict[str, Tensor]:

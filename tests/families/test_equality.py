@@ -29,7 +29,7 @@ def gradients(family: Family, dtype: torch.dtype, state: dict[str, torch.Tensor]
     # Torch's grouped product takes no float64; a loop over the experts is the same.
     model.config._experts_implementation = "eager"  # type: ignore[union-attr]
     (tokens, labels), *_ = batches(1)
-    with replayed(masks(family, state, tokens)):
+    with replayed(masks(family.compilation.module, state, tokens)):
         if dtype is torch.float64:
             with Lift():  # type: ignore[no-untyped-call]
                 loss = loss_of(model, tokens, labels)
@@ -94,7 +94,7 @@ def test_a_short_run_gives_the_curve_of_eager(name: str, mode: str, precision: s
     for step, (tokens, labels) in enumerate(batches(1, seed=7) * 8):
         if "rng.step" in state:
             state["rng.step"].fill_(step)
-        with replayed(masks(family, state, tokens)):
+        with replayed(masks(family.compilation.module, state, tokens)):
             expected.append(eager_step(model, optimizer, tokens, labels).item())
         package.call("microbatch", state, tokens, labels)
         curve.append(float(package.call("finish", state, torch.tensor(1e-3))["loss"]))

@@ -135,6 +135,9 @@ def test_a_file_of_another_format(tmp_path: Path) -> None:
         WeightFiles(tmp_path / "model.bin")
     with pytest.raises(CheckpointError, match="no weights at"):
         WeightFiles(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"config\.json is no file of weights: only \.safetensors files are read"):
+        WeightFiles(tmp_path / "config.json")
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import types
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,10 @@ def test_alignment_is_claimed_only_where_rows_keep_it() -> None:
     assert not RmsNorm(33, "f32", "f32", 1e-5, round="normed").aligned
 
 
+@pytest.mark.skipif(
+    version("triton") < "3.7" and version("numpy") >= "2.5",
+    reason="the interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does",
+)
 def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     """Every tile shape (one row, many, ragged columns) against float64, through the runtime's call path."""
     problems = {
