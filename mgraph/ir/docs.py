@@ -1,4 +1,4 @@
-"""Writes the generated sections of `docs/ir.md`: the table of ops and the table of verifier rules.
+"""Writes the generated sections of `docs/ir.md`: the tables of ops, of verifier rules, and of what the proof checks.
 
 python -m mgraph.ir.docs          rewrite the sections
 python -m mgraph.ir.docs --check  exit 1 where they are out of date
@@ -7,8 +7,10 @@ python -m mgraph.ir.docs --check  exit 1 where they are out of date
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
+from mgraph.ir import collective_proof
 from mgraph.ir.opdef import REQUIRED, OpDef, declared_ops
 from mgraph.ir.printer import attr_text
 from mgraph.ir.verifier import RULES
@@ -23,14 +25,16 @@ def op_table() -> str:
     return "\n".join(rows)
 
 
-def rule_table() -> str:
-    """A Markdown table: every rule of the verifier, in the order in which it checks them."""
-    return "\n".join(["| rule | what it says |", "|---|---|", *(f"| `{rule.name}` | {rule.says} |" for rule in RULES)])
+def rule_table(rules: Iterable[tuple[str, str]]) -> str:
+    """A Markdown table: every rule and what it says, in the order in which they are checked."""
+    return "\n".join(["| rule | what it says |", "|---|---|", *(f"| `{name}` | {says} |" for name, says in rules)])
 
 
 def updated(page: str) -> str:
     """The page with its generated sections, between `<!-- begin NAME -->` and `<!-- end NAME -->`, made anew."""
-    for name, text in (("ops", op_table()), ("rules", rule_table())):
+    rules = rule_table((rule.name, rule.says) for rule in RULES)
+    proof = rule_table((name, says) for name, (says, _) in collective_proof.RULES.items())
+    for name, text in (("ops", op_table()), ("rules", rules), ("proof", proof)):
         begin, end = f"<!-- begin {name} -->\n", f"\n<!-- end {name} -->"
         assert page.count(begin) == page.count(end) == 1, f"the page needs one section {name!r}"
         before, _, rest = page.partition(begin)

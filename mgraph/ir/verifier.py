@@ -37,9 +37,14 @@ def verify(module: Module, known: Module | None = None) -> None:
 
 
 def _error(module: Module, rule: Rule, problem: Problem) -> VerifierError:
-    message = _short(problem.message) + f" [{rule.name}: {rule.says}]"
+    message = f"{_short(problem.message)} [{rule.name}: {rule.says}]"
+    return VerifierError(message, place_of(module, problem), problem.hint)
+
+
+def place_of(module: Module, problem: Problem) -> str:
+    """Where a problem is: function, node, source line, and up to ten lines of graph around it."""
     if problem.function is None:
-        return VerifierError(message, f"module {module.name!r}", problem.hint)
+        return f"module {module.name!r}"
     place = f"function @{problem.function.name}"
     if problem.node is not None:
         node = problem.node
@@ -47,7 +52,7 @@ def _error(module: Module, rule: Rule, problem: Problem) -> VerifierError:
         layer = f" ({node.origin.path})" if node.origin.path else ""
         place += f", {named}, from {node.origin}{layer}, made by {node.made_by or 'nobody'}"
     excerpt = "\n".join(_excerpt(module, problem.function, problem.node))
-    return VerifierError(message, f"{place}\n{excerpt}", problem.hint)
+    return f"{place}\n{excerpt}"
 
 
 def _excerpt(module: Module, function: Function, node: Node | None) -> Iterator[str]:

@@ -1,0 +1,235 @@
+"""Which collectives a module issues, in which order: read off its functions once each, whatever the depth or the mesh.
+
+Every rank runs the same entry function, and a `call` runs its callee's nodes in its place. So the sequence of an entry
+is the word that its function spells, where a call stands for the word of its callee. It is never written out: each
+function keeps its own collectives and the names of the callees that issue any, and lengths and places add up from
+there. A word of a thousand layers costs one addition per call.
+
+How many elements a rank hands over follows from the types. An extent lies over an axis in one of two ways: a dim that
+the inputs of an entry are sharded along is bound on each rank to its own part (`B` over a data axis), and is written as
+it is; any other sharded extent is divided by the size of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import sympy
+
+from mgraph.ir.dims import Dim, Extent, as_dim, dim_text, divide, names_in, product, substitute, symbol
+from mgraph.ir.facts import parse_fact
+from mgraph.ir.graph import Function, Module, Node
+from mgraph.ir.opdef import op_def
+from mgraph.ir.printer import callee_of
+from mgraph.ir.types import PendingType, Shard, TensorType, Type
+
+SPLIT = "_start"
+"""The ending of the ops that begin a collective; `wait` ends it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Issued:
+    """One node that is a collective, in its function."""
+
+    function: Function
+    node: Node
+
+    @property
+    def kind(self) -> str:
+        """`all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`, split or not."""
+        return kind_of(self.node.op)
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis, or product of axes, whose groups take part."""
+        return str(self.node.attrs["axis"])
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One collective in the sequence of an entry: how often it is issued, and its first and last place, from 1."""
+
+    issued: Issued
+    first: int
+    last: int
+    times: int
+
+
+def is_collective(node: Node) -> bool:
+    """Whether a node takes part in a collective when it runs (`wait` does not)."""
+    # Ops of torch are none, and asking for their declaration would import torch.
+    return "." not in node.op and op_def(node.op).collective
+
+
+def kind_of(op: str) -> str:
+    """The collective of an op, without whether it is split or in place: `all_reduce` of `all_reduce_start`."""
+    return op.removesuffix("_").removesuffix(SPLIT)
+
+
+@dataclass(frozen=True)
+class CollectiveOrder:
+    """The order of collectives of a module."""
+
+    module: Module
+
+    @cached_property
+    def items(self) -> dict[str, tuple[Issued | str, ...]]:
+        """By function: its collectives and, in their places, the callees that issue any. Functions without are absent.
+
+        The functions are in an order in which callees come first.
+        """
+        found: dict[str, tuple[Issued | str, ...]] = {}
+        seen: set[str] = set()
+
+        def visit(name: str) -> None:
+            seen.add(name)
+            function = self.module.functions[name]
+            items: list[Issued | str] = []
+            for node in function.nodes:
+                callee = callee_of(node)
+                if callee is not None:
+                    if callee not in seen:
+                        visit(callee)
+                    items += [callee] if callee in found else []
+                elif is_collective(node):
+                    items.append(Issued(function, node))
+            if items:
+                found[name] = tuple(items)
+
+        for name in self.module.functions:
+            if name not in seen:
+                visit(name)
+        return found
+
+    @cached_property
+    def issued(self) -> tuple[Issued, ...]:
+        """Every node that is a collective, once."""
+        return tuple(item for items in self.items.values() for item in items if isinstance(item, Issued))
+
+    @cached_property
+    def _runs(self) -> dict[str, tuple[dict[Issued, Run], int]]:
+        """By function: its runs, and the length of its sequence."""
+        made: dict[str, tuple[dict[Issued, Run], int]] = {}
+        for name, items in self.items.items():
+            runs: dict[Issued, Run] = {}
+            length = 0
+            for item in items:
+                inner, count = ({item: Run(item, 1, 1, 1)}, 1) if isinstance(item, Issued) else made[item]
+                for issued, run in inner.items():
+                    before = runs.get(issued)
+                    first = before.first if before is not None else length + run.first
+                    times = run.times + (before.times if before is not None else 0)
+                    runs[issued] = Run(issued, first, length + run.last, times)
+                length += count
+            made[name] = runs, length
+        return made
+
+    def runs(self, entry: str) -> list[Run]:
+        """The collectives of an entry by their first place."""
+        runs, _ = self._runs.get(self.module.entries[entry].function, ({}, 0))
+        return sorted(runs.values(), key=lambda run: run.first)
+
+    def length(self, entry: str) -> int:
+        """How many collectives an entry issues."""
+        return self._runs.get(self.module.entries[entry].function, ({}, 0))[1]
+
+    @cached_property
+    def shares(self) -> Shares:
+        """How extents lie over the mesh."""
+        return Shares(self.module)
+
+
+class Shares:
+    """The part of a tensor that one rank holds, by the placement of its type."""
+
+    def __init__(self, module: Module) -> None:
+        self._parts = {axis.name: axis.of or (axis.name,) for axis in module.mesh}
+        self._sizes = {axis.name: axis.size for axis in module.mesh}
+        self._dims = module.dims
+        self._local = {
+            (name, part)
+            for entry in module.entries.values()
+            for value in module.functions[entry.function].params
+            if isinstance(value.type, TensorType)
+            for axis, placement in value.type.placement
+            if isinstance(placement, Shard)
+            for part in self.parts(axis)
+            for name in names_in(value.type.shape[placement.dim])
+        }
+        self._multiples = _multiples((fact.text for fact in module.facts), self._sizes)
+
+    def parts(self, axis: str) -> tuple[str, ...]:
+        """The single axes that an axis is made of, itself if it is single."""
+        return self._parts[axis]
+
+    def size(self, axis: str) -> int | None:
+        """The number of ranks of a group; None where it is known at launch only."""
+        size = 1
+        for part in self.parts(axis):
+            known = self._sizes[part]
+            if known is None:
+                return None
+            size *= known
+        return size
+
+    def elements(self, type_: Type) -> Dim:
+        """How many elements each rank holds of a tensor. Raises ValueError where ranks of a group may hold unequal
+        numbers: where an extent does not divide, or is known at run time only."""
+        tensor = type_.value if isinstance(type_, PendingType) else type_
+        shape = list(tensor.physical.shape if tensor.physical is not None else tensor.shape)
+        for axis, placement in tensor.placement:
+            if not isinstance(placement, Shard):
+                continue
+            for part in self.parts(axis):
+                if not any((name, part) in self._local for name in names_in(tensor.shape[placement.dim])):
+                    shape[placement.dim] = self._divided(tensor, placement.dim, shape[placement.dim], part)
+        return product(self._bounded(tensor, dim) for dim in shape)
+
+    def _divided(self, tensor: TensorType, dim: int, extent: Dim, axis: str) -> Dim:
+        size = self._sizes[axis]
+        if size is None:
+            raise ValueError(f"dim {dim} of {tensor} lies over {axis}, whose size is known at launch only")
+        if isinstance(extent, int):
+            divided = divide(extent, size)
+        else:
+            # What is a multiple of n is n times something, and that may take the divisor.
+            multiple = {name: n * symbol(name) for name, n in self._multiples.items()}
+            divided = divide(substitute(extent, multiple), size)
+            if divided is not None:
+                divided = _exact(divided, self._multiples)
+        if divided is None:
+            raise ValueError(f"dim {dim} of {tensor}, {dim_text(extent)}, does not divide over {axis}={size}")
+        return divided
+
+    def _bounded(self, tensor: TensorType, extent: Dim) -> Dim:
+        """A ragged extent is stored up to its bound, unless its dispatch reads it back."""
+        for name in names_in(extent):
+            dim = self._dims[name]
+            if dim.bound is not None:
+                if dim.extent is Extent.HOST:
+                    raise ValueError(f"extent {name} of {tensor} is read back at run time, and may differ on each rank")
+                extent = substitute(extent, {name: dim.bound})
+        return extent
+
+
+def _multiples(facts: Iterable[str], sizes: Mapping[str, int | None]) -> dict[str, int]:
+    """Named dims that a fact `S % n == 0` says are multiples of n."""
+    found: dict[str, int] = {}
+    for text in facts:
+        fact = parse_fact(text)
+        if fact.relation == "==" and fact.right == 0 and isinstance(fact.left, sympy.Mod):
+            dim, by = fact.left.args
+            number = int(by) if by.is_Integer else sizes.get(str(by))
+            if dim.is_Symbol and number is not None:
+                found[str(dim)] = number
+    return found
+
+
+def _exact(dim: Dim, multiples: Mapping[str, int]) -> Dim:
+    """The expression in the dims themselves, of one in their parts: `S/4` for the part of S that is a multiple of 4."""
+    if isinstance(dim, int):
+        return dim
+    parts = {symbol(name): symbol(name) / number for name, number in multiples.items()}
+    return as_dim(dim.xreplace(parts))
