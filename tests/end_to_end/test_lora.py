@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import math
 from collections.abc import Callable
@@ -209,7 +210,7 @@ def train(package: Path, directory: Path, *arguments: str, steps: int = 4) -> di
 def test_exports_give_the_logits_of_the_run(
     compiled: Callable[[str], Family], pretrained: Path, tmp_path: Path
 ) -> None:
-    """The merged weights as transformers loads them; and PEFT's files, applied as PEFT's documentation says."""
+    """The merged weights as transformers loads them; PEFT's files, applied as its documentation says, and loaded by it."""
     from transformers import AutoModelForCausalLM
 
     package = compiled("llama").path
@@ -241,6 +242,11 @@ def test_exports_give_the_logits_of_the_run(
     assert not tensors and settings["peft_type"] == "LORA" and not settings["use_rslora"]
     with torch.no_grad():
         torch.testing.assert_close(base(tokens).logits, expected, rtol=0, atol=1e-5)
+        if importlib.util.find_spec("peft"):  # in the development set-up; the check above does without
+            with_adapter = importlib.import_module("peft").PeftModel.from_pretrained(
+                load_model(pretrained), tmp_path / "adapter"
+            )
+            torch.testing.assert_close(with_adapter(tokens).logits, expected, rtol=0, atol=1e-5)
     # A run that is whole may be started again, and leaves both as they are.
     train(package, tmp_path, "--resume", "--init", str(pretrained), *paths)
 
