@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mgraph.errors import MgraphError, OptionError, PackageError
 from mgraph.runtime import kernels
+from mgraph.runtime.shards import Factors, Split
 
 SCHEMA = 1
 """The manifest schema this runtime writes of; the one before it is read too."""
@@ -74,7 +75,8 @@ class StateSpec:
 
     `kind` is param, buffer, master, moment, grad or scalar; `init` is the list of in-place calls that fills the tensor;
     `seed_name` keys its random calls; only a tensor with `persist` goes into checkpoints;
-    `adapter` is that of a weight which has one.
+    `adapter` is that of a weight which has one. `shape` is that of the whole tensor; `placement` says how it is split
+    over mesh axes, `factors` which of its dims are products.
     """
 
     name: str
@@ -86,6 +88,8 @@ class StateSpec:
     init: tuple[tuple[Any, ...], ...]
     seed_name: str
     adapter: Adapter | None = None
+    placement: tuple[Split, ...] = ()
+    factors: Factors = ()
 
     @property
     def bytes(self) -> int:
@@ -269,6 +273,8 @@ def _state_spec(item: dict[str, Any], path: Path) -> StateSpec:
             init=tuple(tuple(call) for call in item.get("init") or ()),
             seed_name=item.get("seed_name", item["name"]),
             adapter=Adapter(**item["adapter"]) if "adapter" in item else None,
+            placement=tuple(Split(**split) for split in item.get("placement", ())),
+            factors=tuple((dim, tuple(extents)) for dim, extents in item.get("factors", ())),
         )
     except KeyError as error:
         raise PackageError(

@@ -12,7 +12,8 @@ from typing import Any
 
 import mgraph
 from mgraph.ir.dims import dim_text
-from mgraph.ir.graph import Module, State, Value
+from mgraph.ir.graph import Axis, Module, State, Value
+from mgraph.ir.types import Shard
 
 SCHEMA = 1
 MAIN_ENTRIES = ("microbatch", "step")
@@ -41,7 +42,7 @@ def manifest(
         "dims": {dim.name: [dim.minimum, dim.maximum] for dim in module.dims.values() if not dim.ragged},
         "vocab_size": vocabulary_size(module),
         "inputs": _inputs(module),
-        "state": [_state(state, adapters) for state in module.state.values()],
+        "state": [_state(state, adapters, module.mesh) for state in module.state.values()],
         "entries": _entries(module),
         "weight_layout": list(weight_layout),
     }
@@ -103,7 +104,7 @@ def _inputs(module: Module) -> list[dict[str, Any]]:
     return [{"name": v.name, **_type(v)} for v in module.entry_function(name).params]
 
 
-def _state(state: State, adapters: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _state(state: State, adapters: Mapping[str, Mapping[str, Any]], mesh: Sequence[Axis]) -> dict[str, Any]:
     adapter = {"adapter": dict(adapters[state.name])} if state.name in adapters else {}
     return {
         "name": state.name,
@@ -114,7 +115,29 @@ def _state(state: State, adapters: Mapping[str, Mapping[str, Any]]) -> dict[str,
         "init": [[list(a) if isinstance(a, tuple) else a for a in call] for call in state.init],
         "seed_name": state.seed_name,
         **adapter,
+        **_placement(state, mesh),
     }
+
+
+def _placement(state: State, mesh: Sequence[Axis]) -> dict[str, Any]:
+    """How a state is split over basic axes, in the order of splitting; nothing where each rank has it whole.
+
+    An axis that is a product splits by its parts, major first. That a state is partial does not change what is stored.
+    """
+    products = {axis.name: axis.of for axis in mesh if axis.of}
+    splits: list[dict[str, Any]] = []
+    for name, placed in state.type.placement:
+        if not isinstance(placed, Shard):
+            continue
+        parts = products.get(name, (name,))
+        assert len(parts) == 1 or not placed.zigzag, f"{state.name}: {placed} over the product {name} is no sequence"
+        factor = {} if placed.factor is None else {"factor": placed.factor}
+        zigzag = {"zigzag": True} if placed.zigzag else {}
+        splits += [{"axis": part, "dim": placed.dim, **factor, **zigzag} for part in parts]
+    if not splits:
+        return {}
+    factors = [[dim, list(extents)] for dim, extents in state.type.factors]
+    return {"placement": splits, **({"factors": factors} if factors else {})}
 
 
 def _entries(module: Module) -> dict[str, Any]:
