@@ -20,6 +20,7 @@ from mgraph.capture import CaptureReport, CheckpointForm, ModelSpec, capture_wit
 from mgraph.codegen.kernel_sites import kernel_sites
 from mgraph.codegen.package import PackageInfo, check_target, emit_package
 from mgraph.codegen.triton.builder import KernelBuilder
+from mgraph.ir.collective_proof import prove
 from mgraph.ir.graph import Module
 from mgraph.ir.types import DType
 from mgraph.parameter_groups import parse_group
@@ -146,6 +147,7 @@ def build_module(
     """Capture a model and run its pipeline; nothing is written. `say` hears what happens, a line at a time."""
     done, verifier = _run_passes(recipe, extra, say)
     verifier.check()
+    prove(done.module)
     return done
 
 
@@ -213,6 +215,7 @@ def _compile(
     def write_graphs(directory: Path) -> str:
         """Runs while kernels are built; a wrong graph ends the emission, and the package does not come to be."""
         verifier.check()
+        prove(done.module)
         return done.write_graphs(directory)
 
     info = PackageInfo(

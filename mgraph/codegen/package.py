@@ -20,6 +20,7 @@ from mgraph.codegen.fingerprint import fingerprint
 from mgraph.codegen.kernel_sites import kernel_sites
 from mgraph.codegen.manifest import file_digests, manifest, manifest_items, manifest_text
 from mgraph.codegen.step import step_text
+from mgraph.codegen.step_check import check_step
 from mgraph.codegen.triton.builder import KernelBuilder
 from mgraph.errors import PackageError, StorageError, storage_hint
 from mgraph.ir.graph import Module
@@ -65,7 +66,8 @@ def emit_package(
 ) -> Path:
     """Write the package of a module and return its directory. `builder` is one for `info.archs` that waits already.
 
-    Raises PackageError where `out_dir` is something else than a package or holds edited files (and not `force`), and
+    The order of its collectives has been proved; that step.py keeps to it is checked here. Raises PackageError where it
+    does not, or where `out_dir` is something else than a package or holds edited files (and not `force`), and
     StorageError where it cannot be written.
     """
     target = Path(out_dir).absolute()
@@ -103,8 +105,10 @@ def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBu
     directory.chmod(0o755)  # temporary directories are private; packages are not
     sites = kernel_sites(module)
     builder.start(sites.specs, directory)
-    (directory / "step.py").write_text(step_text(module, sites), encoding="utf-8")
+    step = step_text(module, sites)
+    (directory / "step.py").write_text(step, encoding="utf-8")
     text = info.write_graphs(directory / "graphs") if info.write_graphs is not None else print_module(module)
+    check_step(module, step)
     mark = fingerprint(text, info.options)
     data = manifest(module, info.kind, info.pipeline, info.verification, mark, info.weight_layout, info.adapters)
     items = manifest_items(data)

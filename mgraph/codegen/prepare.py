@@ -30,7 +30,7 @@ Place = tuple[str, int]  # a function and the index of a result or param
 
 def prepare(module: Module) -> dict[str, Function]:
     """Functions by name, callees before callers, entry functions last."""
-    order = _callees_first(module)
+    order = callees_first(module)
     functions = {name: _hoist_accumulations(module.functions[name]) for name in order}
     entries = {entry.function for entry in module.entries.values()}
     return _hand_over(_without_updates(functions, entries), entries)
@@ -41,7 +41,8 @@ def called(node: Node) -> str:
     return str(node.attrs["callee"])
 
 
-def _callees_first(module: Module) -> list[str]:
+def callees_first(module: Module) -> list[str]:
+    """The functions that the entries use, callees before callers, entry functions last."""
     order: dict[str, None] = {}
 
     def visit(name: str) -> None:

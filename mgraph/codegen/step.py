@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from mgraph.codegen.function_text import FunctionText, StepContext
 from mgraph.codegen.kernel_sites import KernelSites, kernel_sites
@@ -16,14 +17,8 @@ from mgraph.ir.graph import Module
 def step_text(module: Module, sites: KernelSites | None = None) -> str:
     """step.py of a module whose updates of state are in place; `sites` are its kernel sites, found where not given."""
     functions = prepare(module)
-    entry_names = {identifier(entry) for entry in module.entries}
     entry_functions = {entry.function for entry in module.entries.values()}
-    names: dict[str, str] = {}
-    for name in functions:
-        chosen = identifier(name)
-        while chosen in entry_names or chosen in names.values():
-            chosen += "_"
-        names[name] = chosen
+    names = function_names(module, functions)
     context = StepContext(functions, names, sites or kernel_sites(module), StateTables())
     trainable = [state.name for state in module.state.values() if state.trainable]
     if len(trainable) > SHORT:
@@ -37,6 +32,18 @@ def step_text(module: Module, sites: KernelSites | None = None) -> str:
         body.blank(2)
         FunctionText(functions[entry.function], context, entry).write(body)
     return _header(module, context, body.text()) + body.text()
+
+
+def function_names(module: Module, functions: Iterable[str]) -> dict[str, str]:
+    """What each function is called in step.py, apart from the entry functions, which go by their entries."""
+    entry_names = {identifier(entry) for entry in module.entries}
+    names: dict[str, str] = {}
+    for name in functions:
+        chosen = identifier(name)
+        while chosen in entry_names or chosen in names.values():
+            chosen += "_"
+        names[name] = chosen
+    return names
 
 
 def _header(module: Module, context: StepContext, body: str) -> str:

@@ -93,7 +93,7 @@ def _axis(order: CollectiveOrder) -> Iterator[Problem]:
 def _fit(order: CollectiveOrder) -> Iterator[Problem]:
     for issued in order.issued:
         attrs = issued.node.attrs
-        fits, wanted = _WANTED[issued.kind](attrs)
+        fits, wanted = WANTED[issued.kind](attrs)
         for value in issued.node.operands:
             placements = _placements(order, value.type, issued.axis)
             if not all(map(fits, placements)):
@@ -125,7 +125,7 @@ def _sharded(name: str) -> Callable[[Any], _Wanted]:
     return wanted
 
 
-_WANTED: dict[str, Callable[[Any], _Wanted]] = {
+WANTED: dict[str, Callable[[Any], _Wanted]] = {
     "all_reduce": _partial,
     "reduce_scatter": _partial,
     "all_gather": _sharded("dim"),

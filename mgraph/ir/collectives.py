@@ -21,9 +21,9 @@ import sympy
 from mgraph.ir.dims import Dim, Extent, as_dim, dim_text, divide, names_in, product, substitute, symbol
 from mgraph.ir.facts import parse_fact
 from mgraph.ir.graph import Function, Module, Node
-from mgraph.ir.opdef import op_def
 from mgraph.ir.printer import callee_of
 from mgraph.ir.types import PendingType, Shard, TensorType, Type
+from mgraph.step_order import KINDS
 
 SPLIT = "_start"
 """The ending of the ops that begin a collective; `wait` ends it."""
@@ -58,9 +58,8 @@ class Run:
 
 
 def is_collective(node: Node) -> bool:
-    """Whether a node takes part in a collective when it runs (`wait` does not)."""
-    # Ops of torch are none, and asking for their declaration would import torch.
-    return "." not in node.op and op_def(node.op).collective
+    """Whether ranks talk to each other when a node runs (in `wait` they do not)."""
+    return kind_of(node.op) in KINDS
 
 
 def kind_of(op: str) -> str:

@@ -13,9 +13,11 @@ import pytest
 
 from mgraph.codegen import package
 from mgraph.codegen.package import PackageInfo, emit_package
+from mgraph.codegen.step import step_text
 from mgraph.errors import PackageError, StorageError
 from mgraph.runtime.package import load_package
 from tests.codegen.mlp import module
+from tests.codegen.test_step_check import module as reduced
 
 
 @dataclass(frozen=True)
@@ -114,3 +116,10 @@ def test_targets_that_are_no_packages_are_refused(tmp_path: Path) -> None:
         emit_package(module(), info(), tmp_path / "broken")
     with pytest.raises(StorageError, match="cannot write the package"):
         emit_package(module(), info(), tmp_path / "file" / "below")
+
+
+def test_a_step_with_other_collectives_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "step_text", lambda of, sites: step_text(of, sites).replace('"dp")', '"tp")'))
+    with pytest.raises(PackageError, match="other collectives than the graph: in @main the graph has all_reduce_start"):
+        emit_package(reduced(), info(), tmp_path / "pkg")
+    assert list(tmp_path.iterdir()) == []
