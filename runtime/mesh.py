@@ -18,7 +18,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ DATA_AXIS = "dp"
 """Ranks along this axis see different microbatches."""
 
 _HANDSHAKE_TIMEOUT = timedelta(minutes=5)
+_DISK_TIMEOUT = timedelta(hours=6)
 
 
 class MeshError(MgraphError):
@@ -44,13 +45,28 @@ class MeshError(MgraphError):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this process stands: its rank, and for each named axis the size."""
+    """Where this process stands: its rank, and for each named axis the size; `host` is the group of agreements."""
 
     rank: int
     world_size: int
     device: torch.device
     axes: dict[str, int]
     devices: DeviceMesh | None = field(default=None, repr=False)
+    host: dist.ProcessGroup | None = field(default=None, repr=False)
+
+    @property
+    def position(self) -> dict[str, int]:
+        """This rank's position along every axis."""
+        return {axis: self.index(axis) for axis in self.axes}
+
+    def beside(self) -> Mesh:
+        """The same mesh for another thread, whose agreements cannot meet those of this one. All ranks call it.
+
+        A rank may wait there for another's disk, for long; one that died is noticed by its closed connection.
+        """
+        if self.world_size == 1:
+            return self
+        return replace(self, host=dist.new_group(backend="gloo", timeout=_DISK_TIMEOUT))
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`; an axis that the mesh lacks has one."""
@@ -75,7 +91,7 @@ class Mesh:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.host)
         return values
 
     def together(self, action: Callable[[], T]) -> T:
@@ -95,7 +111,7 @@ class Mesh:
         if self.world_size == 1:
             return value
         flag = torch.tensor(value)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.host)
         return int(flag)
 
 

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from mgraph.errors import MgraphError, OptionError, PackageError
 from mgraph.runtime import kernels
-from mgraph.runtime.shards import Factors, Split
+from mgraph.runtime.mesh import Mesh
+from mgraph.runtime.shards import Factors, Share, Split, share_of
 
 SCHEMA = 1
 """The manifest schema this runtime writes of; the one before it is read too."""
@@ -95,6 +96,10 @@ class StateSpec:
     def bytes(self) -> int:
         """Size of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def share(self, mesh: Mesh) -> Share:
+        """What this rank has of it."""
+        return share_of(self.shape, self.placement, self.factors, mesh.axes, mesh.position)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from mgraph.runtime.mesh import DATA_AXIS, Mesh
 from mgraph.runtime.options import Options, flag, parse
 from mgraph.runtime.package import Package, State, load_package
 from mgraph.runtime.sample import generate
+from mgraph.runtime.saving import Saver
 from mgraph.runtime.schedule import learning_rate
 from mgraph.runtime.state import create_state
 from mgraph.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -54,9 +55,15 @@ FORM = "i64[B, S]"
 HINTS = {"loss_mask": "compile it without --loss-mask: labels of -100 say which positions count"}
 """What to do about an input that the data does not give."""
 
+CHECKPOINTS = "checkpoints"
+"""The directory of a run's checkpoints, in that of the run."""
+
 SUMMARY_STEPS = 20
 """The train loss of the summary is the mean over this many last steps: that of a single batch is noise."""
 
+
+_FAILED, _STOP = 1, 2
+"""What ranks tell each other after a step."""
 
 SAME_RUN = ("out", "resume")
 """Options that say where a run is, not how it goes on."""
@@ -112,6 +119,7 @@ def run(options: Options, package_dir: Path) -> None:
         if trainer.log is not None:
             stack.callback(trainer.log.close)
         trainer.announce()
+        stack.enter_context(trainer.saver)
         if trainer.train(stop):
             trainer.conclude()
 
@@ -164,7 +172,7 @@ def _exports(options: Options) -> list[tuple[str, Path]]:
 def _is_exported(option: str, target: Path, options: Options, package: Package) -> bool:
     """Whether the run that is to be gone on with has made its last step and exported what the option asks for."""
     out = _directory(options, package)
-    found = checkpoint.latest(out / "checkpoints") if options.resume else None
+    found = checkpoint.latest(out / CHECKPOINTS) if options.resume else None
     return found is not None and found.step >= options.steps and is_exported(option, target, out, found.step)
 
 
@@ -209,6 +217,7 @@ class Trainer:
     state: State
     out: Path
     microbatches: int
+    saver: Saver
     step: int = 0
     log: Log | None = None
     validation_loss: float = math.nan
@@ -232,7 +241,7 @@ class Trainer:
         tokenizer = load_tokenizer(options.tokenizer, package.vocab_size)
         takes_segments = "segment_ids" in package.manifest["entries"]["microbatch"]["inputs"]
         corpus = load_corpus(options, tokenizer, takes_segments)
-        batch = options.batch_size
+        batch, out = options.batch_size, _directory(options, package)
         return cls(
             options=options,
             package=package,
@@ -242,14 +251,10 @@ class Trainer:
             stream=Stream(corpus.train, batch, options.seed),
             validation=validation_batches(corpus.validation, batch, options.eval_batches, rank, num_ranks),
             state=create_state(package.state_specs, options.seed, where.device, blank=given),
-            out=_directory(options, package),
+            out=out,
             microbatches=microbatches,
+            saver=Saver(out / CHECKPOINTS, package.state_specs, where, options.keep),
         )
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where the checkpoints of this run are."""
-        return self.out / "checkpoints"
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a resumed run to be the same run."""
@@ -266,7 +271,7 @@ class Trainer:
 
         A run that has none begins with the weights of `--init`, where that is given.
         """
-        found = self.mesh.together(lambda: checkpoint.latest(self.checkpoints))
+        found = self.mesh.together(lambda: checkpoint.latest(self.out / CHECKPOINTS))
         if found is None:
             init = self.options.init
             if init is not None:
@@ -318,7 +323,11 @@ class Trainer:
         self.unread_since = time.perf_counter()
         while self.step < options.steps:
             self.train_step()
-            stopped = bool(self.mesh.largest(int(stop.requested)))
+            # Ranks see a signal, or that a save has failed, at different moments: they agree on the step.
+            news = self.mesh.largest(_STOP if stop.requested else _FAILED if self.saver.failed else 0)
+            if news == _FAILED:
+                self.saver.wait()
+            stopped = news == _STOP
             last = self.step == options.steps
             saving = last or stopped or _due(self.step, options.save_every)
             evaluating = not stopped and (last or _due(self.step, options.eval_every))
@@ -329,6 +338,7 @@ class Trainer:
             if saving:
                 path = self.save()
             if stopped:
+                self.saver.wait()
                 if self.log is not None:
                     self.log.message(f"stopped after step {self.step}, saved {path}; go on with --resume")
                 return False
@@ -396,16 +406,14 @@ class Trainer:
         self.unread_since = time.perf_counter()
 
     def save(self) -> Path:
-        """Write a checkpoint of this step."""
+        """Begin to write a checkpoint of this step; where it will be."""
         position = self.stream.position
         record = {
             "identity": self.identity(),
             "position": [position.epoch, position.row],
             "options": {name: str(value) for name, value in vars(self.options).items()},
         }
-        path = checkpoint.save(
-            self.checkpoints, self.step, self.state, self.package.state_specs, record, self.mesh, self.options.keep
-        )
+        path = self.saver.save(self.step, self.state, record)
         self.unread_since = time.perf_counter()
         return path
 
