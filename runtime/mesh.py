@@ -4,20 +4,19 @@ torchrun starts the processes and tells each one its rank; the manifest names th
 the others leave of the world size. A single process needs no process group at all: every axis has size 1, and
 collectives over it do nothing.
 
-Two things happen here for the whole run. Before the first collective all ranks compare the fingerprint of the package
-they loaded, through the store that torchrun provides: ranks with different code would wait for each other's collectives
-for ever. And `Mesh.together` runs what may fail on some ranks only (reading a file, writing a checkpoint) so that
-either all ranks go on, or all raise the same error.
+Two things happen here for the whole run. Before the first collective all ranks compare what they are going to run
+(`handshake`), and later what they have read (`Mesh.agree`): ranks with different code would wait for each other's
+collectives for ever. And `Mesh.together` runs what may fail on some ranks only (reading a file, writing a checkpoint)
+so that either all ranks go on, or all raise the same error.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -29,18 +28,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from mgraph.errors import MgraphError
+from mgraph.runtime.handshake import TIMEOUT, Facts, MeshError, disagreement, handshake
 
 T = TypeVar("T")
 
 DATA_AXIS = "dp"
 """Ranks along this axis see different microbatches."""
 
-_HANDSHAKE_TIMEOUT = timedelta(minutes=5)
 _DISK_TIMEOUT = timedelta(hours=6)
-
-
-class MeshError(MgraphError):
-    """The processes that were started do not fit the mesh of the package, or do not run the same package."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +101,12 @@ class Mesh:
             raise failures[0]
         return result  # type: ignore[return-value]  # no failure anywhere: `action` returned it
 
+    def agree(self, facts: Facts) -> None:
+        """Compare facts over all ranks. Raises a `MeshError` that names the ranks that differ, on every rank."""
+        what = disagreement(self.gather(facts))
+        if what is not None:
+            raise MeshError(what, hint="give every machine the same files")
+
     def largest(self, value: int) -> int:
         """The largest `value` of all ranks: how ranks agree on a flag. A host-side collective, about 0.1 ms."""
         if self.world_size == 1:
@@ -124,10 +125,10 @@ def current() -> Mesh:
     return _current
 
 
-def start(prepare: Callable[[], tuple[torch.device, dict[str, int], str]]) -> Mesh:
+def start(prepare: Callable[[], tuple[torch.device, dict[str, int], Facts]]) -> Mesh:
     """Join the processes that torchrun started into a mesh, and make it the current one.
 
-    `prepare` gives this rank's device, the sizes of the axes and the fingerprint of what it is going to run. It is
+    `prepare` gives this rank's device, the sizes of the axes and the facts that must be the same on all ranks. It is
     called before any process group exists; a `MgraphError` that it raises on one rank is raised on all.
     """
     global _current
@@ -136,10 +137,19 @@ def start(prepare: Callable[[], tuple[torch.device, dict[str, int], str]]) -> Me
         device, axes, _ = prepare()
         _current = Mesh(rank, world_size, device, axes)
         return _current
-    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=_HANDSHAKE_TIMEOUT))
+
+    def stated() -> tuple[tuple[torch.device, dict[str, int]], Facts]:
+        device, axes, facts = prepare()
+        return (device, axes), {"device": device.type, "mesh": axes_text(axes), **facts}
+
+    try:
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=TIMEOUT))
+    except dist.DistError as error:
+        what = f"the {world_size} processes did not find each other: {str(error).splitlines()[0]}"
+        raise MeshError(what, hint="look at the output of all of them") from error
     # A restarted group of workers meets the same store again: keys of the attempt before must not answer.
     store = c10d.PrefixStore(f"mgraph/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    device, axes = handshake(store, rank, world_size, prepare)
+    device, axes = handshake(store, rank, world_size, stated)
     # Its functions keep, as defaults, the group that there is when they are imported: before there is one, none.
     importlib.import_module("torch.distributed.nn.functional")
     # Small host-side agreements go through gloo beside NCCL, so they never wait for the GPU.
@@ -168,10 +178,15 @@ def environment() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def is_first_of_machine() -> bool:
+    """Whether this process is the one of its machine that prints errors."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def bind_axes(declared: dict[str, int | str], world_size: int) -> dict[str, int]:
     """Sizes of the declared axes, where `*` takes the share of `world_size` that the other axes leave."""
     fixed = math.prod(int(size) for size in declared.values() if size != "*")
-    text = ",".join(f"{axis}={size}" for axis, size in declared.items()) or "one process"
+    text = axes_text(declared)
     open_axes = [axis for axis, size in declared.items() if size == "*"]
     assert len(open_axes) <= 1, f"a mesh has at most one open axis: {text}"
     if world_size % fixed or (not open_axes and world_size != fixed):
@@ -181,6 +196,11 @@ def bind_axes(declared: dict[str, int | str], world_size: int) -> dict[str, int]
             hint=f"torchrun --nproc-per-node {fixed} PKG/train.py, or compile for another --mesh",
         )
     return {axis: world_size // fixed if size == "*" else int(size) for axis, size in declared.items()}
+
+
+def axes_text(axes: Mapping[str, int | str]) -> str:
+    """A mesh as `--mesh` takes it."""
+    return ",".join(f"{axis}={size}" for axis, size in axes.items()) or "one process"
 
 
 def choose_device(device: str) -> torch.device:
@@ -197,43 +217,3 @@ def choose_device(device: str) -> torch.device:
             hint=f"torchrun --nproc-per-node {count}",
         )
     return torch.device("cuda", local_rank)
-
-
-def handshake(
-    store: c10d.Store, rank: int, world_size: int, prepare: Callable[[], tuple[torch.device, dict[str, int], str]]
-) -> tuple[torch.device, dict[str, int]]:
-    """Run `prepare` and compare over all ranks; what it gave, unless any rank failed or has another fingerprint.
-
-    Raises the first rank's error, or a `MeshError` that names the ranks that differ from rank 0, on every rank. Rank 0
-    reads what all have to say and publishes a verdict, so the store sees a number of requests linear in the ranks.
-    """
-    statement: dict[str, Any]
-    try:
-        device, axes, fingerprint = prepare()
-        statement = {"fingerprint": fingerprint}
-    except MgraphError as error:
-        statement = {"error": [error.message, error.where, error.hint]}
-    store.set(f"statement/{rank}", json.dumps(statement))
-    if rank == 0:
-        statements = [json.loads(store.get(f"statement/{other}")) for other in range(world_size)]
-        store.set("verdict", json.dumps(_verdict(statements)))
-    verdict = json.loads(store.get("verdict"))
-    if verdict is not None:
-        raise MeshError(*verdict)
-    return device, axes
-
-
-def _verdict(statements: list[dict[str, Any]]) -> list[str | None] | None:
-    """The arguments of the error that all ranks raise, or None."""
-    for statement in statements:
-        if "error" in statement:
-            failure: list[str | None] = statement["error"]
-            return failure
-    different = [str(rank) for rank, statement in enumerate(statements) if statement != statements[0]]
-    if not different:
-        return None
-    return [
-        f"rank {', '.join(different)} runs another package, runtime or torch than rank 0: their fingerprints differ",
-        None,
-        "copy the same package directory to every machine, with the same versions installed",
-    ]

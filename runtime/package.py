@@ -25,16 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mgraph import __version__
 from mgraph.errors import MgraphError, OptionError, PackageError
 from mgraph.runtime import kernels
 from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.shards import Factors, Share, Split, share_of
+from mgraph.step_order import order_text, read_step_order
 
 SCHEMA = 1
 """The manifest schema this runtime writes of; the one before it is read too."""
 
 RUNTIME_VERSION = 1
-"""Raised when the meaning of a shim in `v1` changes; part of the fingerprint that all ranks compare."""
+"""Raised when the meaning of a shim in `v1` changes; all ranks must have the same."""
 
 DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64,
@@ -152,16 +154,29 @@ class Package:
             f"{entry} failed: {type(error).__name__}: {reason[0]}", f"{file}:{_line_in(file, error)}", hint
         )
 
-    def fingerprint_all(self) -> str:
-        """SHA-256 over the names and contents of all files of the package and the versions of runtime and torch.
+    def facts(self) -> dict[str, str]:
+        """What ranks that run this package must agree on, by name: the options that it was compiled with, the contents
+        of its files, the collectives of each function of step.py, the versions of mgraph, runtime and torch.
 
-        Ranks that run the same code have the same fingerprint.
+        Raises PackageError where step.py has a collective that some ranks might leave out.
         """
-        digest = hashlib.sha256(f"runtime {RUNTIME_VERSION} torch {torch.__version__}\n".encode())
-        for file in sorted(self.path.rglob("*")):
-            if file.is_file() and "__pycache__" not in file.parts:
-                digest.update(f"{file.relative_to(self.path).as_posix()} {_digest(file)}\n".encode())
-        return digest.hexdigest()
+        compiled = self.manifest.get("fingerprint", {}).get("options", {})
+        found = {f"compiled with {name}": str(value) for name, value in compiled.items() if name != "output"}
+        listed: dict[str, str] = self.manifest["files"]
+        groups: dict[str, list[str]] = {}
+        for name in ["manifest.json", *sorted(listed)]:
+            digest = _digest(self.path / name)
+            top, slash, _ = name.partition("/")
+            groups.setdefault(top + slash, []).append(digest)
+            if not slash and digest != listed.get(name, digest):
+                groups[top].append("edited")
+        for name, parts in groups.items():
+            whole = parts[0] if not name.endswith("/") else hashlib.sha256(" ".join(parts).encode()).hexdigest()
+            found[name] = whole[:12] + (" (edited)" if parts[-1] == "edited" else "")
+        step = self.path / "step.py"
+        order = order_text(read_step_order(step.read_text(encoding="utf-8"), str(step)))
+        found |= {f"the order of collectives in {name}": text for name, text in order.items()}
+        return found | {"mgraph": f"{__version__}, runtime {RUNTIME_VERSION}", "torch": torch.__version__}
 
     def check_size(self, dim: str, value: int, flag: str) -> None:
         """Raise `OptionError` unless the named dim of the model may have this extent; `flag` is what the person set."""

@@ -6,8 +6,8 @@ is a function of its package and options: started again from a checkpoint it giv
 have given. torch's own generator is seeded anew before each step, so a checkpoint needs no generator state.
 
 SIGTERM and Ctrl-C end the run after the step that is under way, with a checkpoint, on all ranks at the same step; a
-second Ctrl-C ends it at once. Errors that a person can mend are printed once, by rank 0, without a traceback; the exit
-codes are in `--help`.
+second Ctrl-C ends it at once. Errors that a person can mend are printed once on every machine, without a traceback; the
+exit codes are in `--help`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from mgraph.runtime import checkpoint, dropout, mesh, v1
 from mgraph.runtime.corpus import load_corpus
 from mgraph.runtime.data import INPUTS, Batch, Corpus, Position, Stream, validation_batches, whole_rows
 from mgraph.runtime.export import check_export
+from mgraph.runtime.handshake import Facts
 from mgraph.runtime.log import Log, Record
 from mgraph.runtime.lora import check_adapters
 from mgraph.runtime.mesh import DATA_AXIS, Mesh
@@ -65,6 +66,9 @@ SUMMARY_STEPS = 20
 _FAILED, _STOP = 1, 2
 """What ranks tell each other after a step."""
 
+OF_A_MACHINE = ("data", "tokenizer", "chat_template", "threads")
+"""Options that ranks may be given differently: where files are. What they hold is compared when it has been read."""
+
 SAME_RUN = ("out", "resume")
 """Options that say where a run is, not how it goes on."""
 
@@ -82,7 +86,7 @@ def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoR
         run(parse(arguments, Path(sys.argv[0]).name), Path(package_dir))
     except MgraphError as error:
         code = error.exit_code
-        if mesh.environment()[0] == 0:
+        if mesh.is_first_of_machine():
             print(error, file=sys.stderr, flush=True)
     except KeyboardInterrupt:  # before the first step, or a second time
         code = 130
@@ -95,7 +99,7 @@ def run(options: Options, package_dir: Path) -> None:
     """A whole training run in this process. Raises `MgraphError`, the same one on all ranks."""
     opened: list[Package] = []
 
-    def prepare() -> tuple[torch.device, dict[str, int], str]:
+    def prepare() -> tuple[torch.device, dict[str, int], Facts]:
         device = mesh.choose_device(options.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -107,13 +111,14 @@ def run(options: Options, package_dir: Path) -> None:
         if options.export_adapter is not None:
             check_adapters(package.state_specs, str(package.path))
         axes = mesh.bind_axes(package.manifest["mesh"], mesh.environment()[1])
-        return device, axes, package.fingerprint_all()
+        return device, axes, _facts(package, options) if mesh.environment()[1] > 1 else {}
 
     where = mesh.start(prepare)
     torch.set_num_threads(options.threads or _share_of_threads())
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
         trainer = where.together(lambda: Trainer.create(options, opened[0], where))
+        where.agree({name: str(value) for name, value in trainer.identity().items()})
         trainer.resume_or_refuse()
         trainer.log = where.together(lambda: Log(trainer.out, trainer.step, options.steps) if where.is_first else None)
         if trainer.log is not None:
@@ -143,6 +148,12 @@ def _open(path: Path, device: torch.device, options: Options) -> Package:
     package.check_size("B", options.batch_size, "--batch-size")
     package.check_size("S", options.seq_len, "--seq-len")
     return package
+
+
+def _facts(package: Package, options: Options) -> Facts:
+    """What all ranks must agree on, options first: they say most."""
+    given = {flag(name): str(value) for name, value in vars(options).items() if name not in OF_A_MACHINE}
+    return given | package.facts()
 
 
 def _check_inputs(package: Package) -> None:

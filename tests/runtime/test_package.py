@@ -44,14 +44,36 @@ def test_two_packages_do_not_share_a_module(package_dir: Path, make_package: Cal
     assert second.edited == ["step.py"]
 
 
-def test_fingerprint_covers_every_file(package_dir: Path) -> None:
-    package = load_package(package_dir, "cpu")
-    before = package.fingerprint_all()
-    assert before == package.fingerprint_all()
-    (package_dir / "notes.txt").write_text("a")
-    with_notes = package.fingerprint_all()
-    (package_dir / "notes.txt").write_text("b")
-    assert len({before, with_notes, package.fingerprint_all()}) == 3
+def test_facts_cover_what_runs(package_dir: Path, make_package: Callable[..., Path]) -> None:
+    def facts(path: Path = package_dir) -> dict[str, str]:
+        return load_package(path, "cpu").facts()
+
+    before = facts()
+    assert {"manifest.json", "step.py", "train.py", "torch", "mgraph"} <= before.keys()
+    assert before["the order of collectives in finish"] == "all_reduce@dp"
+    (package_dir / "notes.txt").write_text("not of the package")
+    assert facts() == before
+    step = package_dir / "step.py"
+    text = step.read_text()
+    step.write_text(text + "\n")
+    edited = facts()
+    assert {n for n in before if before[n] != edited[n]} == {"step.py"} and edited["step.py"].endswith("(edited)")
+    step.write_text(text.replace('"dp")', '"tp")'))
+    assert facts()["the order of collectives in finish"] == "all_reduce@tp"
+    step.write_text(text)
+    other = facts(make_package(fingerprint={"ir": "0", "options": {"precision": "bf16"}}))
+    assert {n for n in other if before.get(n) != other[n]} == {"manifest.json", "compiled with precision"}
+
+
+def test_a_collective_that_some_ranks_might_leave_out(package_dir: Path) -> None:
+    step = package_dir / "step.py"
+    text = step.read_text()
+    line = next(line for line in text.splitlines() if "rt.all_reduce(" in line)
+    indent = line[: len(line) - len(line.lstrip())]
+    step.write_text(text.replace(line, f"{indent}if lr > 0:\n    {line}"))
+    with pytest.raises(PackageError, match="all_reduce over dp stands under a condition") as caught:
+        load_package(package_dir, "cpu").facts()
+    assert caught.value.where is not None and caught.value.where.startswith(f"{step}:")
 
 
 def test_invalid_python_is_named_with_its_line(package_dir: Path) -> None:

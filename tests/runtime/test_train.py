@@ -19,7 +19,8 @@ from mgraph.errors import CheckpointError, DataError, MgraphError, OptionError, 
 from mgraph.runtime import checkpoint
 from mgraph.runtime import train as train_module
 from mgraph.runtime.data import Stream
-from mgraph.runtime.mesh import MeshError, current
+from mgraph.runtime.handshake import MeshError
+from mgraph.runtime.mesh import current
 from mgraph.runtime.options import parse
 from mgraph.runtime.package import load_package
 from mgraph.runtime.schedule import learning_rate

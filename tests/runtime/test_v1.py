@@ -147,7 +147,7 @@ import torch
 from mgraph.errors import DataError, MgraphError
 from mgraph.runtime import mesh, v1
 
-here = mesh.start(lambda: (torch.device("cpu"), mesh.bind_axes({"dp": "*", "tp": 1}, 2), "same"))
+here = mesh.start(lambda: (torch.device("cpu"), mesh.bind_axes({"dp": "*", "tp": 1}, 2), {"what": "same"}))
 rank = here.rank
 assert (here.size("dp"), here.size("tp"), here.size("none"), here.index("dp")) == (2, 1, 1, rank)
 base = torch.arange(6.0).view(2, 3)
@@ -177,6 +177,13 @@ except DataError as error:
     assert error.message == "only here"
 else:
     raise AssertionError("rank 0 went on")
+here.agree({"what": "same"})
+try:
+    here.agree({"what": str(rank)})
+except MgraphError as error:
+    assert "rank 1: what is 1, not 0" in error.message
+else:
+    raise AssertionError("a difference was not seen")
 mesh.stop()
 print("checked", rank)
 """
