@@ -12,6 +12,7 @@ SURFACE = {
     "dump": "PKG PASS --fn --format",
     "diff": "PKG PASS_A PASS_B --format --limit",
     "explain": "PKG NODE|PATTERN --limit",
+    "collectives": "PKG --format",
     "opt": "FILE --passes/-p --have --print-after --verify-each --time",
     "passes": "",
     "ops": "",

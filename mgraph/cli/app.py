@@ -123,6 +123,16 @@ def explain(
     run(package, what, limit)
 
 
+def collectives(
+    package: _Package,
+    form: Annotated[str, typer.Option("--format", metavar="text|json", help="how to write it")] = "text",
+) -> None:
+    """List the collectives of a package in their order: kind, bytes, axis, where they stand, what overlaps them."""
+    from mgraph.cli.collectives import run
+
+    run(package, form)
+
+
 def opt(
     file: Annotated[str, typer.Argument(metavar="FILE", help="IR text; - is stdin", show_default=False)],
     passes: Annotated[str, typer.Option("--passes", "-p", help="a pipeline, e.g. dce,cse{option=1}")] = "",
@@ -172,6 +182,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "dump": dump,
     "diff": diff,
     "explain": explain,
+    "collectives": collectives,
     "opt": opt,
     "passes": passes,
     "ops": ops,

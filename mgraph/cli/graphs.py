@@ -17,7 +17,7 @@ DIFF_FORMATS = ("text", "json")
 
 def dump(path: Path, wanted: str, function: str, form: str) -> None:
     """Write the graph after a pass to stdout, whole or one function of it. SVG draws one function."""
-    _check_format(form, DUMP_FORMATS)
+    check_format(form, DUMP_FORMATS)
     snapshot = open_package(path).snapshot(wanted)
     if form == "text" and not function:
         sys.stdout.write(snapshot.text)
@@ -55,7 +55,7 @@ def diff(path: Path, first: str, second: str, form: str, limit: int) -> None:
     from mgraph.ir.diff import diff_modules, to_json_text
     from mgraph.ir.diff_text import diff_text
 
-    _check_format(form, DIFF_FORMATS)
+    check_format(form, DIFF_FORMATS)
     package = open_package(path)
     if first and not second:
         after = package.snapshot(first)
@@ -68,6 +68,7 @@ def diff(path: Path, first: str, second: str, form: str, limit: int) -> None:
     sys.stdout.write(to_json_text(found) if form == "json" else diff_text(found, limit))
 
 
-def _check_format(form: str, known: tuple[str, ...]) -> None:
+def check_format(form: str, known: tuple[str, ...]) -> None:
+    """Raise OptionError for a `--format` that is not one of those known."""
     if form not in known:
         raise OptionError(f"unknown format '{form}'", "--format", did_you_mean(form, known))

@@ -21,6 +21,7 @@ import sympy
 from mgraph.ir.dims import Dim, Extent, as_dim, dim_text, divide, names_in, product, substitute, symbol
 from mgraph.ir.facts import parse_fact
 from mgraph.ir.graph import Function, Module, Node
+from mgraph.ir.ops.cost import flops_of
 from mgraph.ir.printer import callee_of
 from mgraph.ir.types import PendingType, Shard, TensorType, Type
 from mgraph.step_order import KINDS
@@ -134,10 +135,65 @@ class CollectiveOrder:
         """How many collectives an entry issues."""
         return self._runs.get(self.module.entries[entry].function, ({}, 0))[1]
 
+    def flops(self, node: Node) -> Dim:
+        """Operations of a node, on whole tensors; those of a call are those of what it runs."""
+        callee = callee_of(node)
+        if callee is None:
+            return flops_of(node)
+        if callee not in self._flops:
+            self._flops[callee] = as_dim(sum(self.flops(inner) for inner in self.module.functions[callee].nodes))
+        return self._flops[callee]
+
+    @cached_property
+    def _flops(self) -> dict[str, Dim]:
+        return {}
+
     @cached_property
     def shares(self) -> Shares:
         """How extents lie over the mesh."""
         return Shares(self.module)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What runs between the start of a collective and its wait: nodes, and their operations."""
+
+    nodes: int
+    flops: Dim
+
+
+def overlap(order: CollectiveOrder, issued: Issued) -> Overlap:
+    """The window of a collective that is split in two, as its first call has it: through all functions that hand on
+    what is under way. Other collectives and waits do not count."""
+    module, function, value = order.module, issued.function, issued.node.results[0]
+    after = function.nodes.index(issued.node) + 1
+    between: list[Node] = []
+    while True:
+        end = next((i for i, node in enumerate(function.nodes) if value in node.operands), None)
+        between += function.nodes[after:end]
+        if end is None:
+            caller, place = next(
+                (f, i)
+                for f in module.functions.values()
+                for i, n in enumerate(f.nodes)
+                if callee_of(n) == function.name
+            )
+            value = caller.nodes[place].results[function.results.index(value)]
+            function, after = caller, place + 1
+        elif function.nodes[end].op == "wait":
+            break
+        else:
+            reader = function.nodes[end]
+            function, after = module.functions[str(callee_of(reader))], 0
+            value = function.inputs()[reader.operands.index(value)]
+    between = [node for node in between if node.op != "wait" and not is_collective(node)]
+    return Overlap(len(between), as_dim(sum(map(order.flops, between))))
+
+
+def message_bytes(order: CollectiveOrder, issued: Issued) -> Dim:
+    """Bytes of one message, on its larger side: of what a gather gives, or of what any other collective takes."""
+    values = issued.node.results if issued.kind == "all_gather" else issued.node.operands
+    return as_dim(sum(order.shares.bytes(value.type) for value in values))
 
 
 class Shares:
@@ -185,6 +241,11 @@ class Shares:
                 if not any((name, part) in self._local for name in names_in(tensor.shape[placement.dim])):
                     shape[placement.dim] = self._divided(tensor, placement.dim, shape[placement.dim], part)
         return product(self._bounded(tensor, dim) for dim in shape)
+
+    def bytes(self, type_: Type) -> Dim:
+        """How many bytes each rank holds of a tensor; raises as `elements` does."""
+        tensor = type_.value if isinstance(type_, PendingType) else type_
+        return as_dim(self.elements(tensor) * sympy.Rational(tensor.dtype.bits, 8))
 
     def _divided(self, tensor: TensorType, dim: int, extent: Dim, axis: str) -> Dim:
         size = self._sizes[axis]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mgraph.ir.collectives import CollectiveOrder, Issued
+from mgraph.ir.collectives import CollectiveOrder, Issued, Overlap, message_bytes, overlap
 from mgraph.ir.dims import dim_text, substitute
 from mgraph.ir.graph import Module
+from mgraph.ir.parser import parse_module
 from tests.ir.layers import layers
 
 
@@ -59,3 +60,58 @@ def test_a_share_is_written_in_the_dims() -> None:
     order = CollectiveOrder(layers())
     scattered = next(i for i in order.issued if i.kind == "reduce_scatter").node.result
     assert dim_text(order.shares.elements(scattered.type)) == "4*B*S"
+
+
+def test_bytes_are_of_the_larger_side() -> None:
+    order = CollectiveOrder(layers())
+    found = {issued.kind: message_bytes(order, issued) for issued in order.issued}
+    assert {kind: dim_text(size) for kind, size in found.items()} == {
+        "all_gather": "64*B*S",
+        "reduce_scatter": "64*B*S",
+        "all_to_all": "16*B*S",
+        "all_reduce": "4",
+    }
+
+
+AHEAD = """\
+mgraph-ir 1
+module "ahead"
+axis dp = 2
+state @x: f32[6]{dp=P(sum)} = grad transient init [["zeros_"]]
+
+func @start(%a: f32[6]{dp=P(sum)}) {
+  %p: pending<f32[6]> = all_reduce_start(%a) {axis = "dp"} forward at "" "model.py":1 by test
+  %b: f32[6] = aten.neg.default(%a) forward at "" "model.py":2 by test
+  return %b, %p
+}
+
+func @work(%a: f32[6]) {
+  %b: f32[6] = aten.tanh.default(%a) forward at "" "model.py":3 by test
+  %c: f32[6] = aten.tanh.default(%b) forward at "" "model.py":3 by test
+  return %c
+}
+
+func @end(%a: f32[6], %p: pending<f32[6]>) {
+  %b: f32[6] = aten.exp.default(%a) forward at "" "model.py":4 by test
+  %c: f32[6] = wait(%p) forward at "" "model.py":5 by test
+  %d: f32[6] = aten.mul.Tensor(%b, %c) forward at "" "model.py":6 by test
+  return %d
+}
+
+func @main() {
+  %b, %p = call @start(@x) forward at "" "model.py":7 by test
+  %c = call @work(%b) forward at "" "model.py":8 by test
+  %d = call @work(%c) forward at "" "model.py":8 by test
+  %e = call @end(%d, %p) forward at "" "model.py":9 by test
+  return %e
+}
+
+entry main = @main -> (e)
+"""
+
+
+def test_a_window_reaches_through_functions() -> None:
+    """One negation, two calls of two tanh, one exp, of six elements each; the product waits."""
+    order = CollectiveOrder(parse_module(AHEAD))
+    (issued,) = order.issued
+    assert overlap(order, issued) == Overlap(nodes=4, flops=6 * (1 + 2 * 2 + 1))
