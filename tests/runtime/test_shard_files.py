@@ -47,7 +47,7 @@ def test_any_mesh_loads_what_any_other_saved(tmp_path: Path) -> None:
 
 def test_boxes_are_tensors_of_the_library(tmp_path: Path) -> None:
     """What is written is an ordinary checkpoint of torch's: whole tensors in boxes."""
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     whole = torch.arange(20.0).reshape(4, 5)
     write_boxes([Box("w", (4, 5), (0, 0), whole[:3]), Box("w", (4, 5), (3, 0), whole[3:])], tmp_path / "c", None)
