@@ -7,7 +7,7 @@ groups. One rank is the list of length one, so there is one interpreter and no p
 agree there to about 1e-12.
 
 Named dims bind to the extents of a rank's own inputs: a dim that a data axis shards has its local extent in the
-rank's program.
+rank's program. Other axes divide constant extents (`mgraph.ir.local`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sympy
 
 from mgraph.ir.dims import evaluate
 from mgraph.ir.graph import Function, Module, Node, Static, Value
+from mgraph.ir.local import dividing_axes, local_attrs
 from mgraph.ir.mesh import groups, mesh_sizes
 from mgraph.ir.opdef import op_def
 from mgraph.ir.types import DType, PendingType, TensorType
@@ -95,6 +96,7 @@ class _Runner:
     ) -> None:
         self.module, self.ranks, self.lifted, self.state, self.hook = module, ranks, lifted, state, hook
         self.sizes = mesh_sizes(module.mesh, sizes, ranks)
+        self.dividing = dividing_axes(module, self.sizes)
         self.dims: list[dict[str, int]] = [{} for _ in range(ranks)]
 
     def lift(self, tensor: Any) -> Any:
@@ -139,7 +141,7 @@ class _Runner:
             return self.collective(node, operands)
         if node.op == "axis_index":
             return [self.axis_index(str(node.attrs["axis"]))]
-        body, complete = op_def(node.op).body, op_def(node.op).complete(node.attrs)
+        body, complete = op_def(node.op).body, op_def(node.op).complete(local_attrs(node, self.dividing))
         extra = {} if "." not in node.op else {"device": self.device(operands)}
         made = []
         for rank in range(self.ranks):

@@ -3,7 +3,7 @@
 Grammar: operands, comma-separated, `->`, results, comma-separated. Each is a list of dims separated by blanks:
 
 * a name (`m`): equal names are equal extents;
-* `...`: any leading dims, the same everywhere (only at the front);
+* `...`: any leading dims, the same everywhere (only at the front); results that lack them sum over them;
 * an integer; `$attr`: the integer attribute `attr`; `(t k)`: a product of dims;
 * marks on a name: `k+` is summed over (operands only; a shard of it makes the result `P(sum)`), `k^` must not be split.
 
@@ -68,9 +68,12 @@ class Signature:
             TensorType(pattern.dtype or types[0].dtype, _build(pattern, bound, attrs)) for pattern in self.results
         )
 
-    def sharding_rules(self) -> tuple[ShardingRule, ...]:
-        """One rule per name that may be split; dims under `...` count from the front and are named `...`."""
-        rules = []
+    def sharding_rules(self, leading: int = 0) -> tuple[ShardingRule, ...]:
+        """One rule per name that may be split, and one for each of `leading` dims that `...` stands for.
+
+        Dims after an ellipsis count from the end.
+        """
+        rules = [self._leading_rule(dim) for dim in range(leading)]
         for name in dict.fromkeys(t.text for p in self.operands for t in _flat(p) if t.text.isidentifier()):
             if any(t.mark == "^" for p in self.operands for t in _flat(p) if t.text == name):
                 continue
@@ -80,6 +83,16 @@ class Signature:
             if reduced or all(r is not None for r in results):
                 rules.append(ShardingRule(name, operands, results))
         return tuple(rules)
+
+    def _leading_rule(self, dim: int) -> ShardingRule:
+        """Splitting one of the dims under `...`: it is a sum over them that makes a result without them."""
+        shard, whole = Shard(dim), Partial("sum")
+        operands = tuple(shard if _leads(p) else None for p in self.operands)
+        return ShardingRule("...", operands, tuple(shard if _leads(p) else whole for p in self.results))
+
+
+def _leads(pattern: Pattern) -> bool:
+    return bool(pattern.terms) and pattern.terms[0].text == "..."
 
 
 def _flat(pattern: Pattern) -> list[Term]:

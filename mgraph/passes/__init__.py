@@ -35,6 +35,7 @@ PASSES: dict[str, str] = {
     "expert-bias": "mgraph.passes.expert_bias:ExpertBias",
     # shard
     "data-parallel": "mgraph.passes.data_parallel:DataParallel",
+    "tensor-parallel": "mgraph.passes.tensor_parallel:TensorParallel",
     # schedule
     "in-place": "mgraph.passes.in_place:InPlace",
 }

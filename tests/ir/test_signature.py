@@ -97,3 +97,10 @@ def test_sharding_rules_after_an_ellipsis_count_from_the_end() -> None:
 def test_sharding_rules_of_factors() -> None:
     rules = {r.name: r.results for r in parse_signature("t k, n -> (t k) n").sharding_rules()}
     assert rules == {"t": (Shard(0, 0),), "k": (Shard(0, 1),), "n": (Shard(1),)}
+
+
+def test_sharding_rules_of_leading_dims_sum_where_results_lack_them() -> None:
+    rules = parse_signature("... n^, n^ -> ... n, n").sharding_rules(2)
+    assert [(r.operands, r.results) for r in rules] == [
+        ((Shard(dim), None), (Shard(dim), Partial("sum"))) for dim in (0, 1)
+    ]

@@ -18,6 +18,7 @@ from mgraph.ir.ops import (
     rope,
     route,
     shape,
+    vocabulary,
 )
 
 __all__ = [
@@ -36,4 +37,5 @@ __all__ = [
     "rope",
     "route",
     "shape",
+    "vocabulary",
 ]

@@ -134,3 +134,13 @@ def _infer_axis_index(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> 
 
 
 axis_index = define_op("axis_index", _axis_index, attrs={"axis": REQUIRED}, infer=_infer_axis_index)
+
+
+def _part_of(x: Any, index: Any, *, dim: int, parts: int) -> Any:
+    """One of `parts` equal parts of x along `dim`, number `index` (i64[]): `R` to `S(dim)` where that is the rank's
+    coordinate. Nothing is sent."""
+    size = x.shape[dim] // parts
+    return x.narrow(dim, int(index) * size, size)
+
+
+part_of = define_op("part_of", _part_of, attrs={"dim": REQUIRED, "parts": REQUIRED}, infer=lambda types, _: (types[0],))

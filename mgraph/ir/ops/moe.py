@@ -214,7 +214,7 @@ define_op(
 define_op(
     "grouped_outer",
     grouped_outer,
-    signature="r n, r f, e -> e n f",
+    signature="r^ n, r^ f, e^ -> e n f",
     flops=_product,
     bytes=traffic,
     compute_dtype="f32",
@@ -222,7 +222,7 @@ define_op(
 define_op(
     "grouped_sum",
     grouped_sum,
-    signature="r f, e -> e f",
+    signature="r^ f, e^ -> e f",
     flops=per_element(1),
     bytes=traffic,
     compute_dtype="f32",

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mgraph.ir.opdef import REQUIRED, GradientRequest, Strategy, define_op
+from mgraph.ir.opdef import REQUIRED, GradientRequest, define_op
 from mgraph.ir.ops.cost import per_element, traffic
 from mgraph.ir.ops.numeric import rounded
 from mgraph.ir.torch_bridge import promote
-from mgraph.ir.types import Partial, Shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,13 +112,11 @@ define_op(
 define_op(
     "layer_norm_grad",
     layer_norm_grad,
+    signature="... n^, ... n^, n^, n^, ... 1, ... 1 -> ... n, n, n",
     infer=lambda types, attrs: (types[1], types[2], types[3]),
     flops=per_element(14),
     bytes=traffic,
     compute_dtype="f32",
-    strategies=(
-        Strategy("rows", (Shard(0), Shard(0), None, None, Shard(0), Shard(0)), (Shard(0), Partial(), Partial())),
-    ),
 )
 define_op(
     "rms_norm",
@@ -134,10 +131,10 @@ define_op(
 define_op(
     "rms_norm_grad",
     rms_norm_grad,
+    signature="... n^, ... n^, n^, ... 1 -> ... n, n",
     infer=lambda types, attrs: (types[1], types[2]),
     attrs=ATTRS,
     flops=per_element(11),
     bytes=traffic,
     compute_dtype="f32",
-    strategies=(Strategy("rows", (Shard(0), Shard(0), None, Shard(0)), (Shard(0), Partial())),),
 )

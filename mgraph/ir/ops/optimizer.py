@@ -27,6 +27,14 @@ def _infer_global_norm(types: Sequence[TensorType], attrs: Mapping[str, Any]) ->
 global_norm = define_op("global_norm", _global_norm, infer=_infer_global_norm)
 
 
+def _square_sum(*tensors: Any) -> Any:
+    """The sum of the squares of all elements of all tensors, in f32 (f64 for f64): what norms of parts add up to."""
+    return sum(promote(t).square().sum() for t in tensors)
+
+
+square_sum = define_op("square_sum", _square_sum, infer=_infer_global_norm)
+
+
 def _gradient_scale(norm: Any, count: Any, *, max_norm: float) -> Any:
     """The factor `c / n` on gradients of a loss sum over n tokens: 1/n, then clipped so that the mean's norm is at most
     `max_norm` (c = min(1, max_norm / (norm/n + 1e-6)); 0 turns clipping off). n = 0 counts as 1. Second result: norm/n.

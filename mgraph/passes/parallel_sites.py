@@ -1,0 +1,192 @@
+"""Which weights tensor parallelism splits: a table of ops that may run on parts, and the weights around them.
+
+    op                    split                     weights before it           weights after it
+    attention             heads                     rows (column parallel)      columns (row parallel)
+    glu and activations   the inner width           rows (column parallel)      columns (row parallel)
+    aten.embedding        the vocabulary            rows
+    cross_entropy         the vocabulary            rows (column parallel)
+
+What lies between the op and the weight (reshape, rope, a norm of each head, a cap of the logits) is followed by the
+rules of `mgraph.passes.placing`. A place where one weight cannot be found stays whole, and is a near miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mgraph.errors import PassError
+from mgraph.ir.dims import dim_text, divide
+from mgraph.ir.graph import Function, Module, Node, Value
+from mgraph.ir.signature import ShardingRule
+from mgraph.ir.types import Placement, Shard, TensorType
+from mgraph.passes.base import Report
+from mgraph.passes.calls import callee, callers_first, calls
+from mgraph.passes.placing import rules_of
+
+INNER = ("glu", "squared_relu", "aten.gelu.default", "aten.relu.default")
+"""Ops on the inner width of a feed-forward."""
+
+
+class NoSite(Exception):
+    """A place cannot be split; the message says what is in the way."""
+
+
+@dataclass
+class _Walk:
+    """The weights that splitting one node splits, and all values on the way with their placements."""
+
+    function: Function
+    producers: Mapping[Value, Node]
+    users: Mapping[Value, list[Node]]
+    weights: dict[Value, Shard] = field(default_factory=dict)
+    split: dict[Value, Shard] = field(default_factory=dict)
+
+    def back(self, value: Value, placement: Placement | None) -> None:
+        """Split a value, and what it is made of up to the weights."""
+        if not isinstance(placement, Shard) or self._known(value, placement):
+            return
+        if value.is_state or value in self.function.slots:
+            self.weights[value] = placement
+            return
+        node = self.producers.get(value)
+        if node is None:
+            raise NoSite(f"%{value.name} comes from outside the function")
+        index = node.results.index(value)
+        self._apply(node, self._rule(node, lambda rule: rule.results[index] == placement))
+
+    def onward(self, value: Value, placement: Placement | None) -> None:
+        """Split a value, and what is made of it up to partial sums."""
+        if not isinstance(placement, Shard) or self._known(value, placement):
+            return
+        for node in self.users.get(value, ()):
+            own = [i for i, v in enumerate(node.operands) if v is value]
+            rule = self._rule(node, lambda rule, own=own: all(rule.operands[i] == placement for i in own))
+            self._apply(node, rule)
+            for result, place in zip(node.results, rule.results, strict=True):
+                self.onward(result, place)
+
+    def _apply(self, node: Node, rule: ShardingRule) -> None:
+        for operand, place in zip(node.operands, rule.operands, strict=True):
+            self.back(operand, place)
+
+    def _known(self, value: Value, placement: Shard) -> bool:
+        before = self.split.setdefault(value, placement)
+        if before != placement:
+            raise NoSite(f"%{value.name} would be split both as {before} and as {placement}")
+        return before is not placement
+
+    @staticmethod
+    def _rule(node: Node, fits: object) -> ShardingRule:
+        assert callable(fits)
+        found = [] if node.op == "call" else [rule for rule in rules_of(node, 1) if fits(rule)]
+        if not found:
+            raise NoSite(f"{node.op} %{node.id} needs the whole tensor")
+        return found[0]
+
+
+def weight_placements(module: Module, entry: str, axis: str, size: int, report: Report) -> dict[str, Shard]:
+    """Where the states lie that are split, by name, from the forward computation of an entry.
+
+    Raises PassError where the axis does not divide what it would split.
+    """
+    start = module.entries[entry].function
+    by_function: dict[str, dict[Value, Shard]] = {}
+    for name in callers_first(module, [start]):
+        by_function[name] = _weights_of(module.functions[name], axis, size, report)
+    found: dict[str, Shard] = {}
+    _bind(module, module.functions[start], {}, by_function, found)
+    return found
+
+
+def _bind(
+    module: Module,
+    function: Function,
+    slots: Mapping[Value, Value],
+    by_function: Mapping[str, Mapping[Value, Shard]],
+    found: dict[str, Shard],
+) -> None:
+    """Follow slots to the states that calls pass for them."""
+    for value, placement in by_function[function.name].items():
+        state = slots.get(value, value)
+        if found.setdefault(state.name, placement) != placement:
+            raise PassError(f"@{state.name} would be split both as {found[state.name]} and as {placement}")
+    for node in calls(function):
+        body = module.functions[callee(node)]
+        given = node.operands[len(body.params) :]
+        inner = {slot: slots.get(v, v) for slot, v in zip(body.slots, given, strict=True)}
+        _bind(module, body, inner, by_function, found)
+
+
+def _weights_of(function: Function, axis: str, size: int, report: Report) -> dict[Value, Shard]:
+    """The slots and states that the sites of one function split."""
+    producers, users = function.producers(), function.users()
+    weights: dict[Value, Shard] = {}
+    for node in function.nodes:
+        what = _SITES.get(node.op)
+        if what is None:
+            continue
+        walk = _Walk(function, producers, users)
+        try:
+            _walk(walk, node)
+            clash = next((v for v, p in walk.weights.items() if weights.get(v, p) != p), None)
+            if clash is not None:
+                raise NoSite(f"{clash!r} is split as {weights[clash]} elsewhere")
+        except NoSite as why:
+            report.near_miss(
+                function.name, node.id, f"tensor parallel {what}", "every weight around is found", str(why)
+            )
+            continue
+        _check(walk, node, what, axis, size)
+        weights |= walk.weights
+        names = ", ".join(f"{v.name} {p}" for v, p in walk.weights.items())
+        report.match(function.name, node.id, f"{what} split over {axis}: {names}")
+    return weights
+
+
+def _walk(walk: _Walk, node: Node) -> None:
+    """Split the operands and results of the node of a site."""
+    if node.op == "aten.embedding.default":
+        if node.attrs.get("scale_grad_by_freq") or not _is_weight(walk, node.operands[0]):
+            raise NoSite("the table is no weight, or its gradient counts tokens")
+        walk.back(node.operands[0], Shard(0))
+    elif node.op == "cross_entropy":
+        walk.back(node.operands[0], Shard(1))
+    elif node.op == "attention":
+        for operand, place in zip(node.operands, rules_of(node, 1)[0].operands, strict=True):
+            walk.back(operand, place)
+        walk.onward(node.results[0], Shard(1))
+    else:
+        last = Shard(len(node.results[0].tensor.shape) - 1)
+        for operand in node.operands:
+            walk.back(operand, last)
+        walk.onward(node.result, last)
+
+
+def _is_weight(walk: _Walk, value: Value) -> bool:
+    return value.is_state or value in walk.function.slots
+
+
+def _check(walk: _Walk, node: Node, what: str, axis: str, size: int) -> None:
+    """Refuse an axis that does not divide what would be split. Operands of the site are told first."""
+    values = [*node.operands, *node.results, *walk.split]
+    for value in values:
+        place = walk.split.get(value)
+        if place is None or not isinstance(value.type, TensorType):
+            continue
+        extent = value.type.shape[place.dim]
+        if divide(extent, size) is None:
+            where = node.origin.path or walk.function.name
+            raise PassError(
+                f"{axis}={size} does not divide the {dim_text(extent)} {what} of {where}",
+                where=str(node.origin),
+                hint=f"a {axis} that divides {dim_text(extent)}",
+            )
+
+
+_SITES = {
+    "attention": "heads",
+    "aten.embedding.default": "entries of the vocabulary",
+    "cross_entropy": "entries of the vocabulary",
+    **dict.fromkeys(INNER, "inner columns"),
+}

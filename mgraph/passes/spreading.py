@@ -1,0 +1,283 @@
+"""Spreads functions over one mesh axis: chooses how each node runs on parts, and brings its operands there.
+
+States are placed before. A function is spread as its first call passes its operands; other calls bring theirs there.
+Inputs and results of functions are whole or split, never partial.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from mgraph.ir.builder import FunctionBuilder, rebuild
+from mgraph.ir.dims import evaluate
+from mgraph.ir.graph import Entry, Function, Module, Node, State, Value
+from mgraph.ir.signature import ShardingRule
+from mgraph.ir.types import Partial, PendingType, Placement, Shard, TensorType, Type
+from mgraph.passes.calls import callee
+from mgraph.passes.placing import rules_of
+
+_NOMINAL = 1024
+"""The extent of named dims where bytes are compared."""
+_EACH = ("adamw", "zero", "all_reduce", "all_reduce_start", "wait")
+"""Ops that treat each operand alone: result i lies as operand i."""
+
+
+class Spreader:
+    """Spreads the functions of a module; `mapping` says what states have become, `counts` the collectives made."""
+
+    def __init__(self, module: Module, axis: str, size: int, made_by: str) -> None:
+        self.module, self.axis, self.size, self.made_by = module, axis, size, made_by
+        self.mapping: dict[Value, Value] = {}
+        self.functions: dict[str, Function] = {}
+        self.counts: Counter[str] = Counter()
+
+    def entry(self, entry: Entry, state: Mapping[str, State]) -> None:
+        """Spread an entry function: its inputs and outputs are whole, its updates lie as their states."""
+        function = self.module.functions[entry.function]
+        wanted = [None] * len(entry.outputs) + [state[name].type.on(self.axis) for name in entry.updates]
+        self.functions[function.name] = _Function(self, function, [None] * len(function.inputs())).spread(wanted)
+
+    def called(self, name: str, inputs: Sequence[Placement | None]) -> Function:
+        """A function as its first call has it spread."""
+        if name not in self.functions:
+            self.functions[name] = _Function(self, self.module.functions[name], inputs).spread(None)
+        return self.functions[name]
+
+    def on(self, value: Value) -> Placement | None:
+        """Where a value lies over the axis."""
+        type_ = value.type.value if isinstance(value.type, PendingType) else value.type
+        return type_.on(self.axis)
+
+
+class _Function:
+    """One function while it is spread."""
+
+    def __init__(self, owner: Spreader, function: Function, inputs: Sequence[Placement | None]) -> None:
+        self.owner, self.source = owner, function
+        self.builder: FunctionBuilder = rebuild(function, owner.made_by)
+        self.mapping = dict(owner.mapping)
+        for value, placement in zip(function.inputs(), inputs, strict=True):
+            self.mapping[value] = self._placed(value, placement)
+        self._moved: dict[tuple[Value, Placement | None], Value] = {}
+        self._index: Value | None = None
+        self._totals = {n.operands[1]: n.operands[0] for n in function.nodes if n.op == "accumulate"}
+
+    def spread(self, wanted: Sequence[Placement | None] | None) -> Function:
+        """The function with its results as wanted, or as they come (but partial sums reduced)."""
+        for node in self.source.nodes:
+            with self.builder.at(node):
+                self._node(node)
+        results = [self.mapping.get(v, v) for v in self.source.results]
+        last = self.source.nodes[-1]
+        with self.builder.at(last):
+            targets = [_whole(self.owner.on(v)) for v in results] if wanted is None else wanted
+            moved = [self.to(v, place) for v, place in zip(results, targets, strict=True)]
+        params, slots = ([self.mapping.get(v, v) for v in vs] for vs in (self.source.params, self.source.slots))
+        return Function(
+            self.source.name, tuple(params), tuple(slots), tuple(self.builder.nodes), tuple(moved), self.source.statics
+        )
+
+    def _placed(self, value: Value, placement: Placement | None) -> Value:
+        """The value, placed; the same object where it lies so already."""
+        if self.owner.on(value) == placement:
+            return value
+        type_: Type
+        if isinstance(value.type, PendingType):
+            type_ = PendingType(value.type.value.place(self.owner.axis, placement))
+        else:
+            type_ = value.type.place(self.owner.axis, placement)
+        return Value(value.name, type_, value.is_state)
+
+    # moving
+
+    def to(self, value: Value, placement: Placement | None) -> Value:
+        """A value brought to a placement. What was reduced once is read reduced from there on."""
+        here = self.owner.on(value)
+        if here == placement:
+            return value
+        found = self._moved.get((value, placement))
+        if found is None:
+            found = self._moved[value, placement] = self._move(value, here, placement)
+        return found
+
+    def _move(self, value: Value, here: Placement | None, placement: Placement | None) -> Value:
+        axis = self.owner.axis
+        if isinstance(here, Partial) and placement is None:
+            self.owner.counts["all_reduce"] += 1
+            return self._emit("all_reduce", (value,), f"{value.name}_sum", {"axis": axis}, None)
+        if isinstance(here, Shard) and placement is None:
+            self.owner.counts["all_gather"] += 1
+            return self._emit("all_gather", (value,), f"{value.name}_all", {"axis": axis, "dim": here.dim}, None)
+        if here is None and isinstance(placement, Shard):
+            attrs = {"dim": placement.dim, "parts": self.owner.size}
+            return self._emit("part_of", (value, self._axis_index()), f"{value.name}_part", attrs, placement)
+        assert not isinstance(placement, Partial), f"{value!r} cannot be made partial"
+        return self.to(self.to(value, None), placement)
+
+    def _emit(
+        self, op: str, operands: Sequence[Value], name: str, attrs: Mapping[str, object], placement: Placement | None
+    ) -> Value:
+        """A node of one result that has the type of its first operand, placed."""
+        type_ = operands[0].tensor.place(self.owner.axis, placement)
+        return self.builder.emit(op, operands, attrs, types=[type_], names=[name])[0]
+
+    def _axis_index(self) -> Value:
+        """This rank's coordinate, made where it is first needed."""
+        if self._index is None:
+            self._index = self.builder.one("axis_index", axis=self.owner.axis)
+        return self._index
+
+    def _cost(self, value: Value, place: Placement | None) -> float:
+        """Bytes over the axis to bring a value to a placement; infinite where it must not be brought there."""
+        here = self.owner.on(value)
+        if here == place or (here is None and isinstance(place, Shard)):
+            return 0.0
+        if isinstance(place, Partial) or (isinstance(here, Partial) and place is not None):
+            return float("inf")  # scattering the sums would only be followed by gathering them
+        type_ = value.tensor
+        elements = evaluate(type_.numel, dict.fromkeys(self.owner.module.dims, _NOMINAL))
+        moved = elements * type_.dtype.bits / 8 * (self.owner.size - 1) / self.owner.size
+        return float(2 * moved if isinstance(here, Partial) else moved)
+
+    # nodes
+
+    def _node(self, node: Node) -> None:
+        operands = tuple(self._latest(self.mapping.get(v, v)) for v in node.operands)
+        node = node.with_values(operands, node.results)
+        special = _SPECIAL.get(node.op)
+        if special is not None and special(self, node):
+            return
+        if node.op == "call":
+            self._call(node)
+        elif node.op in _EACH:
+            self._keep(node, operands, [self.owner.on(v) for v in operands[: len(node.results)]])
+        elif node.op == "accumulate":
+            place = self.owner.on(operands[0])
+            self._keep(node, (operands[0], self.to(operands[1], place)), [place])
+        else:
+            rule = self._choose(node)
+            if node.op == "aten.linear.default" and len(operands) == 3 and rule.results == (Partial(),):
+                self._biased(node, rule)
+            else:
+                self._keep(node, self._brought(operands, rule.operands), rule.results)
+
+    def _latest(self, value: Value) -> Value:
+        """A partial sum that was reduced before is read as its total: the reduction took its memory."""
+        return self._moved.get((value, None), value) if isinstance(self.owner.on(value), Partial) else value
+
+    def _brought(self, operands: Sequence[Value], places: Sequence[Placement | None]) -> tuple[Value, ...]:
+        return tuple(self.to(v, place) for v, place in zip(operands, places, strict=True))
+
+    def _keep(self, node: Node, operands: Sequence[Value], places: Sequence[Placement | None]) -> None:
+        """The node on other operands, its results placed."""
+        results = tuple(self._placed(v, place) for v, place in zip(node.results, places, strict=True))
+        self.mapping.update(zip(node.results, results, strict=True))
+        self.builder.nodes.append(node.with_values(tuple(operands), results))
+
+    def _choose(self, node: Node) -> ShardingRule:
+        """The cheapest rule; of equal ones that on whole tensors, then one that puts the result where it goes."""
+        whole = ShardingRule("whole", (None,) * len(node.operands), (None,) * len(node.results))
+        if not any(isinstance(v.type, TensorType) and self.owner.on(v) is not None for v in node.operands):
+            return whole
+        total = self._totals.get(node.results[0])
+        goal = self.owner.on(self.mapping.get(total, total)) if total is not None else None
+
+        def rank(rule: ShardingRule) -> tuple[float, bool]:
+            cost = sum(self._cost(v, place) for v, place in zip(node.operands, rule.operands, strict=True))
+            return cost, goal is not None and rule.results[0] != goal
+
+        return min([whole, *rules_of(node, self.owner.size)], key=rank)
+
+    def _call(self, node: Node) -> None:
+        operands = [self.to(v, _whole(self.owner.on(v))) for v in node.operands]
+        body = self.owner.called(callee(node), [self.owner.on(v) for v in operands])
+        places = [self.owner.on(v) for v in body.inputs()]
+        self._keep(node, self._brought(operands, places), [self.owner.on(v) for v in body.results])
+
+    def _biased(self, node: Node, rule: ShardingRule) -> None:
+        """A bias is added once: to the sum of the partial products."""
+        x, weight = self._brought(node.operands[:2], rule.operands[:2])
+        result = node.result
+        partial = self.builder.emit(
+            node.op, (x, weight), {}, types=[result.tensor.place(self.owner.axis, Partial())], names=["product"]
+        )[0]
+        operands = (self.to(partial, None), self.to(node.operands[2], None))
+        self._keep(replace(node, op="aten.add.Tensor", attrs={}, made_by=self.owner.made_by), operands, [None])
+
+    # ops that know of parts
+
+    def _embedding(self, node: Node) -> bool:
+        weight, tokens = node.operands
+        if self.owner.on(weight) != Shard(0):
+            return False
+        operands = (weight, self.to(tokens, None), self._axis_index())
+        self._keep(self._as(node, "embedding_part", {}), operands, [Partial()])
+        return True
+
+    def _embedding_grad(self, node: Node) -> bool:
+        total = self._totals.get(node.result)
+        if total is None or self.owner.on(self.mapping.get(total, total)) != Shard(0):
+            return False
+        operands = (*self._brought(node.operands, (None, None)), self._axis_index())
+        padding = node.attrs.get("padding_idx", -1)
+        attrs = {"shape": node.result.tensor.shape, "padding_idx": padding}
+        self._keep(self._as(node, "embedding_part_grad", attrs), operands, [Shard(0)])
+        return True
+
+    def _cross_entropy(self, node: Node) -> bool:
+        logits, labels = node.operands
+        if self.owner.on(logits) != Shard(1):
+            return False
+        attrs = {"parts": self.owner.size}
+        own, axis = Shard(1), self.owner.axis
+        names = ("lse_part", "picked_part")
+        parts = self.builder.emit("cross_entropy_part", (logits, labels, self._axis_index()), attrs, names=names)
+        placed = tuple(Value(v.name, v.tensor.place(axis, own)) for v in parts)
+        made = self.builder.nodes.pop()
+        self.builder.nodes.append(made.with_values(made.operands, placed))
+        self.owner.counts["all_gather"] += 1
+        names = ("lse_parts", "picked_parts")
+        whole = self.builder.emit("all_gather", placed, {"axis": axis, "dim": 1}, names=names)
+        self._keep(self._as(node, "cross_entropy_join", node.attrs), (*whole, labels), [None, None])
+        return True
+
+    def _cross_entropy_grad(self, node: Node) -> bool:
+        dsum, logits, labels, lse = node.operands
+        if self.owner.on(logits) != Shard(1):
+            return False
+        operands = (dsum, logits, labels, lse, self._axis_index())
+        self._keep(self._as(node, "cross_entropy_part_grad", node.attrs), operands, [Shard(1)])
+        return True
+
+    def _global_norm(self, node: Node) -> bool:
+        """The square root of the squares of the parts, summed over the axis, and those of whole tensors."""
+        split = [v for v in node.operands if self.owner.on(v) is not None]
+        if not split:
+            return False
+        whole = [v for v in node.operands if self.owner.on(v) is None]
+        axis = self.owner.axis
+        type_ = node.result.tensor.place(axis, Partial())
+        squares = self.to(self.builder.emit("square_sum", split, types=[type_], names=["squares"])[0], None)
+        if whole:
+            squares = self.builder.one("aten.add.Tensor", squares, self.builder.one("square_sum", *whole))
+        self._keep(self._as(node, "aten.sqrt.default", {}), (squares,), [None])
+        return True
+
+    def _as(self, node: Node, op: str, attrs: Mapping[str, object]) -> Node:
+        return replace(node, op=op, attrs=dict(attrs), made_by=self.owner.made_by)
+
+
+def _whole(placement: Placement | None) -> Placement | None:
+    """Where a value goes at the edge of a function: partial sums are reduced."""
+    return None if isinstance(placement, Partial) else placement
+
+
+_SPECIAL: dict[str, Callable[[_Function, Node], bool]] = {
+    "aten.embedding.default": _Function._embedding,
+    "aten.embedding_dense_backward.default": _Function._embedding_grad,
+    "cross_entropy": _Function._cross_entropy,
+    "cross_entropy_grad": _Function._cross_entropy_grad,
+    "global_norm": _Function._global_norm,
+}

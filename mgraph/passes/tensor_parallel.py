@@ -1,0 +1,76 @@
+"""tensor-parallel: the ranks of a mesh axis share each layer: weights are split, and values lie as their use says.
+
+Which weights are split is said by `mgraph.passes.parallel_sites`; where values lie follows from them in order of the
+graph, forward and backward alike: of the ways in which an op may run on parts (`mgraph.passes.placing`), the one whose
+operands move the fewest bytes. Partial sums stay partial through sums, and are reduced once, where they are first read
+as anything else:
+
+    %up = aten.linear(%x, %ffn.up.weight{tp=S(0)})                    f32[B, S, 176]{tp=S(2)}
+    %down = aten.linear(%glu{tp=S(2)}, %ffn.down.weight{tp=S(1)})     f32[B, S, 64]{tp=P(sum)}
+    %down_sum = all_reduce(%down) {axis = "tp"}                       f32[B, S, 64]
+    %y = aten.add(%x, %down_sum)
+
+An embedding, a cross entropy and a norm over parts become ops that know of parts (`mgraph/ir/ops/vocabulary.py`).
+Attributes keep speaking of whole tensors, as types do; who runs a node takes its part (`mgraph.ir.local`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from mgraph.errors import PassError
+from mgraph.ir.graph import Axis, Function, Module, State, StateKind, Value
+from mgraph.ir.types import Shard
+from mgraph.passes.base import Pass, Report, Stage, Tier
+from mgraph.passes.parallel_sites import weight_placements
+from mgraph.passes.spreading import Spreader
+
+_FORWARD = "evaluate"
+"""The entry whose whole forward computation shows how weights are used."""
+_FOLLOWING = (StateKind.GRAD, StateKind.MOMENT, StateKind.MASTER)
+"""States that lie as the parameter whose name theirs extends."""
+
+
+@dataclass(frozen=True)
+class TensorParallel(Pass):
+    """Split weights and work over a mesh axis of `size` ranks."""
+
+    axis: str = "tp"
+    size: int = 2
+
+    name: ClassVar[str] = "tensor-parallel"
+    stage: ClassVar[Stage] = Stage.SHARD
+    tier: ClassVar[Tier] = Tier.REASSOCIATING
+    requires: ClassVar[frozenset[str]] = frozenset({"microbatch", "finish"})
+    provides: ClassVar[frozenset[str]] = frozenset({"tensor-parallel"})
+    conflicts: ClassVar[frozenset[str]] = frozenset({"tensor-parallel"})
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise PassError(f"the axis {self.axis} has size {self.size}", hint="a size of at least 1")
+
+    def run(self, module: Module, report: Report) -> Module:
+        """Place states, then every function from its callers' side, and insert the collectives."""
+        mesh = (*module.mesh, Axis(self.axis, self.size))
+        placements = weight_placements(module, _FORWARD, self.axis, self.size, report) if self.size > 1 else {}
+        state = {name: _placed(s, self.axis, _placement_of(s, placements)) for name, s in module.state.items()}
+        spreader = Spreader(module, self.axis, self.size, self.name)
+        spreader.mapping.update({s.value: state[name].value for name, s in module.state.items()})
+        for entry in module.entries.values():
+            spreader.entry(entry, state)
+        for name, count in sorted(spreader.counts.items()):
+            report.count(name, count)
+        functions: dict[str, Function] = {n: spreader.functions.get(n, f) for n, f in module.functions.items()}
+        return replace(module, mesh=mesh, state=state, functions=functions)
+
+
+def _placement_of(state: State, placements: dict[str, Shard]) -> Shard | None:
+    owner = state.name.rpartition(".")[0] if state.kind in _FOLLOWING else state.name
+    return placements.get(owner)
+
+
+def _placed(state: State, axis: str, placement: Shard | None) -> State:
+    if placement is None:
+        return state
+    return replace(state, value=Value(state.name, state.type.place(axis, placement), is_state=True))

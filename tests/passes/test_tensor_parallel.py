@@ -1,0 +1,102 @@
+"""Tensor parallelism: all ranks in one process against one rank, where weights lie, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mgraph.errors import PassError
+from mgraph.ir.graph import Module
+from mgraph.ir.types import Shard
+from mgraph.ir.verifier import verify
+from mgraph.passes.base import Report
+from mgraph.passes.tensor_parallel import TensorParallel
+from tests.families.configs import write_config
+from tests.passes.spread import trained, worst_difference
+
+PLACES = {
+    "embed.weight": Shard(0),
+    "layers.0.attn_norm.weight": None,
+    "layers.0.attn.q.weight": Shard(0),
+    "layers.0.attn.k.weight": Shard(0),
+    "layers.1.attn.v.weight": Shard(0),
+    "layers.1.attn.o.weight": Shard(1),
+    "layers.1.ffn.gate.weight": Shard(0),
+    "layers.0.ffn.up.weight": Shard(0),
+    "layers.0.ffn.down.weight": Shard(1),
+    "norm.weight": None,
+    "head.weight": Shard(0),
+}
+
+
+@pytest.fixture(scope="module")
+def dense() -> Module:
+    return trained("dense-tiny")
+
+
+def test_dense(dense: Module) -> None:
+    report = Report()
+    after = TensorParallel().run(dense, report)
+    verify(after)
+    assert {n: after.state[n].type.on("tp") for n in PLACES} == PLACES
+    for name, place in PLACES.items():
+        assert all(after.state[f"{name}.{end}"].type.on("tp") == place for end in ("grad", "m", "v"))
+    assert not report.near_misses
+    assert worst_difference(dense, after, "tp", 2) <= 1e-9
+
+
+def test_a_layer_communicates_twice_in_each_direction(dense: Module) -> None:
+    after = TensorParallel().run(dense, Report())
+    for name in ("layer.fwd", "layer.bwd"):
+        made = [n for n in after.functions[name].nodes if n.made_by == "tensor-parallel"]
+        assert [n.op for n in made] == ["all_reduce", "all_reduce"]
+        assert all(n.origin.path.startswith("layers.*") for n in made)
+    head = [n.op for n in after.functions["microbatch"].nodes if n.op in ("all_reduce", "all_gather")]
+    assert head == ["all_reduce", "all_gather", "all_reduce"]  # embedding, loss, gradient of the head's input
+
+
+def test_one_rank_needs_no_collective(dense: Module) -> None:
+    after = TensorParallel(size=1).run(dense, Report())
+    assert not any(n.made_by == "tensor-parallel" for _, n in after.walk())
+
+
+@pytest.mark.parametrize("model", ["dense-tiny-geglu", "dense-tiny-sinks", "moe-tiny-grouped"])
+def test_zoo(model: str) -> None:
+    """A tied head; sinks, biases and a part of each head rotated; experts, with a shared one."""
+    before = trained(model)
+    after = TensorParallel().run(before, Report())
+    verify(after)
+    assert worst_difference(before, after, "tp", 2) <= 1e-9
+
+
+def test_biases_are_added_once(tmp_path: Path) -> None:
+    """Llama 3 with biases everywhere: that of a row-parallel product is added to the sum."""
+    before = trained(write_config("llama3", tmp_path / "llama3"))
+    after = TensorParallel().run(before, Report())
+    verify(after)
+    assert after.state["model.layers.0.self_attn.o_proj.bias"].type.on("tp") is None
+    assert after.state["model.layers.0.self_attn.q_proj.bias"].type.on("tp") == Shard(0)
+    assert worst_difference(before, after, "tp", 2) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (4, "tp=4 does not divide the 2 heads of layers.*.attn"),
+        (3, "tp=3 does not divide the 256 entries of the vocabulary of embed"),
+    ],
+)
+def test_what_the_axis_does_not_divide_is_refused(dense: Module, size: int, message: str) -> None:
+    with pytest.raises(PassError) as caught:
+        TensorParallel(size=size).run(dense, Report())
+    assert caught.value.message == message
+    assert "models/" in str(caught.value.where)
+
+
+def test_experts_stay_whole_and_say_why() -> None:
+    report = Report()
+    before = trained("moe-tiny")
+    after = TensorParallel().run(before, report)
+    assert {m.pattern for m in report.near_misses} == {"tensor parallel inner columns"}
+    assert all(s.type.on("tp") is None for n, s in after.state.items() if "experts" in n)
