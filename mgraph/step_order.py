@@ -11,7 +11,7 @@ that lead to some. The order of a function is the order in which Python evaluate
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -63,15 +63,16 @@ def read_step_order(text: str, file: str = FILE) -> StepOrder:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise PackageError(f"not Python: {error.msg}", f"{file}:{error.lineno}", "compile the package again") from error
-    bodies = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    readers = {name: _Reader(frozenset(bodies), file) for name in bodies}
-    for name, body in bodies.items():
-        readers[name].read(body.body)
-    issuing = _issuing(readers)
-    order = {name: _only(readers[name].items, issuing) for name in bodies if name in issuing}
-    for name in order:
-        for doubt in readers[name].doubts:
-            _refuse(doubt, issuing, file)
+    bodies = {node.name: node.body for node in tree.body if isinstance(node, ast.FunctionDef)}
+    issuing = _issuing(bodies)
+    order: StepOrder = {}
+    for name in bodies:
+        if name in issuing:
+            reader = _Reader(issuing, file)
+            reader.read(bodies[name])
+            for doubt in reader.doubts:
+                _refuse(doubt, file)
+            order[name] = tuple(reader.items)
     return order
 
 
@@ -102,28 +103,27 @@ class _Doubt:
 
 @dataclass
 class _Reader(ast.NodeVisitor):
-    """Reads statements in the order in which Python evaluates them."""
+    """Reads statements in the order in which Python evaluates them; `issuing` are the functions that matter."""
 
-    functions: frozenset[str]
+    issuing: frozenset[str]
     file: str
     items: list[Item] = field(default_factory=list)
     doubts: list[_Doubt] = field(default_factory=list)
 
     def read(self, nodes: Sequence[ast.AST]) -> None:
-        """Read one after the other."""
+        """Read one after the other; what is neither a branch nor calls anything that matters is passed over."""
         for node in nodes:
-            self.visit(node)
+            if isinstance(node, _COMPOUND) or _called([node]) & (self.issuing | {""}):
+                self.visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
         """What is called comes after its arguments."""
         self.generic_visit(node)
-        called = node.func
-        if isinstance(called, ast.Name) and called.id in self.functions:
-            self.items.append(Step(called.id, "", node.lineno))
-        elif isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == _RUNTIME:
-            kind = called.attr.removesuffix("_start")
-            if kind in KINDS:
-                self.items.append(Step(kind, self._axis(node), node.lineno))
+        kind = _kind(node)
+        if kind is not None:
+            self.items.append(Step(kind, self._axis(node), node.lineno))
+        elif isinstance(node.func, ast.Name) and node.func.id in self.issuing:
+            self.items.append(Step(node.func.id, "", node.lineno))
 
     def visit_Assign(self, node: ast.Assign) -> None:
         """The value comes before its targets."""
@@ -172,7 +172,7 @@ class _Reader(ast.NodeVisitor):
         self.doubts.append(_Doubt(line, why, tuple(inner.items), _holds(inside, ast.Return)))
 
     def _inner(self, nodes: Sequence[ast.AST]) -> _Reader:
-        inner = _Reader(self.functions, self.file)
+        inner = _Reader(self.issuing, self.file)
         inner.read(nodes)
         self.doubts += inner.doubts
         return inner
@@ -213,18 +213,31 @@ def _length(loop: ast.expr) -> int | None:
         return None
 
 
-def _issuing(readers: dict[str, _Reader]) -> frozenset[str]:
-    """The functions that issue collectives, themselves or through others, in doubtful places too."""
-    names = {
-        name: {s.name if not s.axis else "" for s in _steps([*r.items, *(i for d in r.doubts for i in d.items)])}
-        for name, r in readers.items()
-    }
-    found = {name for name, called in names.items() if "" in called}
-    while True:
-        more = {name for name, called in names.items() if called & found} - found
-        if not more:
-            return frozenset(found)
+_COMPOUND = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.TryStar, ast.Match)
+
+
+def _kind(call: ast.Call) -> str | None:
+    """The collective that a call is, split or not; None for any other call."""
+    called = call.func
+    if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == _RUNTIME:
+        kind = called.attr.removesuffix("_start")
+        return kind if kind in KINDS else None
+    return None
+
+
+def _called(nodes: Iterable[ast.AST]) -> set[str]:
+    """The names that are called anywhere in them, and an empty one for a collective."""
+    calls = [node for top in nodes for node in ast.walk(top) if isinstance(node, ast.Call)]
+    return {c.func.id for c in calls if isinstance(c.func, ast.Name)} | {"" for c in calls if _kind(c) is not None}
+
+
+def _issuing(bodies: Mapping[str, Sequence[ast.stmt]]) -> frozenset[str]:
+    """The functions that issue collectives, themselves or through others."""
+    called = {name: _called(body) for name, body in bodies.items()}
+    found = {name for name, names in called.items() if "" in names}
+    while more := {name for name, names in called.items() if names & found} - found:
         found |= more
+    return frozenset(found)
 
 
 def _steps(items: Iterable[Item]) -> Iterator[Step]:
@@ -233,20 +246,9 @@ def _steps(items: Iterable[Item]) -> Iterator[Step]:
         yield from [item] if isinstance(item, Step) else _steps(item.steps)
 
 
-def _only(items: Iterable[Item], issuing: frozenset[str]) -> tuple[Item, ...]:
-    """Without the calls of functions that issue nothing."""
-    kept: list[Item] = []
-    for item in items:
-        if isinstance(item, Step):
-            kept += [item] if item.axis or item.name in issuing else []
-        elif inner := _only(item.steps, issuing):
-            kept.append(Repeat(item.count, inner))
-    return tuple(kept)
-
-
-def _refuse(doubt: _Doubt, issuing: frozenset[str], file: str) -> None:
+def _refuse(doubt: _Doubt, file: str) -> None:
     """Raise where a doubtful place issues collectives, or leaves a function that does."""
-    step = next((s for s in _steps(doubt.items) if s.axis or s.name in issuing), None)
+    step = next(_steps(doubt.items), None)
     if step is not None:
         what = f"rt.{step.name} over {step.axis}" if step.axis else f"{step.name}, which issues collectives,"
         raise PackageError(f"{what} stands {doubt.why}", f"{file}:{step.line}", _HINT)
