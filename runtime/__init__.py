@@ -7,10 +7,11 @@ A training run passes through the files in this order, one file per stage:
     mesh        processes become named axes with their groups, and agree that they run the same code
     data        text becomes a resumable stream of (tokens, labels)
     state       initialisers become tensors
-    checkpoint  state is saved whole, or not at all, and found again
+    checkpoint  the newest whole checkpoint is found, and each rank reads its part
     train       the loop: microbatches, finish, evaluation, signals
     schedule    the learning rate of a step
     log, plot   what the loop reports: a progress bar, JSON lines, TensorBoard events, a picture
+    saving      state is written while the loop goes on, whole or not at all
     sample      the trained model writes text
 
 `v1` is the one module that an emitted step.py imports. Importing this package imports nothing heavy.

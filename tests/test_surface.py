@@ -13,6 +13,7 @@ SURFACE = {
     "diff": "PKG PASS_A PASS_B --format --limit",
     "explain": "PKG NODE|PATTERN --limit",
     "collectives": "PKG --format",
+    "memory": "PKG --batch-size --seq-len --ranks --entry --limit --format",
     "opt": "FILE --passes/-p --have --print-after --verify-each --time",
     "passes": "",
     "ops": "",

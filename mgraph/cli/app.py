@@ -133,6 +133,23 @@ def collectives(
     run(package, form)
 
 
+def memory(
+    package: _Package,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=0, help="sequences of a microbatch on a rank (0: the recipe's)")
+    ] = 0,
+    seq_len: Annotated[int, typer.Option("--seq-len", min=0, help="tokens of a sequence (0: the recipe's)")] = 0,
+    ranks: Annotated[int, typer.Option("--ranks", min=0, help="processes in all (0: the fewest of the mesh)")] = 0,
+    entry: Annotated[str, typer.Option("--entry", help="show the tensors at its peak (default: the highest)")] = "",
+    limit: Annotated[int, typer.Option("--limit", min=1, help="tensors to show")] = 20,
+    form: Annotated[str, typer.Option("--format", metavar="text|json", help="how to write it")] = "text",
+) -> None:
+    """Predict the memory of a rank: state, the peak of each entry and function, and the tensors that make it up."""
+    from mgraph.cli.memory import run
+
+    run(package, batch_size, seq_len, ranks, entry, limit, form)
+
+
 def opt(
     file: Annotated[str, typer.Argument(metavar="FILE", help="IR text; - is stdin", show_default=False)],
     passes: Annotated[str, typer.Option("--passes", "-p", help="a pipeline, e.g. dce,cse{option=1}")] = "",
@@ -183,6 +200,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "diff": diff,
     "explain": explain,
     "collectives": collectives,
+    "memory": memory,
     "opt": opt,
     "passes": passes,
     "ops": ops,

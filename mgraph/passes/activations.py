@@ -92,14 +92,18 @@ def pairs_of(module: Module, entry: Function) -> dict[str, Pair]:
     return found
 
 
+def extents(module: Module, sizes: Sizes) -> dict[str, int]:
+    """The extents of all named dims: as given, else the least; of ragged ones the bound."""
+    found = {n: sizes.get(n, d.minimum) for n, d in module.dims.items() if not d.ragged}
+    return found | {n: evaluate(d.bound, found) for n, d in module.dims.items() if d.bound is not None}
+
+
 class Held:
     """Measures what an entry function holds, for given extents of the named dims."""
 
     def __init__(self, module: Module, entry: Function, pairs: Mapping[str, Pair], sizes: Sizes) -> None:
         self.module, self.pairs, self.entry = module, pairs, entry
-        self.sizes = {n: sizes.get(n, d.minimum) for n, d in module.dims.items() if not d.ragged}
-        bounds = {n: d.bound for n, d in module.dims.items() if d.bound is not None}
-        self.sizes |= {n: evaluate(bound, self.sizes) for n, bound in bounds.items()}
+        self.sizes = extents(module, sizes)
         self._base: dict[Value, Value] = {}
         self._made: set[Value] = set()
         for node in entry.nodes:

@@ -1,0 +1,294 @@
+"""Predicts the memory of a rank, in bytes: what the state takes, and what each entry holds at its peak besides.
+
+An entry's functions are walked as they are emitted: a value dies at its last use, a view or a result in place takes no
+memory of its own, saved tensors travel in lists that the backward empties (`prepare`, `liveness`). While a node runs,
+its operands and its results are there; what a kernel or a library needs within itself is not counted, nor what an
+allocator keeps. Extents are those of one rank: named dims as given, others divided as placements say, rounded up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from mgraph.codegen.liveness import Liveness, may_alias, written_operands
+from mgraph.codegen.loops import find_loops
+from mgraph.codegen.prepare import called, prepare
+from mgraph.codegen.torch_provider import absorbable, overwritable
+from mgraph.ir.dims import Dim, evaluate
+from mgraph.ir.graph import Function, Module, Node, StateKind, Value
+from mgraph.ir.types import PendingType, Shard, TensorType, Type
+
+_STRIDED = ("transpose", "permute", "t", "mT", "expand", "expand_as", "slice", "select", "split", "chunk", "unbind")
+"""Views after which a reshape makes a copy."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """Memory that one node of a function made: `bytes` for its result `value`."""
+
+    function: str
+    value: Value
+    node: Node | None
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that a function holds at once beyond what its caller has: where, and what makes it up."""
+
+    bytes: int = 0
+    function: str = ""
+    node: Node | None = None
+    alive: tuple[Storage, ...] = ()
+
+
+Held = tuple["Storage | int", ...]
+"""What a value refers to: storages, or the number of an input of the function that has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A function's peak, what each of its results refers to, and of results that are lists each element."""
+
+    peak: Peak
+    results: tuple[Held, ...]
+    lists: Mapping[int, tuple[Held, ...]]
+
+    @property
+    def kept(self) -> int:
+        """Bytes of its own that outlive a call."""
+        return sum(h.bytes for h in dict.fromkeys(h for held in self.results for h in held) if isinstance(h, Storage))
+
+
+class RankMemory:
+    """The memory of one rank of a module whose updates are in place.
+
+    `extents` are those of the named dims, `sizes` those of the basic mesh axes.
+    """
+
+    def __init__(self, module: Module, extents: Mapping[str, int], sizes: Mapping[str, int]) -> None:
+        self.module, self._extents, self._sizes = module, extents, sizes
+        self._functions = prepare(module)
+        inputs = [p for e in module.entries.values() for p in module.functions[e.function].params]
+        self._binding = {axis for p in inputs for axis, _ in p.tensor.placement}
+        self._profiles: dict[tuple[object, ...], Profile] = {}
+        self._bytes: dict[Type, int] = {}
+
+    def state(self) -> dict[StateKind, int]:
+        """Bytes of the state by kind."""
+        found: Counter[StateKind] = Counter()
+        for state in self.module.state.values():
+            found[state.kind] += self.bytes(state.type)
+        return dict(found)
+
+    def bytes(self, type_: Type) -> int:
+        """Bytes of a rank's part of a tensor."""
+        if type_ not in self._bytes:
+            tensor = type_.value if isinstance(type_, PendingType) else type_
+            count = math.prod(self._local_shape(tensor))
+            self._bytes[type_] = -(-count * tensor.dtype.bits // 8)
+        return self._bytes[type_]
+
+    def _local_shape(self, type_: TensorType) -> list[int]:
+        shape: list[int] = [evaluate(extent, self._extents) for extent in type_.shape]
+        for axis, placed in type_.placement:
+            if not isinstance(placed, Shard):
+                continue
+            named: Dim = type_.shape[placed.dim]
+            if axis in self._binding and not isinstance(named, int):
+                continue  # a rank's program binds the named dim to its own part
+            shape[placed.dim] = -(-shape[placed.dim] // self._sizes.get(axis, 1))
+        return shape
+
+    def entry(self, name: str) -> Peak:
+        """The peak of an entry, its inputs included."""
+        function = self._functions[self.module.entries[name].function]
+        inputs = tuple(Storage(function.name, p, None, self.bytes(p.type)) for p in function.params)
+        peak = self._profile(function, {}).peak
+        return replace(peak, bytes=peak.bytes + sum(s.bytes for s in inputs), alive=(*inputs, *peak.alive))
+
+    def functions(self) -> dict[str, Profile]:
+        """The profile of each function that the entries asked for so far call, by name: callers before callees."""
+        entries = {entry.function for entry in self.module.entries.values()}
+        return {str(key[0]): p for key, p in reversed(self._profiles.items()) if key[0] not in entries}
+
+    def _profile(self, function: Function, lists: Mapping[Value, tuple[Held, ...]]) -> Profile:
+        """`lists` are the elements of lists among the params: storages that die here."""
+        numbers: dict[Storage, int] = {}
+        shapes = tuple(
+            tuple((numbers.setdefault(h, len(numbers)), h.bytes) for h in held if isinstance(h, Storage))
+            for elements in lists.values()
+            for held in elements
+        )
+        key = (function.name, shapes)
+        if key not in self._profiles:
+            self._profiles[key] = _Walk(self, function, dict(lists)).profile()
+        return self._profiles[key]
+
+    def call(self, node: Node, lists: Mapping[int, tuple[Held, ...]]) -> Profile:
+        """The profile of a call's function; `lists` are the elements of its operands that are lists."""
+        function = self._functions[called(node)]
+        inputs = function.inputs()
+        return self._profile(function, {inputs[position]: elements for position, elements in lists.items()})
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One function, node by node."""
+
+    memory: RankMemory
+    function: Function
+    lists: dict[Value, tuple[Held, ...]]
+    held: dict[Value, Held] = field(default_factory=dict)
+    strided: set[Value] = field(default_factory=set)
+    users: Counter[Storage] = field(default_factory=Counter)
+    live: int = 0
+    peak: Peak = Peak()
+
+    def profile(self) -> Profile:
+        function = self.function
+        loops = find_loops(function)
+        blocks = {node: i + 1 for i, loop in enumerate(loops) for node in function.nodes[loop.start : loop.end]}
+        liveness = Liveness(function, blocks, absorbable)
+        dying: dict[int, list[Value]] = {}
+        for value, index in liveness.last_use.items():
+            dying.setdefault(index, []).append(value)
+        for index, value in enumerate(function.inputs()):
+            elements = self.lists.get(value)
+            self._hold(value, (index,) if elements is None else _storages(elements))
+        for index, node in enumerate(function.nodes):
+            self._step(node, index, liveness)
+            for value in dying.get(index, ()):
+                self._drop(value)
+        results = tuple(self.held.get(v, ()) for v in function.results)
+        return Profile(
+            self.peak, results, {i: self.lists[v] for i, v in enumerate(function.results) if v in self.lists}
+        )
+
+    def _step(self, node: Node, index: int, liveness: Liveness) -> None:
+        if node.op == "call":
+            self._call(node)
+        elif node.op == "pack":
+            self.lists[node.result] = tuple(self.held[v] for v in node.operands)
+            self._hold(node.result, tuple(dict.fromkeys(h for held in self.lists[node.result] for h in held)))
+        elif node.op == "unpack":
+            self._unpack(node)
+        else:
+            absorbed = liveness.is_inlined(node) and not may_alias(node.op)
+            taken = _overwritten(node, index, liveness)
+            for position, value in enumerate(node.results):
+                source = None if absorbed else self._source(node, position, taken)
+                if absorbed:
+                    self._hold(value, ())
+                elif source is not None:
+                    self._hold(value, self.held.get(source, ()))
+                    self._mark(node, value, source)
+                else:
+                    self._hold(value, (self._storage(value, node),))
+            self._note(node)
+
+    def _source(self, node: Node, position: int, taken: int | None) -> Value | None:
+        """The operand whose memory a result has; None where it has its own."""
+        if position < written_operands(node):
+            return node.operands[position]
+        if taken is not None:
+            return node.operands[taken]
+        result = node.results[position]
+        if node.op.endswith("_start"):
+            operand = node.operands[position] if len(node.operands) == len(node.results) else None
+            same = operand is not None and self.memory.bytes(operand.type) == self.memory.bytes(result.type)
+            return operand if same else None
+        if not may_alias(node.op) or not node.operands:
+            return None
+        operand = node.operands[0]
+        if node.op in ("cast", "aten.type_as.default", "aten.to.dtype"):
+            return operand if operand.tensor.dtype is result.tensor.dtype else None
+        copies = node.op in ("reshape", "aten.reshape.default", "aten.contiguous.default") and operand in self.strided
+        return None if copies or "einsum" in node.op else operand
+
+    def _mark(self, node: Node, value: Value, source: Value) -> None:
+        name = node.op.split(".")[1] if "." in node.op else node.op
+        whole = name in ("slice", "select", "split", "chunk", "unbind") and not node.attrs.get("dim", 0)
+        if (name in _STRIDED and not whole) or source in self.strided:
+            self.strided.add(value)
+
+    def _storage(self, value: Value, node: Node) -> Storage:
+        return Storage(self.function.name, value, node, self.memory.bytes(value.type))
+
+    def _unpack(self, node: Node) -> None:
+        """A list's tensors: each is its own from here on, and dies by itself."""
+        for value, held in zip(node.results, self.lists[node.operands[0]], strict=True):
+            self._hold(value, tuple(h for h in held if isinstance(h, Storage)))
+        self._note(node)
+        self._drop(node.operands[0])
+
+    def _call(self, node: Node) -> None:
+        lists = {i: self.lists[v] for i, v in enumerate(node.operands) if v in self.lists}
+        profile = self.memory.call(node, lists)
+        # What only a list has is the callee's from here on: it frees the tensors one by one.
+        handed = {h for elements in lists.values() for h in _storages(elements) if self.users[h] == 1}
+        own = tuple(h for h in self.users if h not in handed)
+        total = sum(h.bytes for h in own) + profile.peak.bytes
+        if total > self.peak.bytes:
+            self.peak = Peak(total, profile.peak.function, profile.peak.node, (*own, *profile.peak.alive))
+        made: dict[Storage, Storage] = {}
+
+        def here(refers: Held) -> Held:
+            """The same for the caller: each call makes its own storages."""
+            found: dict[Storage | int, None] = {}
+            for h in refers:
+                if isinstance(h, Storage):
+                    found[made.setdefault(h, replace(h))] = None
+                else:
+                    found.update(dict.fromkeys(self.held.get(node.operands[h], ())))
+            return tuple(found)
+
+        for position, (value, refers) in enumerate(zip(node.results, profile.results, strict=True)):
+            self._hold(value, here(refers))
+            if position in profile.lists:
+                self.lists[value] = tuple(map(here, profile.lists[position]))
+
+    def _hold(self, value: Value, refers: Held) -> None:
+        self.held[value] = refers
+        for h in refers:
+            if isinstance(h, Storage):
+                if not self.users[h]:
+                    self.live += h.bytes
+                self.users[h] += 1
+
+    def _drop(self, value: Value) -> None:
+        if value in self.function.results:
+            return
+        for h in self.held.pop(value, ()):
+            if isinstance(h, Storage):
+                self.users[h] -= 1
+                if not self.users[h]:
+                    self.live -= h.bytes
+                    del self.users[h]
+
+    def _note(self, node: Node) -> None:
+        """The node runs: operands and results are there."""
+        if self.live > self.peak.bytes:
+            self.peak = Peak(self.live, self.function.name, node, tuple(self.users))
+
+
+def _storages(elements: Iterable[Held]) -> tuple[Storage, ...]:
+    """The storages of a list, each once."""
+    return tuple(dict.fromkeys(h for held in elements for h in held if isinstance(h, Storage)))
+
+
+def _overwritten(node: Node, index: int, liveness: Liveness) -> int | None:
+    """The operand whose memory the emitted node takes for its result."""
+    for position in overwritable(node):
+        value = node.operands[position]
+        others = {liveness.group(v) for i, v in enumerate(node.operands) if i != position}
+        if (
+            liveness.group(value) not in others
+            and liveness.last_use[value] == index
+            and liveness.can_overwrite(value, index)
+        ):
+            return position
+    return None

@@ -1,0 +1,142 @@
+"""The predicted peak against live bytes that a dispatch mode counts, small cases by hand, and parts of ranks."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mgraph.cli.snapshots import open_package
+from mgraph.codegen.memory import RankMemory
+from mgraph.compiler import compile_package
+from mgraph.ir.graph import StateKind
+from mgraph.ir.parser import parse_module
+from mgraph.ir.types import DType, Shard, TensorType
+from mgraph.passes.activations import extents
+from mgraph.passes.base import Report
+from mgraph.passes.tensor_parallel import TensorParallel
+from mgraph.recipe import Recipe
+from mgraph.runtime.package import load_package
+from mgraph.runtime.state import create_state
+from tests.passes.spread import trained
+
+TOLERANCE = 0.05
+"""What a layer's peak may differ: on the CPU some ops of the runtime have temporaries of their own."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages made while it is entered, and the most that there are at once."""
+
+    def __init__(self, inputs: list[Tensor], known: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in inputs}
+        self.now = self.peak = sum(self._sizes.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                place = storage.data_ptr()
+                if storage.nbytes() and place not in self._known and place not in self._sizes:
+                    self._sizes[place] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self._free, place)
+        self.peak = max(self.peak, self.now)
+        return results
+
+    def _free(self, place: int) -> None:
+        self.now -= self._sizes.pop(place)
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute", "sizes"),
+    [("moe-tiny", "none", (3, 65)), ("gemma3-tiny", "full", (2, 70))],
+)
+def test_what_is_measured(tmp_path: Path, model: str, recompute: str, sizes: tuple[int, int]) -> None:
+    path = tmp_path / "package"
+    compile_package(Recipe(model=model, recompute=recompute, output=str(path), arch="none"))
+    module = open_package(path).snapshots[-1].module
+    memory = RankMemory(module, extents(module, {"B": sizes[0], "S": sizes[1]}), {})
+    package = load_package(path, "cpu")
+    state = create_state(package.state_specs, 0, "cpu")
+    assert sum(memory.state().values()) == sum(t.untyped_storage().nbytes() for t in state.values())
+    for entry in ("microbatch", "evaluate", "predict"):
+        count = len(package.manifest["entries"][entry]["inputs"])
+        inputs = [torch.randint(256, sizes) for _ in range(count)]
+        with LiveBytes(inputs, list(state.values())) as live, torch.no_grad():
+            package.entries[entry](state, *inputs)
+        peak = memory.entry(entry)
+        assert abs(peak.bytes - live.peak) <= TOLERANCE * live.peak, (entry, peak.bytes, live.peak)
+        assert sum(storage.bytes for storage in peak.alive) == peak.bytes
+
+
+HAND = """mgraph-ir 1
+module "hand"
+dim B 1..
+state @w: f32[4, 4] = param trainable init [["zeros_"]]
+
+func @inner(%x: f32[B, 4]; %w: f32[4, 4]) {
+  %y: f32[B, 4] = aten.mm.default(%x, %w) forward at "a" "m.py":1 by capture
+  %wide: f32[B, 8] = aten.cat.default(%y, %y) {args = ["tensors.0", "tensors.1"], dim = 1} \
+forward at "a" "m.py":2 by capture
+  %part: f32[B, 4] = aten.slice.Tensor(%wide) {dim = 1, end = 4} forward at "a" "m.py":3 by capture
+  return %part
+}
+
+func @outer(%x: f32[B, 4]) {
+  %view: f32[B, 4] = reshape(%x) {shape = [B, 4]} forward at "a" "m.py":4 by capture
+  %e: f32[B, 4] = aten.exp.default(%view) forward at "a" "m.py":5 by capture
+  %half: bf16[B, 4] = cast(%e) {dtype = bf16} forward at "a" "m.py":6 by capture
+  %r: f32[B, 4] = call @inner(%e; @w) forward at "a" "m.py":7 by capture
+  %s: f32[B, 4] = aten.exp.default(%r) forward at "a" "m.py":8 by capture
+  return %s, %half
+}
+
+entry step = @outer -> (s, half)
+"""
+
+
+def test_by_hand() -> None:
+    """With B = 3 a value of f32[B, 4] has 48 bytes. The peak is in @inner at %wide."""
+    module = parse_module(HAND)
+    memory = RankMemory(module, {"B": 3}, {})
+    peak = memory.entry("step")
+    alive = {(s.function, s.value.name): s.bytes for s in peak.alive}
+    assert alive == {
+        ("outer", "x"): 48,
+        ("outer", "e"): 48,
+        ("outer", "half"): 24,
+        ("inner", "y"): 48,
+        ("inner", "wide"): 96,
+    }
+    assert peak.bytes == 264 and peak.function == "inner" and peak.node is not None and peak.node.origin.line == 2
+    inner = memory.functions()["inner"]
+    assert inner.peak.bytes == 144 and inner.kept == 96, "a slice keeps what it is a slice of"
+
+
+def test_parts_of_a_rank() -> None:
+    module = parse_module(HAND)
+    memory = RankMemory(module, {"B": 3, "S": 10}, {"tp": 4, "fsdp": 2})
+    weight = TensorType(DType.F32, (7, 6)).place("tp", Shard(0))
+    assert memory.bytes(weight) == 4 * 2 * 6
+    assert memory.bytes(weight.place("fsdp", Shard(1))) == 4 * 2 * 3
+    assert memory.bytes(TensorType(DType.BOOL, (5,))) == 5
+
+
+def test_tensor_parallel_ranks_have_less() -> None:
+    whole = trained("dense-tiny")
+    divided = TensorParallel().run(whole, Report())
+    sizes = extents(whole, {"B": 2, "S": 24})
+    one, two = RankMemory(whole, sizes, {}), RankMemory(divided, sizes, {"tp": 2})
+    split = [s for s in divided.state.values() if s.kind is StateKind.PARAM and s.type.on("tp") is not None]
+    halves = sum(one.bytes(s.type) for s in split) // 2
+    assert halves and two.state()[StateKind.PARAM] == one.state()[StateKind.PARAM] - halves
+    assert two.entry("microbatch").bytes < one.entry("microbatch").bytes
