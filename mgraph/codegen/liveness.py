@@ -15,6 +15,7 @@ from mgraph.ir.types import TensorType
 
 _MAY_ALIAS = {
     "cast",
+    "part_of",
     "reshape",
     "aten._unsafe_view.default",
     "aten.dropout.default",
@@ -74,6 +75,7 @@ class Liveness:
         self._foreign: set[Value] = set(function.inputs())
         self._overlapping: set[Value] = set()
         self._mutated: set[Value] = set()
+        self._under_way: dict[Value, Value] = {}
         for node in function.nodes:
             self._alias(node)
         self.inlined = self._find_inlined(block)
@@ -101,12 +103,17 @@ class Liveness:
     def reads(self, node: Node) -> list[Value]:
         """Named values that the text of a node reads: its operands, inlined ones followed to what they read."""
         found: dict[Value, None] = {}
-        for operand in node.operands:
+        for operand in self._touched(node):
             if operand in self.inlined:
                 found.update(dict.fromkeys(self.reads(self.inlined[operand])))
             else:
                 found[operand] = None
         return list(found)
+
+    def _touched(self, node: Node) -> list[Value]:
+        """What a node reads: its operands, and for `wait` the tensors that were started with, which live until then."""
+        started = [self._under_way[v] for v in node.operands if v in self._under_way] if node.op == "wait" else []
+        return [*node.operands, *started]
 
     def can_overwrite(self, value: Value, index: int) -> bool:
         """Whether node `index` may write its result into the memory of its operand `value`."""
@@ -126,6 +133,7 @@ class Liveness:
         if node.op.endswith("_start"):  # each result is what has become of one operand
             for result, operand in zip(node.results, node.operands, strict=True):
                 self._join(result, operand)
+                self._under_way[result] = operand
         elif not written and may_alias(node.op):
             for result in node.results:
                 for operand in node.operands:
@@ -166,7 +174,7 @@ class Liveness:
             node = nodes[index]
             # The text of an inlined node stands where its value is read.
             where = last[node.results[0]] if self.is_inlined(node) else index
-            for operand in node.operands:
+            for operand in self._touched(node):
                 last[operand] = max(where, last.get(operand, -1))
         for index, node in enumerate(nodes):
             for value in node.results:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from mgraph.codegen.liveness import written_operands
+from mgraph.codegen.reductions import with_copies
 from mgraph.ir.graph import Function, Module, Node, Value
 
 
@@ -31,7 +32,7 @@ Place = tuple[str, int]  # a function and the index of a result or param
 def prepare(module: Module) -> dict[str, Function]:
     """Functions by name, callees before callers, entry functions last."""
     order = callees_first(module)
-    functions = {name: _hoist_accumulations(module.functions[name]) for name in order}
+    functions = {name: with_copies(_hoist_accumulations(module.functions[name])) for name in order}
     entries = {entry.function for entry in module.entries.values()}
     return _hand_over(_without_updates(functions, entries), entries)
 
