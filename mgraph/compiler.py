@@ -39,7 +39,7 @@ from mgraph.passes.pipeline import (
 )
 from mgraph.passes.spec import OptionValue, print_spec
 from mgraph.passes.verify import TwinCheck
-from mgraph.recipe import Recipe
+from mgraph.recipe import MESH_AXES, Recipe
 
 RAISE = "raise-norm,raise-rope,raise-attention,raise-glu,raise-moe,raise-loss,cse,dce"
 TIMES = "compilation.json"
@@ -95,7 +95,7 @@ def pipeline_text(recipe: Recipe) -> str:
     specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]
     specs += [print_spec("expert-bias", {"rate": recipe.expert_bias_rate})] if recipe.expert_bias_rate else []
     derive = ",".join(specs)
-    shard = "".join(f"data-parallel{{axis={axis},size={size or 0}}}," for axis, size in recipe.mesh_axes().items())
+    shard = "".join(f"{MESH_AXES[axis]}{{axis={axis},size={size or 0}}}," for axis, size in recipe.mesh_axes().items())
     return f"{NORMALIZE},{RAISE},{derive},{shard}cse,dce,in-place"
 
 
@@ -167,7 +167,12 @@ def _run_passes(
     say(f"capture {recipe.model}")
     module, captured, form = capture_with_report(spec)
     begun = time.perf_counter()
-    snapshots, check, start, verifier = Snapshots(), TwinCheck(), Start(), VerifyLater()
+    snapshots, check, start, verifier = (
+        Snapshots(),
+        TwinCheck(halves="tp" in recipe.mesh_axes()),
+        Start(),
+        VerifyLater(),
+    )
     checks = (check,) if recipe.verify else ()
     instruments = (verifier, *checks, OpCounts(), snapshots, *extra, Timer(), start)
     with collector_spared():

@@ -24,6 +24,9 @@ TARGET_ARCHS = {"h100": "sm_90a", "cpu": ""}
 ARCHS = ("sm_80", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_103", "sm_103a", "sm_120", "sm_120a")
 """The GPU architectures that kernels can be built for; the compiler behind Triton ends the process for others."""
 
+MESH_AXES = {"dp": "data-parallel", "tp": "tensor-parallel"}
+"""The axes that a mesh may have, and the pass that spreads a module over each."""
+
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(rf"\s*(\d+(?:\.\d*)?)\s*({'|'.join(_UNITS)})\s*")
 _BELOW_ONE = (0, 0.999999)
@@ -43,7 +46,7 @@ class Recipe:
 
     model: str = option("", "what to compile: a zoo model (dense-tiny), file.py:factory, or hf:config.json")
     purpose: str = option("train", "what the package is for", ("train", "serve"))
-    mesh: str = option("dp=*", "mesh axes and sizes, e.g. dp=2; * binds to the number of processes at launch")
+    mesh: str = option("dp=*", "mesh axes and sizes, e.g. dp=2,tp=2; dp=* binds to the number of processes at launch")
     precision: str = option("fp32", "dtype of the parameters and of the computation", ("fp32", "bf16", "fp16"))
     target: str = option("h100", "the machine that kernels are chosen for", tuple(TARGET_ARCHS))
     arch: str = option(
@@ -140,10 +143,13 @@ class Recipe:
             name, equals, size = part.strip().partition("=")
             if not equals or not (size == "*" or (size.isdigit() and int(size) > 0)):
                 raise OptionError(f"mesh axis {part!r}", where="--mesh", hint="write NAME=SIZE, e.g. dp=2 or dp=*")
-            if name != "dp":
-                raise OptionError(
-                    f"mesh axis {name!r} is not supported", where="--mesh", hint="the data-parallel axis is dp"
-                )
+            if name not in MESH_AXES:
+                hint = "data-parallel dp and tensor-parallel tp"
+                raise OptionError(f"mesh axis {name!r} is not supported", where="--mesh", hint=hint)
+            if name != "dp" and size == "*":
+                raise OptionError(f"the mesh axis {name} has no size", where="--mesh", hint=f"a number: {name}=2")
+            if name != "dp" and self.purpose == "serve":
+                raise OptionError(f"the mesh axis {name} is for training", where="--mesh", hint="dp alone, to serve")
             if name in axes:
                 raise OptionError(f"mesh axis {name!r} is given twice", where="--mesh")
             axes[name] = None if size == "*" else int(size)

@@ -132,7 +132,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     lse = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
-    step = _chunk_rows(logits)
+    step = chunk_rows(logits)
     for start in range(0, logits.shape[0], step):
         rows = slice(start, start + step)
         torch.logsumexp(wide(logits[rows]), -1, out=lse[rows])
@@ -152,7 +152,7 @@ def cross_entropy_grad(
     counted = labels != ignore_index
     scale = (dsum * counted)[:, None]
     columns = labels.where(counted, 0)[:, None]
-    step = _chunk_rows(logits)
+    step = chunk_rows(logits)
     for start in range(0, logits.shape[0], step):
         rows = slice(start, start + step)
         piece = out[rows] if out.dtype == lse.dtype else torch.empty_like(out[rows], dtype=lse.dtype)
@@ -162,7 +162,8 @@ def cross_entropy_grad(
     return out
 
 
-def _chunk_rows(logits: Tensor) -> int:
+def chunk_rows(logits: Tensor) -> int:
+    """How many rows of logits are worked on at once."""
     elements = _CHUNK_ELEMENTS_CUDA if logits.is_cuda else _CHUNK_ELEMENTS
     return max(1, elements // logits.shape[1])
 
@@ -183,6 +184,11 @@ def global_norm(tensors: list[Tensor]) -> Tensor:
     dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype)))
     return norm
+
+
+def square_sum(tensors: list[Tensor]) -> Tensor:
+    """The sum of the squares of all elements of all tensors, in at least f32."""
+    return global_norm(tensors).square()
 
 
 def gradient_scale(norm: Tensor, count: Tensor, *, max_norm: float) -> tuple[Tensor, Tensor]:

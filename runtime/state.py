@@ -5,6 +5,9 @@ was built, and they are replayed here. Random calls count by global element inde
 (seed, seed name, call index), so the values depend on neither the mesh, nor the order of creation, nor the device.
 
 A tensor may start as the copy of another (`copy_from`). Copies are made after what they copy.
+
+On a mesh a rank keeps its share of a tensor that is split (`shards.py`): the whole is drawn, one tensor at a time, and
+the rest let go.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mgraph import philox
 from mgraph.errors import PackageError
+from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.package import State, StateSpec
 
 # Calls that draw nothing and take plain numbers.
@@ -32,10 +37,14 @@ _PLAIN_CALLS: dict[str, Callable[..., Tensor]] = {
 
 
 def create_state(
-    specs: Iterable[StateSpec], seed: int, device: torch.device | str, blank: Collection[str] = ()
+    specs: Iterable[StateSpec],
+    seed: int,
+    device: torch.device | str,
+    blank: Collection[str] = (),
+    mesh: Mesh | None = None,
 ) -> State:
     """All tensors of `specs` by name, initialised with `seed`, on `device`; those in `blank`, and copies of them, hold
-    nothing yet.
+    nothing yet. With a `mesh`, this rank's shares of them.
 
     Raises `PackageError` where a tensor has no initialiser, names an unknown call, or copies in a circle.
     """
@@ -50,9 +59,13 @@ def create_state(
             if source not in state:
                 create(by_name[source], (*waiting, source))
         if spec.name in blank or any(call[:1] == ("copy_from",) and call[1] in blank for call in spec.init):
-            state[spec.name] = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            shape = spec.shape if mesh is None else spec.share(mesh).shape
+            state[spec.name] = torch.empty(shape, dtype=spec.dtype, device=device)
             return
-        state[spec.name] = _initialise(spec, state, seed, torch.device(device))
+        copies = any(call[0] == "copy_from" for call in spec.init)
+        shape = spec.share(mesh).shape if copies and mesh is not None else spec.shape
+        made = _initialise(spec, shape, state, seed, torch.device(device))
+        state[spec.name] = made if copies or mesh is None else share_of_whole(spec, made, mesh)
 
     for spec in by_name.values():
         if spec.name not in state:
@@ -60,12 +73,42 @@ def create_state(
     return {name: state[name] for name in by_name}
 
 
-def _initialise(spec: StateSpec, state: State, seed: int, device: torch.device) -> Tensor:
+def share_of_whole(spec: StateSpec, whole: Tensor, mesh: Mesh) -> Tensor:
+    """This rank's share of a whole tensor; the same tensor where it is all of it."""
+    share = spec.share(mesh)
+    if share.shape == spec.shape:
+        return whole
+    local = whole.new_zeros(share.shape)
+    for piece in share.pieces:
+        source = tuple(slice(start, start + size) for start, size in zip(piece.whole, piece.sizes, strict=True))
+        piece.of(local).copy_(whole[source])
+    return local
+
+
+def whole_tensors(state: State, specs: Iterable[StateSpec], mesh: Mesh) -> State:
+    """The state with the tensors of `specs` whole, on every rank: a collective of the ranks that share them."""
+    made = dict(state)
+    for spec in specs:
+        if spec.share(mesh).shape == spec.shape:
+            continue
+        tensor = state[spec.name]
+        for split in reversed(spec.placement):
+            if mesh.size(split.axis) > 1:
+                assert split.factor is None and not split.zigzag, f"{spec.name}: {split} has no whole made of parts"
+                parts = [torch.empty_like(tensor) for _ in range(mesh.size(split.axis))]
+                dist.all_gather(parts, tensor.contiguous(), group=mesh.group(split.axis))
+                tensor = torch.cat(parts, split.dim)
+        assert tuple(tensor.shape) == spec.shape, f"{spec.name}: parts of unequal extents have no whole made of them"
+        made[spec.name] = tensor
+    return made
+
+
+def _initialise(spec: StateSpec, shape: tuple[int, ...], state: State, seed: int, device: torch.device) -> Tensor:
     if not spec.init:
         raise _error(spec, "has no initialiser")
     # A program for a low-precision tensor runs in f32 and is rounded once, as casting an initialised model would.
     low_precision = spec.dtype.is_floating_point and spec.dtype.itemsize < 4
-    tensor = torch.empty(spec.shape, dtype=torch.float32 if low_precision else spec.dtype, device=device)
+    tensor = torch.empty(shape, dtype=torch.float32 if low_precision else spec.dtype, device=device)
     for index, (call, *arguments) in enumerate(spec.init):
         _replay(tensor, call, arguments, state, seed, philox.key_from(seed, spec.seed_name, index), spec)
     return tensor.to(spec.dtype)

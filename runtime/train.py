@@ -42,10 +42,10 @@ from mgraph.runtime.package import Package, State, load_package
 from mgraph.runtime.sample import generate
 from mgraph.runtime.saving import Saver
 from mgraph.runtime.schedule import learning_rate
-from mgraph.runtime.state import create_state
+from mgraph.runtime.state import create_state, whole_tensors
 from mgraph.runtime.tokenizer import Tokenizer, load_tokenizer
 from mgraph.runtime.transfer import NOTES, export, export_adapter, initialise, is_exported, note_export
-from mgraph.runtime.weights import model_tensors
+from mgraph.runtime.weights import FROM_FILES, model_tensors
 
 ENTRIES = ("microbatch", "finish", "evaluate", "predict")
 """What a package must have to be trained."""
@@ -105,6 +105,7 @@ def run(options: Options, package_dir: Path) -> None:
             torch.cuda.set_device(device)
         package = _open(package_dir, device, options)
         opened.append(package)
+        _check_places(options, package)
         for option, target in _exports(options):
             if not _is_exported(option, target, options, package):
                 check_export(target, flag(option))
@@ -178,6 +179,18 @@ def _directory(options: Options, package: Package) -> Path:
 def _exports(options: Options) -> list[tuple[str, Path]]:
     """The options that ask for something to be written at the end, and where to."""
     return [(option, target) for option in NOTES if (target := getattr(options, option)) is not None]
+
+
+def _check_places(options: Options, package: Package) -> None:
+    """Raise OptionError where what is exported would lie around the run, or around what is exported besides."""
+    places = {"--out": _directory(options, package)} | {flag(option): target for option, target in _exports(options)}
+    for option, target in _exports(options):
+        for other, place in places.items():
+            if other != flag(option) and place.resolve().is_relative_to(target.resolve()):
+                raise OptionError(
+                    f"{flag(option)} {target}: {other} {place} is the same place or lies in it",
+                    hint="give each a directory of its own",
+                )
 
 
 def _is_exported(option: str, target: Path, options: Options, package: Package) -> bool:
@@ -261,7 +274,7 @@ class Trainer:
             corpus=corpus,
             stream=Stream(corpus.train, batch, options.seed),
             validation=validation_batches(corpus.validation, batch, options.eval_batches, rank, num_ranks),
-            state=create_state(package.state_specs, options.seed, where.device, blank=given),
+            state=create_state(package.state_specs, options.seed, where.device, given, where),
             out=out,
             microbatches=microbatches,
             saver=Saver(out / CHECKPOINTS, package.state_specs, where, options.keep),
@@ -286,7 +299,7 @@ class Trainer:
         if found is None:
             init = self.options.init
             if init is not None:
-                self.mesh.together(lambda: initialise(init, self.package, self.state, self.mesh.is_first))
+                self.mesh.together(lambda: initialise(init, self.package, self.state, self.mesh.is_first, self.mesh))
             return
         if not self.options.resume:
             raise OptionError(
@@ -432,7 +445,10 @@ class Trainer:
         """After the last step: the exported weights, the sample, the picture, and the line that sums the run up."""
         if math.isnan(self.validation_loss):  # resumed at the end: no step of this process was evaluated
             self.evaluate()
-        self.mesh.together(self._export)
+        if _exports(self.options):
+            kept = [s for s in self.package.state_specs if s.kind in FROM_FILES]
+            whole = whole_tensors(self.state, kept, self.mesh)
+            self.mesh.together(lambda: self._export(whole))
         text = self.sample() if self.options.sample_length else None
         self.mesh.together(lambda: self._write_results(text))
 
@@ -468,8 +484,8 @@ class Trainer:
             flush=True,
         )
 
-    def _export(self) -> None:
-        """Every rank has all weights; the first one writes them."""
+    def _export(self, state: State) -> None:
+        """The first rank writes the weights, which are whole in `state`."""
         options = self.options
         if self.log is None:
             return
@@ -479,9 +495,9 @@ class Trainer:
                 continue
             self.log.end_of_steps()
             if option == "export":
-                export(target, options.export_dtype, self.package, self.state)
+                export(target, options.export_dtype, self.package, state)
             else:
-                export_adapter(target, options.export_dtype, self.package, self.state, options.init)
+                export_adapter(target, options.export_dtype, self.package, state, options.init)
             note_export(option, target, self.out, self.step)
 
 

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from mgraph.runtime.export import CONFIG, Weights, export_weights, new_directory
 from mgraph.runtime.lora import write_adapter
+from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.package import Package, State
 from mgraph.runtime.weights import load_weights, masters
 
@@ -28,10 +29,11 @@ FULL = "f32"
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
-def initialise(source: Path, package: Package, state: State, shown: bool) -> None:
-    """Fill the weights of a state from files; a bar on a terminal and a line, where `shown`. Raises CheckpointError."""
+def initialise(source: Path, package: Package, state: State, shown: bool, mesh: Mesh | None = None) -> None:
+    """Fill the weights of a state, or this rank's shares of them, from files; a bar on a terminal and a line, where
+    `shown`. Raises CheckpointError."""
     with _Transfer("loading weights", shown) as transfer:
-        number = load_weights(source, state, package.state_specs, package.weight_layout, transfer.advance)
+        number = load_weights(source, state, package.state_specs, package.weight_layout, transfer.advance, mesh)
     if shown:
         transfer.say(f"loaded {number} tensors, {transfer.summary} from {source}")
 

@@ -47,25 +47,42 @@ from mgraph.runtime.ops import (
     loss_scale_update,
     rope,
     rope_table_grad,
+    square_sum,
     squared_relu,
     squared_relu_grad,
     zero_,
+)
+from mgraph.runtime.vocabulary import (
+    cross_entropy_join,
+    cross_entropy_part,
+    cross_entropy_part_grad,
+    embedding_part,
+    embedding_part_grad,
+    embedding_part_grad_,
 )
 
 __all__ = [
     "Pending",
     "adamw_",
     "all_finite",
+    "all_gather",
     "all_reduce",
     "all_reduce_start",
     "attention",
     "attention_grad",
+    "axis_index",
     "copy_",
     "cross_entropy",
     "cross_entropy_grad",
+    "cross_entropy_join",
+    "cross_entropy_part",
+    "cross_entropy_part_grad",
     "device",
     "dropout",
     "embedding_grad_",
+    "embedding_part",
+    "embedding_part_grad",
+    "embedding_part_grad_",
     "expert_bias_update_",
     "expert_counts",
     "global_norm",
@@ -86,9 +103,11 @@ __all__ = [
     "moe_dispatch_grad",
     "moe_route",
     "moe_route_grad",
+    "part_of",
     "random",
     "rope",
     "rope_table_grad",
+    "square_sum",
     "squared_relu",
     "squared_relu_grad",
     "wait",
@@ -139,6 +158,37 @@ def wait(pending: Pending) -> list[Tensor]:
             for target, piece in zip(targets, pieces, strict=True):
                 target.copy_(piece.view_as(target))
     return pending.tensors
+
+
+def all_gather(tensors: Sequence[Tensor], axis: str, dim: int) -> list[Tensor]:
+    """Each tensor joined along `dim` with those of the other ranks of `axis`, in their order: one message per dtype."""
+    here = mesh.current()
+    ranks = here.size(axis)
+    made = list(tensors)
+    if ranks == 1:
+        return made
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(index)
+    for same in by_dtype.values():
+        own = torch.cat([tensors[i].reshape(-1) for i in same])
+        flat = [torch.empty_like(own) for _ in range(ranks)]
+        dist.all_gather(flat, own, group=here.group(axis))
+        pieces = [torch.split(part, [tensors[i].numel() for i in same]) for part in flat]
+        for place, i in enumerate(same):
+            made[i] = torch.cat([part[place].view(tensors[i].shape) for part in pieces], dim)
+    return made
+
+
+def axis_index(axis: str) -> int:
+    """This rank's place along `axis`, from 0."""
+    return mesh.current().index(axis)
+
+
+def part_of(x: Tensor, index: int, *, dim: int, parts: int) -> Tensor:
+    """Part `index` of `parts` equal ones of x along `dim`; a view."""
+    size = x.shape[dim] // parts
+    return x.narrow(dim, index * size, size)
 
 
 def adamw_(

@@ -15,9 +15,14 @@ from torch import Tensor
 
 from mgraph.errors import CheckpointError
 from mgraph.runtime.lora import added_by_adapters
+from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.package import State, StateSpec
+from mgraph.runtime.state import share_of_whole
 from mgraph.runtime.weight_files import Advance, WeightFiles, ignore, listed
 from mgraph.runtime.weight_layout import FileTensor, as_it_is, file_tensors
+
+FROM_FILES = ("param", "buffer", "master")
+"""Kinds of states that files of weights fill."""
 
 COMPARED = 2**24
 """Elements that are compared at once: a tensor that is only looked at is not to be copied whole."""
@@ -42,16 +47,21 @@ def load_weights(
     specs: Iterable[StateSpec],
     layout: Iterable[Mapping[str, Any]],
     advance: Advance = ignore,
+    mesh: Mesh | None = None,
 ) -> int:
     """Copy every parameter and persistent buffer from the files of `path` into `state`, converting dtypes; how many
     tensors of files that were. `layout` is the package's `weight_layout`.
 
-    A master copy takes the file's own precision, not that of its parameter. One tensor of a file is in memory at a
-    time; `advance` hears when it is done with. Raises CheckpointError for an unreadable file, and one for
+    With a `mesh` the tensors that are split over it are put together whole, in host memory, and this rank's shares of
+    them copied. A master copy takes the file's own precision, not that of its parameter. One tensor of a file is in
+    memory at a time; `advance` hears when it is done with. Raises CheckpointError for an unreadable file, and one for
     all tensors that are missing, of another shape, or not in the package. Two kinds of tensors may be there besides:
     buffers that the package makes itself, and copies of a parameter, under the other name of a tied one.
     """
     specs = list(specs)
+    files_fill = [s for s in specs if s.kind in FROM_FILES]
+    split = [s for s in files_fill if mesh is not None and s.share(mesh).shape != s.shape]
+    mine, state = state, {**state, **{s.name: torch.empty(s.shape, dtype=s.dtype) for s in split}}
     own = {spec.name: as_it_is(spec) for spec in model_tensors(specs)}
     laid_out = {tensor.name: tensor for tensor in file_tensors(layout, model_tensors(specs))}
     itself, copies = {name: name for name in own}, masters(specs)
@@ -88,6 +98,9 @@ def load_weights(
             hint="compile the package from the configuration of these weights; names are those that the model's "
             "library writes, or of its state_dict",
         )
+    for spec in split:
+        assert mesh is not None, "tensors are split over a mesh"
+        mine[spec.name].copy_(share_of_whole(spec, state.pop(spec.name), mesh))
     return len(found)
 
 

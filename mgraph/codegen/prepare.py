@@ -14,6 +14,7 @@ from typing import Any, cast
 from mgraph.codegen.liveness import written_operands
 from mgraph.codegen.reductions import with_copies
 from mgraph.ir.graph import Function, Module, Node, Value
+from mgraph.ir.local import localized
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ Place = tuple[str, int]  # a function and the index of a result or param
 
 def prepare(module: Module) -> dict[str, Function]:
     """Functions by name, callees before callers, entry functions last."""
+    module = localized(module)
     order = callees_first(module)
     functions = {name: with_copies(_hoist_accumulations(module.functions[name])) for name in order}
     entries = {entry.function for entry in module.entries.values()}

@@ -115,7 +115,7 @@ def _joined(argument: Any) -> str:
 
 def overwritable(node: Node) -> tuple[int, ...]:
     """Operands whose memory the op could take for its only result, best first."""
-    if node.op == "cross_entropy_grad":
+    if node.op in ("cross_entropy_grad", "cross_entropy_part_grad"):
         return (1,)
     if node.op not in OVERWRITING or "args" in node.attrs or len(node.results) != 1:
         return ()
@@ -131,7 +131,7 @@ def absorbable(part: Node, total: Value) -> bool:
         return False
     if part.op == "aten.embedding_dense_backward.default":
         return part.attrs.get("padding_idx", -1) == -1 and not part.attrs.get("scale_grad_by_freq", False)
-    return part.op in ("aten.mm.default", "grouped_outer")
+    return part.op in ("aten.mm.default", "embedding_part_grad", "grouped_outer")
 
 
 def write_accumulated(part: Site, total: str) -> str:
@@ -139,6 +139,8 @@ def write_accumulated(part: Site, total: str) -> str:
     operands = ", ".join(part.operands)
     if part.node.op == "aten.mm.default":
         return f"{total}.addmm_({operands})"
+    if part.node.op == "embedding_part_grad":
+        return f"rt.embedding_part_grad_({total}, {operands}, padding_idx={part.node.attrs['padding_idx']})"
     name = "grouped_outer_" if part.node.op == "grouped_outer" else "embedding_grad_"
     return f"rt.{name}({total}, {operands})"
 
@@ -249,17 +251,34 @@ def _all_reduce(site: Site) -> str:
     return f"rt.{node.op}({site.tensors(node.operands, '')}, {site.literal(node.attrs['axis'])}{suffix})"
 
 
+def _all_gather(site: Site) -> str:
+    node = site.node
+    text = f"rt.all_gather([{', '.join(site.operands)}], {site.literal(node.attrs['axis'])}, {node.attrs['dim']})"
+    return text if len(node.results) > 1 else f"{text}[0]"
+
+
+def _square_sum(site: Site) -> str:
+    return f"rt.square_sum({site.tensors(site.node.operands, '')})"
+
+
 _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "accumulate": _accumulate,
     "all_finite": _all_finite,
+    "all_gather": _all_gather,
     "all_reduce": _all_reduce,
     "all_reduce_start": _all_reduce,
     "attention": _runtime(),
     "attention_grad": _runtime(),
+    "axis_index": lambda site: f"rt.axis_index({site.literal(site.node.attrs['axis'])})",
     "cast": _cast,
     "cross_entropy": _runtime(),
     "cross_entropy_grad": _runtime(),
+    "cross_entropy_join": _runtime(),
+    "cross_entropy_part": _runtime(),
+    "cross_entropy_part_grad": _runtime(),
     "dropout": _runtime(),
+    "embedding_part": _runtime(),
+    "embedding_part_grad": _runtime(),
     "expert_bias_update": _expert_bias_update,
     "expert_counts": _runtime(),
     "global_norm": _global_norm,
@@ -279,10 +298,12 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "moe_dispatch_grad": _runtime(),
     "moe_route": _runtime(),
     "moe_route_grad": _runtime(),
+    "part_of": _runtime(),
     "random": _runtime(),
     "reshape": _reshape,
     "rope": _runtime(),
     "rope_table_grad": _runtime(),
+    "square_sum": _square_sum,
     "squared_relu": _runtime(),
     "squared_relu_grad": _runtime(),
     "wait": lambda site: f"rt.wait({site.operands[0]})",

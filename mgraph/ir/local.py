@@ -8,9 +8,10 @@ of the node's result (`reshape`, `expand`, `zeros`) is divided as that is placed
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from mgraph.ir.graph import Module, Node
+from mgraph.ir.graph import Function, Module, Node
 from mgraph.ir.types import Shard, TensorType
 
 SHAPE_ATTRS = ("shape", "size")
@@ -54,6 +55,22 @@ def local_attrs(node: Node, dividing: Mapping[str, int]) -> Mapping[str, Any]:
             pairs = zip(shape, type_.shape, local.shape, strict=True)
             attrs[name] = tuple(part if given == whole else given for given, whole, part in pairs)
     return attrs
+
+
+def localized(module: Module) -> Module:
+    """The module with the attributes that one rank runs its nodes with; types stay those of whole tensors."""
+    dividing = dividing_axes(module, declared_sizes(module))
+    if not dividing:
+        return module
+    return replace(module, functions={n: _localized(f, dividing) for n, f in module.functions.items()})
+
+
+def _localized(function: Function, dividing: Mapping[str, int]) -> Function:
+    nodes = []
+    for node in function.nodes:
+        attrs = local_attrs(node, dividing)
+        nodes.append(node if attrs is node.attrs else replace(node, attrs=attrs))
+    return replace(function, nodes=tuple(nodes))
 
 
 def part(tensor: Any, type_: TensorType, sizes: Mapping[str, int], place: Mapping[str, int]) -> Any:

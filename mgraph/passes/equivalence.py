@@ -5,7 +5,8 @@ An entry that both have is run on both, on all ranks of the mesh. An entry that 
     microbatch          torch's autograd through the interpreted forward, and the forward's own outputs
     finish              torch.optim.AdamW or Adam and clip_grad_norm_, three steps in float64
     step (serving)      the logits of the whole sequence, against chunks over the cache
-    over a new axis     one rank that runs the microbatches of all ranks
+    over a data axis    one rank that runs the microbatches of all ranks
+    over any other axis the ranks there were before, with whole states, over the entries of a step
 
 Tiers: `bitwise` is torch.equal in the module's own dtypes. `reassociating` is at most 1e-9 apart, relative to the
 largest element, on the lifted (float64) graph; and in the module's own dtypes the error against the lifted reference
@@ -23,7 +24,10 @@ from typing import Any
 
 from mgraph.ir.graph import Module, StateKind
 from mgraph.ir.interpreter import Hook, run, run_ranks
+from mgraph.ir.local import dividing_axes, part
+from mgraph.ir.mesh import coordinates_of
 from mgraph.ir.torch_bridge import to_torch_dtype
+from mgraph.ir.types import Shard
 from mgraph.parameter_groups import assign
 from mgraph.passes.autodiff import COUNT_TOTAL, EVALUATION, LOSS_SCALE, LOSS_TOTAL
 from mgraph.passes.base import Pass, Tier
@@ -44,6 +48,7 @@ from mgraph.passes.samples import (
 LIFTED_BOUND, NATIVE_BOUND, MARGIN = 1e-9, 1.5, 1e-3
 _ROUNDINGS = 4  # a choice must also be so many roundings of the coarsest dtype away from another
 _DRAWS, _MORE = 200, 7
+_ALIKE = 1e-2  # ranks round alike but for the order of their sums
 _TINY = 1e-6  # differences are relative to the largest element, or to this where all are smaller
 _CHUNKS = (4, 1, 3, 1)
 _RATES = (0.01, 0.02, 0.005)
@@ -87,6 +92,8 @@ def check(pass_: Pass, before: Module, after: Module, shapes: Shapes) -> list[Ev
         evidence, covered = _training(pass_, before, after, shapes), {"microbatch", "evaluate", "predict"}
     elif "forward" in before.entries and "step" in new:
         evidence, covered = [_serving(before, after, shapes)], {"step"}
+    elif len(after.mesh) > len(before.mesh) and after.mesh[-1].name in dividing_axes(after, mesh_of(after)):
+        evidence, covered = [_divided(before, after, shapes)], set(after.entries)
     elif len(after.mesh) > len(before.mesh):
         evidence, covered = _parallel(before, after, shapes), set(after.entries)
     else:
@@ -210,7 +217,7 @@ def _steady(module: Module, reference: Callable[[int, Hook], Any]) -> Iterator[i
 
 @dataclass(frozen=True)
 class _Run:
-    """One entry on all ranks with its inputs and states."""
+    """One entry on all ranks with its inputs and states; states that are whole are laid out over the mesh."""
 
     module: Module
     entry: str
@@ -231,14 +238,21 @@ class _Run:
         """Outputs and updates per rank."""
         import torch
 
+        states = [self._laid_out(rank, state) for rank, state in enumerate(self.states)]
         with torch.no_grad():
-            return run_ranks(self.module, self.entry, self.inputs, self.states, self.sizes, lifted=lifted, hook=hook)
+            return run_ranks(self.module, self.entry, self.inputs, states, self.sizes, lifted=lifted, hook=hook)
+
+    def _laid_out(self, rank: int, state: Tensors) -> Tensors:
+        place = dict(zip(self.sizes, coordinates_of(rank, list(self.sizes.values())), strict=True))
+        types = {n: s.type for n, s in self.module.state.items() if s.type.placement and n in state}
+        whole = {n: t for n, t in types.items() if tuple(state[n].shape) == t.shape}
+        return {**state, **{n: part(state[n], t, self.sizes, place) for n, t in whole.items()}}
 
 
 def _same_entry(pass_: Pass, before: Module, after: Module, entry: str, shapes: Shapes) -> Evidence:
     """The entry of both modules with the same inputs, and states that the pass says mean the same."""
     sizes = mesh_of(after)
-    ranks = range(ranks_of(sizes))
+    ranks = _data_ranks(after, sizes)
 
     def of(seed: int) -> _Run:
         inputs = [random_inputs(before.entry_function(entry), shapes, seed, rank) for rank in ranks]
@@ -418,6 +432,60 @@ def _parallel(before: Module, after: Module, shapes: Shapes) -> list[Evidence]:
     method = f"one rank with the microbatches of {len(ranks)}"
     pair = functools.partial(_pair, single, spread)
     return [judge("finish", Tier.REASSOCIATING, method, seeds, pair)]
+
+
+def _data_ranks(module: Module, sizes: Mapping[str, int]) -> list[int]:
+    """For each rank of a mesh its number among those with other data: ranks that divide the work have the same."""
+    dividing = dividing_axes(module, sizes)
+    counted = {axis: 1 if axis in dividing else size for axis, size in sizes.items()}
+    numbers = []
+    for rank in range(ranks_of(sizes)):
+        number = 0
+        for size, at in zip(counted.values(), coordinates_of(rank, list(sizes.values())), strict=True):
+            number = number * size + (at if size > 1 else 0)
+        numbers.append(number)
+    return numbers
+
+
+def _divided(before: Module, after: Module, shapes: Shapes) -> Evidence:
+    """A step of ranks that divide the work, against the ranks that there were, each of which does all of its own."""
+    import torch
+
+    sizes, old = mesh_of(after), mesh_of(before)
+    axis = after.mesh[-1].name
+
+    def step(module: Module, sizes: Mapping[str, int], seed: int, lifted: bool, hook: Hook | None = None) -> Tensors:
+        numbers = _data_ranks(module, sizes)
+        states = [zero_accumulators(before, random_state(before, seed, n)) for n in numbers]
+        made: Tensors = {}
+        for entry in (*sorted(set(module.entries) - {"finish"}), "finish"):
+            inputs = [random_inputs(before.entry_function(entry), shapes, seed, n) for n in numbers]
+            outputs, updates = _Run(module, entry, inputs, states, sizes).apart(lifted, hook)
+            states = [{**s, **u} for s, u in zip(states, updates, strict=True)]
+            for number in dict.fromkeys(numbers):
+                group = [rank for rank, n in enumerate(numbers) if n == number]
+                for name in module.entries[entry].outputs:
+                    made[f"{entry} {name} on rank {number}"] = _agreed(name, [outputs[r][name] for r in group])
+                for name in module.entries[entry].updates:
+                    place = module.state[name].type.on(axis)
+                    parts = [updates[r][name] for r in group]
+                    joined = torch.cat(parts, place.dim) if isinstance(place, Shard) else _agreed(name, parts)
+                    made[f"{entry} {name} on rank {number}"] = joined
+        return made
+
+    single, spread = functools.partial(step, before, old), functools.partial(step, after, sizes)
+    seeds = _steady(before, lambda seed, hook: single(seed, True, hook))
+    method = f"the same step without {axis}"
+    return judge("finish", Tier.REASSOCIATING, method, seeds, functools.partial(_pair, single, spread))
+
+
+def _agreed(name: str, ranks: Sequence[Any]) -> Any:
+    """What all ranks have alike."""
+    for other in ranks[1:]:
+        error = _error(ranks[0], other)
+        if error > (LIFTED_BOUND if other.dtype.itemsize == 8 and other.is_floating_point() else _ALIKE):
+            raise Mismatch("step", name, error, LIFTED_BOUND, "ranks that must hold the same do not")
+    return ranks[0]
 
 
 def _serving(before: Module, after: Module, shapes: Shapes) -> Evidence:

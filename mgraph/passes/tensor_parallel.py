@@ -50,6 +50,10 @@ class TensorParallel(Pass):
         if self.size < 1:
             raise PassError(f"the axis {self.axis} has size {self.size}", hint="a size of at least 1")
 
+    def on_twin(self, real: Module) -> Pass:
+        """Over two ranks, which divide what more ranks do."""
+        return replace(self, size=min(self.size, 2))
+
     def run(self, module: Module, report: Report) -> Module:
         """Place states, then every function from its callers' side, and insert the collectives."""
         mesh = (*module.mesh, Axis(self.axis, self.size))

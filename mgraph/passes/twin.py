@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import sympy
@@ -24,7 +25,7 @@ from mgraph.ir.types import PendingType, Physical, TensorType, Type
 from mgraph.ir.verifier import verify
 from mgraph.passes.base import Report
 from mgraph.passes.calls import callee, calls
-from mgraph.passes.extents import DIM_ATTRS, assign, map_dim, relations, static_extents
+from mgraph.passes.extents import DIM_ATTRS, Assignment, Relation, assign, map_dim, relations, static_extents
 from mgraph.passes.outline import Outline
 
 SMALL = 5_000_000
@@ -61,15 +62,16 @@ class NoTwin(Exception):
     """A module has no reduced twin and is too large to be run as it is; the message says why."""
 
 
-def reduce(module: Module) -> tuple[Module, Reduction]:
-    """The twin of a captured module and how it was made.
+def reduce(module: Module, halves: bool = False) -> tuple[Module, Reduction]:
+    """The twin of a captured module and how it was made. With `halves`, extents that two divides stay even.
 
     Where no reduction is found, a small module is its own twin; otherwise NoTwin is raised.
     """
     short, layers = shorten(module)
     least = {d.maximum: SHORTEST for d in module.dims.values() if d.maximum is not None}
     found = static_extents(short)
-    new = assign(found, relations(short), least)
+    even = [Relation((n,), partial(_even, n)) for n in found if halves and n % 2 == 0]
+    new = assign(found, [*relations(short), *even], least)
     why = "no small extents keep all relations of the graph" if new is None else ""
     if new is not None:
         twin = _Narrowing(new).module(short)
@@ -83,6 +85,10 @@ def reduce(module: Module) -> tuple[Module, Reduction]:
     if size > SMALL:
         raise NoTwin(f"{why}; the model has {size} state elements, too many to run as it is")
     return module, Reduction({}, {}, why_not=why)
+
+
+def _even(extent: int, new: Assignment) -> bool:
+    return new[extent] % 2 == 0
 
 
 def state_elements(module: Module) -> int:

@@ -33,9 +33,13 @@ _FEW = 4  # a node with more operands or results than this has one per state, an
 
 
 class TwinCheck(Instrument):
-    """`measured["verify"]`: whether the pass keeps the numbers, measured on the twin that `reduction` describes."""
+    """`measured["verify"]`: whether the pass keeps the numbers, measured on the twin that `reduction` describes.
 
-    def __init__(self) -> None:
+    With `halves` the twin's extents can be divided by two where the model's can.
+    """
+
+    def __init__(self, halves: bool = False) -> None:
+        self._halves = halves
         self.reduction: Reduction | None = None
         self.why_not = "no pipeline was started"
         self._twin: Module | None = None
@@ -43,7 +47,7 @@ class TwinCheck(Instrument):
     def start(self, module: Module) -> None:
         """Make the twin."""
         try:
-            self._twin, self.reduction = reduce(module)
+            self._twin, self.reduction = reduce(module, self._halves)
             self._shapes = Shapes.of(self._twin)
         except NoTwin as error:
             self.why_not = str(error)

@@ -105,13 +105,13 @@ def test_an_op_without_a_form_is_an_error() -> None:
 module "m"
 
 func @f(%x: f32[4]) {
-  %y: f32[4] = all_gather(%x) {axis = "dp", dim = 0} forward at "a" "m.py":3 by capture
+  %y: f32[4] = all_to_all(%x) {axis = "dp", join_dim = 0, split_dim = 0} forward at "a" "m.py":3 by capture
   return %y
 }
 
 entry f = @f -> (y)
 """
-    with pytest.raises(PassError, match="no torch form of the op 'all_gather'"):
+    with pytest.raises(PassError, match="no torch form of the op 'all_to_all'"):
         step_text(parse_module(text))
 
 

@@ -1,0 +1,94 @@
+"""Embedding and cross entropy over one part of a vocabulary that is split evenly over a mesh axis, in order.
+
+`index` is this rank's place on the axis: its part begins at `index` times the rows (columns) that it has.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mgraph.runtime.ops import chunk_rows, wide
+
+
+def _within(tokens: Tensor, index: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The row of the part that each token has (0 for those of other parts), and whether it is of the part."""
+    row = tokens - index * rows
+    inside = (row >= 0) & (row < rows)
+    return row.where(inside, 0), inside
+
+
+def embedding_part(weight: Tensor, tokens: Tensor, index: int) -> Tensor:
+    """The rows of weight [V, N] for tokens of this part, zeros for others; [..., N]."""
+    row, inside = _within(tokens, index, weight.shape[0])
+    return F.embedding(row, weight).masked_fill_(~inside[..., None], 0)
+
+
+def embedding_part_grad(
+    grad: Tensor, tokens: Tensor, index: int, *, shape: tuple[int, int], padding_idx: int = -1
+) -> Tensor:
+    """Gradient of `embedding_part`, of `shape` [V, N]: each row sums grad [..., N] over its tokens."""
+    return embedding_part_grad_(grad.new_zeros(shape), grad, tokens, index, padding_idx=padding_idx)
+
+
+def embedding_part_grad_(total: Tensor, grad: Tensor, tokens: Tensor, index: int, *, padding_idx: int = -1) -> Tensor:
+    """Add the gradient of `embedding_part` to total [V, N], in place; tokens `padding_idx` add nothing."""
+    row, inside = _within(tokens, index, total.shape[0])
+    counted = inside & (tokens != padding_idx)
+    rows = grad.to(total.dtype).masked_fill(~counted[..., None], 0)
+    return total.index_add_(0, row.reshape(-1), rows.reshape(-1, rows.shape[-1]))
+
+
+def cross_entropy_part(logits: Tensor, labels: Tensor, index: int, *, parts: int) -> tuple[Tensor, Tensor]:
+    """log sum exp of this part's logits [N, V], and the label's logit where it is of this part, else 0; each [N, 1].
+
+    `parts` is the number of ranks. Rows are taken in pieces, so that no second [N, V] tensor is made.
+    """
+    lse = torch.empty(logits.shape[0], dtype=_wide_type(logits), device=logits.device)
+    step = chunk_rows(logits)
+    for start in range(0, logits.shape[0], step):
+        rows = slice(start, start + step)
+        torch.logsumexp(wide(logits[rows]), -1, out=lse[rows])
+    row, inside = _within(labels, index, logits.shape[1])
+    picked = logits.gather(1, row[:, None]).to(lse.dtype).masked_fill_(~inside[:, None], 0)
+    return lse[:, None], picked
+
+
+def cross_entropy_join(
+    lse: Tensor, picked: Tensor, labels: Tensor, *, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """The loss sum and lse [N] of the whole vocabulary from all parts' columns, lse and picked [N, ranks]."""
+    whole = lse.logsumexp(-1)
+    return (whole - picked.sum(-1)).where(labels != ignore_index, 0).sum(), whole
+
+
+def cross_entropy_part_grad(
+    dsum: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    index: int,
+    *,
+    ignore_index: int = -100,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`dsum * (exp(logits - lse) - onehot(label))` for this part's logits [N, V]; zero in ignored rows.
+
+    `out` may be `logits` itself, which is then overwritten.
+    """
+    out = torch.empty_like(logits) if out is None else out
+    scale = (dsum * (labels != ignore_index))[:, None]
+    row, inside = _within(labels, index, logits.shape[1])
+    step = chunk_rows(logits)
+    for start in range(0, logits.shape[0], step):
+        rows = slice(start, start + step)
+        piece = out[rows] if out.dtype == lse.dtype else torch.empty_like(out[rows], dtype=lse.dtype)
+        torch.sub(logits[rows], lse[rows, None], out=piece).exp_()
+        piece.scatter_add_(1, row[rows, None], -inside[rows, None].to(piece.dtype))
+        torch.mul(piece, scale[rows], out=out[rows])
+    return out
+
+
+def _wide_type(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
