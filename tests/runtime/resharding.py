@@ -8,6 +8,7 @@ are functions of the mesh that saves. Writes `RANK.json` with `SAVER LOADER` →
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import sys
@@ -16,7 +17,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from mgraph.errors import StorageError
 from mgraph.runtime import checkpoint
 from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.package import State, StateSpec
@@ -94,6 +97,26 @@ def locals_of(whole: State, mesh: Mesh) -> State:
     return {name: tensor.contiguous().clone() for name, tensor in found.items()}
 
 
+def full_disk_of_one(rank: int, mesh: Mesh, directory: Path) -> str:
+    """The error that a save ends with whose second rank cannot write."""
+
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    written = FileSystemWriter.write_data
+    if rank == 1:
+        FileSystemWriter.write_data = fail  # type: ignore[method-assign,assignment]
+    saver = Saver(directory, SPECS, mesh, 1)
+    saver.save(8, locals_of(wholes("dp2"), mesh), {})
+    try:
+        saver.wait()
+    except StorageError as error:
+        return error.message
+    finally:
+        FileSystemWriter.write_data = written  # type: ignore[method-assign]
+    return "none"
+
+
 def main(rank: int, world: int, directory: Path) -> None:
     """All savers, then all loaders of each."""
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
@@ -119,6 +142,8 @@ def main(rank: int, world: int, directory: Path) -> None:
             state = {key: torch.zeros_like(value) for key, value in expected.items()}
             checkpoint.load(found, state, SPECS, mesh)
             results[f"{saved} {name}"] = [key for key in state if torch.equal(state[key], expected[key])]
+    if "dp2" in meshes:
+        results["failure"] = [full_disk_of_one(rank, meshes["dp2"], directory / "dp2")]
     (directory / f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
