@@ -25,7 +25,7 @@ ARCHS = ("sm_80", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_103", "sm_103a", "
 """The GPU architectures that kernels can be built for; the compiler behind Triton ends the process for others."""
 
 MESH_AXES = {"dp": "data-parallel", "tp": "tensor-parallel"}
-"""The axes that a mesh may have, and the pass that spreads a module over each."""
+"""The axes that a mesh may have, major first (neighbouring ranks share a layer), and the pass for each."""
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(rf"\s*(\d+(?:\.\d*)?)\s*({'|'.join(_UNITS)})\s*")
@@ -137,7 +137,7 @@ class Recipe:
         return text.rpartition(":")[2] if ":" in text else Path(text).stem
 
     def mesh_axes(self) -> dict[str, int | None]:
-        """The mesh as axis name to size (`None`: `*`). Raises OptionError."""
+        """The mesh as axis name to size (`None`: `*`), in the order of MESH_AXES. Raises OptionError."""
         axes: dict[str, int | None] = {}
         for part in filter(None, self.mesh.split(",")):
             name, equals, size = part.strip().partition("=")
@@ -153,7 +153,7 @@ class Recipe:
             if name in axes:
                 raise OptionError(f"mesh axis {name!r} is given twice", where="--mesh")
             axes[name] = None if size == "*" else int(size)
-        return axes
+        return {name: axes[name] for name in MESH_AXES if name in axes}
 
     @property
     def archs(self) -> tuple[str, ...]:

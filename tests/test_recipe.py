@@ -43,6 +43,7 @@ def test_mesh() -> None:
     assert Recipe().mesh_axes() == {"dp": None}
     assert Recipe(mesh="dp=4").mesh_axes() == {"dp": 4}
     assert Recipe(mesh="dp=*,tp=2").mesh_axes() == {"dp": None, "tp": 2}
+    assert list(Recipe(mesh="tp=2,dp=2").mesh_axes()) == ["dp", "tp"]  # one order of ranks
     for wrong in ("dp", "dp=", "dp=-1", "dp=0", "dp=x", "pp=2", "tp=*", "dp=2,dp=2"):
         with pytest.raises(OptionError, match="mesh axis"):
             Recipe(mesh=wrong).mesh_axes()

@@ -169,16 +169,17 @@ def _is_weight(walk: _Walk, value: Value) -> bool:
 
 def _check(walk: _Walk, node: Node, what: str, axis: str, size: int) -> None:
     """Refuse an axis that does not divide what would be split. Operands of the site are told first."""
-    values = [*node.operands, *node.results, *walk.split]
-    for value in values:
+    shared = node.operands[1:3] if node.op == "attention" else ()
+    for value in (*node.operands, *node.results, *walk.split):
         place = walk.split.get(value)
         if place is None or not isinstance(value.type, TensorType):
             continue
         extent = value.type.shape[place.dim]
         if divide(extent, size) is None:
             where = node.origin.path or walk.function.name
+            kind = "key/value " if value in shared else ""
             raise PassError(
-                f"{axis}={size} does not divide the {dim_text(extent)} {what} of {where}",
+                f"{axis}={size} does not divide the {dim_text(extent)} {kind}{what} of {where}",
                 where=str(node.origin),
                 hint=f"a {axis} that divides {dim_text(extent)}",
             )

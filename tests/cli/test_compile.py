@@ -101,6 +101,10 @@ def test_disabled_pass_is_left_out(mgraph: Mgraph, tmp_path: Path) -> None:
         (["compile", "dense-tiny", "--for", "trian"], ["'trian'", "--for", "did you mean 'train'?"]),
         (["compile", "dense-tiny", "--eps", "small"], ["--eps", " a valid "]),
         (["compile", "dense-tiny", "--beta1", "1.5"], ["beta1 is 1.5", "from 0 to 0.999999"]),
+        (
+            ["compile", "dense-tiny", "--mesh", "tp=4"],
+            ["tp=4 does not divide the 2 key/value heads", "models/attention.py"],
+        ),
         (["compile", "dense-tiny", "--mesh", "pp=2"], ["'pp' is not supported", "dp", "tp"]),
         (["compile", "dense-tiny", "--mesh", "tp=2", "--for", "serve"], ["tp is for training", "--mesh"]),
         (["compile", "dense-tiny", "--mesh", "dp=0"], ["dp=0", "--mesh"]),

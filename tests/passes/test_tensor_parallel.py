@@ -83,7 +83,7 @@ def test_biases_are_added_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        (4, "tp=4 does not divide the 2 heads of layers.*.attn"),
+        (4, "tp=4 does not divide the 2 key/value heads of layers.*.attn"),
         (3, "tp=3 does not divide the 256 entries of the vocabulary of embed"),
     ],
 )
