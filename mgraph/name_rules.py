@@ -59,6 +59,8 @@ def read_rule(
 
     Raises OptionError for a field that is not among `fields`, and where there are no patterns or nothing else.
     """
+    if not isinstance(rule, str | Mapping):
+        raise OptionError(f"{kind}: expected text or a mapping, not {rule!r}", hint=example)
     values = dict(rule) if isinstance(rule, Mapping) else _fields(rule)
     shown = rule if isinstance(rule, str) else ", ".join(f"{k}: {v}" for k, v in rule.items())
     for name in values:
@@ -101,7 +103,7 @@ def first_rules(rules: Sequence[R], names: Iterable[str], kind: str, flag: str) 
 def nearest(patterns: Iterable[str], names: Sequence[str]) -> str:
     """A hint for patterns that fit no name."""
     for pattern in patterns:
-        inner = f"*{pattern.removesuffix('.weight')}*"
+        inner = f"*{pattern.removesuffix('.weight').strip('*')}*"
         if any(fnmatch.fnmatchcase(name, inner) for name in names):
             return f"did you mean '{inner}'? A pattern is about the whole name"
     near = [n for p in patterns for n in difflib.get_close_matches(p, names, n=1, cutoff=0.4)]

@@ -68,7 +68,9 @@ SIZES: dict[str, dict[str, ModelConfig]] = {
     "dense": {
         "tiny": _TINY,
         "tiny-geglu": replace(_TINY, act="gelu_tanh", tie_embeddings=True),
-        "tiny-capped": replace(_TINY, attention_softcap=5.0, logit_softcap=4.0, window=7, window_pattern=(True, False)),
+        "tiny-capped": replace(
+            _TINY, attention_softcap=5.0, logit_softcap=4.0, window=7, window_pattern=(True, False), rope_fraction=0.5
+        ),
         "tiny-sinks": replace(_TINY, sinks="fixed", rope_fraction=0.5, rope_interleaved=True, qkv_bias=True),
         "100m": ModelConfig(d_model=768, num_layers=16, num_heads=12, num_kv_heads=4, d_ff=2048),
     },

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from mgraph.errors import OptionError
@@ -23,9 +25,16 @@ def test_unknown_fields_are_named_with_the_kind_of_rule() -> None:
         read_rule("a z=2", ("z",), "adapter", "write a: z=2")
 
 
+@pytest.mark.parametrize("rule", [None, 3, ["a", "b"]])
+def test_what_is_neither_text_nor_a_mapping_is_refused(rule: Any) -> None:
+    with pytest.raises(OptionError, match=r"(?s)adapter: expected text or a mapping, not .*write a: z=2"):
+        read_rule(rule, ("z",), "adapter", "write a: z=2")
+
+
 @pytest.mark.parametrize(
     ("pattern", "says"),
     [
+        ("attn.*", "did you mean '*attn.*'?"),
         ("q_proj", "did you mean '*q_proj*'"),
         ("layers.0.attn.q_porj.weight", "did you mean 'layers.0.attn.q_proj.weight"),
         ("zzz", "such as embed"),

@@ -22,6 +22,7 @@ from mgraph.cli.modules import ModuleReport, modules_named
 from mgraph.cli.snapshots import Compiled, Snapshot, open_package
 from mgraph.errors import OptionError, did_you_mean
 from mgraph.ir.graph import Function, Node
+from mgraph.ir.opdef import declared_ops
 from mgraph.passes.base import Match
 from mgraph.passes.instrument import op_count_lines
 
@@ -77,6 +78,8 @@ class Explainer:
             lines += [*self._histories.lines(snapshot, function, node), ""]
         if len(nodes) > self.limit:
             lines.append(f"… and {len(nodes) - self.limit} more nodes (--limit)")
+        if not lines and what in declared_ops():
+            return [f"no {what} in any graph of the package, and no place that was nearly one"]
         if not lines:
             raise OptionError(f"nothing in the package is named '{what}'", str(self.package.path), self._hint(what))
         while lines[-1] == "":

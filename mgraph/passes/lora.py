@@ -202,10 +202,8 @@ def _frozen(module: Module, train: str, report: Report) -> dict[str, State]:
     """The states, of which no parameter is trained but those that a pattern of `train` names."""
     names = [s.name for s in module.state.values() if s.kind is StateKind.PARAM]
     patterns = name_rules.split_patterns(train)
-    for pattern in patterns:
-        if not any(name_rules.fits([pattern], name) for name in names):
-            hint = name_rules.nearest([pattern], names)
-            raise OptionError(f"the pattern '{pattern}' matches no parameter", "--lora-train", hint)
+    if patterns and not any(name_rules.fits(patterns, name) for name in names):
+        raise OptionError(f"'{train}' matches no parameter", "--lora-train", name_rules.nearest(patterns, names))
     frozen = {n for n in names if module.state[n].trainable and not name_rules.fits(patterns, n)}
     report.count("frozen", len(frozen))
     return {n: replace(s, trainable=s.trainable and n not in frozen) for n, s in module.state.items()}

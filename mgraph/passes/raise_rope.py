@@ -11,8 +11,8 @@
 or, with tables of half the width, `cat(first * cos - second * sin, second * cos + first * sin)`. Where `first` and
 `second` are every other element and come back so (a stack and a reshape in place of `cat`), the style is
 `interleaved`; where they come back as halves, x is first brought into that order. Casts around the chain are taken
-along where they lead back to x's dtype. Written with complex numbers, neighbours are one number, and cos and sin the
-parts of another:
+along where they lead back to x's dtype. Where only a part of the head is turned, x and its halves are slices of it.
+Written with complex numbers, neighbours are one number, and cos and sin the parts of another:
 
     %a = reshape(%x) {shape = (B, S, 2, 4, 2)}
     %b = aten.view_as_complex.default(%a)                     %a = aten.view_as_real.default(%cis)
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mgraph.ir.builder import FunctionBuilder
-from mgraph.ir.dims import Dim, divide
+from mgraph.ir.dims import Dim, as_dim, divide
 from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.ir.pattern import ANY, Guard, Match, Pattern, Where, capture, either, op, optional_cast, where
 from mgraph.ir.types import DType
@@ -90,10 +90,30 @@ def _half_width(parts: _Parts, cos: Pattern, sin: Pattern) -> _Parts:
     )
 
 
+def _part_of_wider(cos: Pattern, sin: Pattern) -> Pattern:
+    """Where only a part of the last dim is turned: x and its halves are three slices of the whole."""
+    x, first, second = (
+        op(
+            "aten.slice.Tensor",
+            capture("wide"),
+            dim=_LAST,
+            start=ANY,
+            end=ANY,
+            name=name,
+            shared=name == "part",
+            binds=binds,
+        )
+        for name, binds in (("part", "x"), ("first", ""), ("second", ""))
+    )
+    turned = op("aten.cat.default", op("aten.neg.default", second), first, dim=_LAST)
+    return op("aten.add.Tensor", _mul(x, cos), _mul(turned, sin), commutative=True)
+
+
 _X = optional_cast(capture("x"))
 _TABLES = optional_cast(capture("cos")), optional_cast(capture("sin"))
 _ROTATION = either(
     _full_width(_X, *_TABLES),
+    _part_of_wider(*_TABLES),
     op("aten.cat.default", *_half_width(_halves(_X), *_TABLES), dim=_LAST),
     op("aten.cat.default", *_half_width(_alternate(_X), *_TABLES), dim=_LAST, name="halved"),
     _stacked(*_half_width(_alternate(_X), *_TABLES), "stacked"),
@@ -119,6 +139,23 @@ def _shape(match: Match) -> str | None:
     if cos.shape != sin.shape or not cos.shape or cos.shape[-1] not in (x.shape[-1], _half(match["x"])):
         return f"the tables are {cos} and {sin}, expected equal shapes with the last dim of {x} or half of it"
     return None
+
+
+def _halves_of_part(match: Match) -> str | None:
+    """The slices of the whole: x, and both its halves."""
+    if "part" not in match.nodes:
+        return None
+    (start, end), first, second = (_bounds(match.nodes[name]) for name in ("part", "first", "second"))
+    half = divide(as_dim(end - start), 2)
+    middle = None if half is None else as_dim(start + half)
+    if (first, second) != ((start, middle), (middle, end)):
+        return f"the slices are {first} and {second}, expected the halves of {(start, end)}"
+    return None
+
+
+def _bounds(part: Node) -> tuple[Dim, Dim]:
+    attrs: Any = part.attrs
+    return attrs.get("start", 0), attrs.get("end", part.operands[0].tensor.shape[-1])
 
 
 def _complex_shape(match: Match) -> str | None:
@@ -161,7 +198,7 @@ _RULE = Rule(
     either(op("cast", _ROTATION, dtype=ANY), _ROTATION),
     ("aten.neg.default", "aten.sub.Tensor"),
     _emit,
-    (Guard("shape", _shape), Guard("dtype", _dtype)),
+    (Guard("halves", _halves_of_part), Guard("shape", _shape), Guard("dtype", _dtype)),
 )
 _COMPLEX_RULE = Rule(
     "rope",

@@ -127,3 +127,9 @@ def test_unknown_name(mgraph: Mgraph, compiled: Path, name: str, meant: str) -> 
     run = mgraph("explain", compiled, name)
     assert (run.code, run.out) == (2, "")
     assert f"did you mean '{meant}'?" in run.err
+
+
+def test_a_pattern_that_nothing_came_near(mgraph: Mgraph, compiled: Path) -> None:
+    done = mgraph("explain", compiled, "layer_norm")
+    assert done.code == 0
+    assert done.out == "no layer_norm in any graph of the package, and no place that was nearly one\n"

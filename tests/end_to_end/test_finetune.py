@@ -88,6 +88,10 @@ def test_a_run_does_not_begin_where_the_export_could_not_end(pretrained: Pretrai
     with pytest.raises(OptionError, match="there is something already"):
         finetune(pretrained, tmp_path)
     assert not (tmp_path / "run").exists()
+    for places in (["--export", "r", "--out", "r"], ["--export", "r/a", "--export-adapter", "r"]):
+        with pytest.raises(OptionError, match="is the same place or lies in it"):
+            run(parse(["--steps", "1", *places], "train.py"), pretrained[1])
+    assert not Path("r").exists()
 
 
 def test_only_copies_of_tied_tensors_may_be_there_besides(pretrained: Pretrained, tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def train(package: Path, directory: Path, *arguments: str, steps: int = 4) -> di
 def test_exports_give_the_logits_of_the_run(
     compiled: Callable[[str], Family], pretrained: Path, tmp_path: Path
 ) -> None:
-    """The merged weights as transformers loads them; PEFT's files, applied as its documentation says, and loaded by it."""
+    """The merged weights as transformers loads them; PEFT's files, applied as documented, and as it loads them."""
     from transformers import AutoModelForCausalLM
 
     package = compiled("llama").path

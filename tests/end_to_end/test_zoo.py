@@ -24,7 +24,7 @@ CASES = [(name, disable) for name in ZOO for disable in ("", "raise-*")]
 def test_a_tiny_size_trains_like_eager(name: str, disable: str, tmp_path: Path) -> None:
     built = build(name, tmp_path, disable=disable, eps=EPSILON)
     ops = {n.op for _, n in built.compilation.module.walk()}
-    assert not RAISED & ops if disable else {"rms_norm", "attention"} <= ops
+    assert not RAISED & ops if disable else {"rms_norm", "attention", "rope"} <= ops
     package = load_package(built.path, "cpu")
     state = create_state(package.state_specs, 3, "cpu")
     model = built.eager()

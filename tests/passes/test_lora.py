@@ -84,11 +84,11 @@ def test_the_states() -> None:
 
 
 def test_parameters_that_are_trained_besides() -> None:
-    after, report = adapted(mlp_module(), "*.up: rank=1", train="embed|*.0.down")
+    after, report = adapted(mlp_module(), "*.up: rank=1", train="embed|*.0.down|*.bias")
     assert {n for n, s in after.state.items() if s.trainable and "lora" not in n} == {"embed", "layers.0.down"}
     assert report.counts["frozen"] == 3
-    with pytest.raises(OptionError, match=r"'\*\.norm' matches no parameter"):
-        adapted(mlp_module(), "*.up: rank=1", train="embed|*.norm")
+    with pytest.raises(OptionError, match=r"'\*\.norm\|\*\.bias' matches no parameter"):
+        adapted(mlp_module(), "*.up: rank=1", train="*.norm|*.bias")
 
 
 def test_layers_without_adapters_keep_their_function() -> None:

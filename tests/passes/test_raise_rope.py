@@ -102,9 +102,50 @@ def test_raises(text: str) -> None:
     assert_same(before, after)
 
 
+PARTIAL = """
+func @f(%w: f32[B, 2, S, 12], %cos: f32[1, S, 8], %sin: f32[1, S, 8]) {
+  %x: f32[B, 2, S, 8] = aten.slice.Tensor(%w) {dim = 3, end = 8}
+  %a: f32[B, 2, S, 8] = aten.mul.Tensor(%x, %cos)
+  %b: f32[B, 2, S, 4] = aten.slice.Tensor(%w) {dim = 3, end = 4}
+  %c: f32[B, 2, S, 4] = aten.slice.Tensor(%w) {dim = 3, start = 4, end = 8}
+  %d: f32[B, 2, S, 4] = aten.neg.default(%c)
+  %e: f32[B, 2, S, 8] = aten.cat.default(%d, %b) {args = ["tensors.0", "tensors.1"], dim = -1}
+  %g: f32[B, 2, S, 8] = aten.mul.Tensor(%e, %sin)
+  %y: f32[B, 2, S, 8] = aten.add.Tensor(%a, %g)
+  return %y
+}
+"""
+"""The first eight of twelve dims are turned."""
+LAST_PART = (
+    PARTIAL.replace("{dim = 3, end = 8}", "{dim = 3, start = 4}")
+    .replace("{dim = 3, end = 4}", "{dim = 3, start = 4, end = 8}")
+    .replace(
+        "%c: f32[B, 2, S, 4] = aten.slice.Tensor(%w) {dim = 3, start = 4, end = 8}",
+        "%c: f32[B, 2, S, 4] = aten.slice.Tensor(%w) {dim = 3, start = 8}",
+    )
+)
+
+
+@pytest.mark.parametrize("text", [PARTIAL, LAST_PART])
+def test_raises_a_part_of_the_head(text: str) -> None:
+    before, after, report = raised(RaiseRope(), text)
+    part, rope = after.functions["f"].nodes
+    assert part.op == "aten.slice.Tensor" and rope.operands[0] == part.result
+    assert (rope.op, rope.attrs["style"]) == ("rope", "half")
+    assert report.near_misses == []
+    assert_same(before, after)
+
+
 @pytest.mark.parametrize(
     ("text", "old", "new", "expected"),
     [
+        (PARTIAL, "start = 4, end = 8", "start = 8, end = 12", "expected the halves of (0, 8)"),
+        (
+            PARTIAL,
+            "%b: f32[B, 2, S, 4] = aten.slice.Tensor(%w) {dim = 3, end = 4}",
+            "%b: f32[B, 2, S, 4] = aten.slice.Tensor(%w) {dim = 3, start = 1, end = 5}",
+            "expected the halves of (0, 8)",
+        ),
         (FULL, "return %y", "return %y, %e", "`cat` has 2 users, expected 1"),
         (FULL, "(%c)\n", "(%b)\n", "`slice` has start = None, expected half of the last dim"),
         (INTERLEAVED, "return %y", "return %y, %d", "`neg` has 2 users, expected 1"),
