@@ -17,11 +17,10 @@ from mgraph.recipe import Recipe
 Tensors = dict[str, Any]
 
 
-def trained(model: str, **options: Any) -> Module:
-    """The training graph of a model on one rank, before it is spread."""
-    done = build_module(Recipe(model=model, arch="none", mesh="dp=1", disable="data-parallel", **options))
-    after = [r.name for r in done.results].index("adamw") + 1
-    return done.snapshots.snapshots[after].module
+def trained(model: str, after: str = "adamw") -> Module:
+    """The training graph of a model on one rank, as it is after a pass: before it is spread."""
+    done = build_module(Recipe(model=model, arch="none", mesh="dp=1", disable="data-parallel"))
+    return done.snapshots.snapshots[[r.name for r in done.results].index(after) + 1].module
 
 
 def whole(ranks: list[Any], type_: TensorType, axis: str) -> Any:

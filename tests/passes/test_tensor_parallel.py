@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 
 from mgraph.errors import PassError
+from mgraph.ir.builder import rebuild
 from mgraph.ir.graph import Module
 from mgraph.ir.types import Shard
 from mgraph.ir.verifier import verify
+from mgraph.passes.adamw import AdamW
+from mgraph.passes.autodiff import Autodiff
 from mgraph.passes.base import Report
+from mgraph.passes.pipeline import run_pipeline
 from mgraph.passes.tensor_parallel import TensorParallel
+from mgraph.passes.verify import TwinCheck
 from tests.families.configs import write_config
 from tests.passes.spread import trained, worst_difference
 
@@ -100,3 +105,31 @@ def test_experts_stay_whole_and_say_why() -> None:
     after = TensorParallel().run(before, report)
     assert {m.pattern for m in report.near_misses} == {"tensor parallel inner columns"}
     assert all(s.type.on("tp") is None for n, s in after.state.items() if "experts" in n)
+
+
+class Forgetful(TensorParallel):
+    """Leaves out the reduction behind the attention."""
+
+    def run(self, module: Module, report: Report) -> Module:
+        """Spread, and then drop the first all_reduce of the layer."""
+        after = super().run(module, report)
+        layer = after.functions["layer"]
+        builder, dropped = rebuild(layer, self.name), False
+        for node in layer.nodes:
+            if node.op == "all_reduce" and not dropped:
+                builder.replace(node.result, node.operands[0])
+                dropped = True
+            else:
+                builder.keep(node)
+        return after.with_function(builder.build(layer.results))
+
+
+def test_verify_measures_the_plan_on_the_twin() -> None:
+    forward = trained("dense-tiny", after="raise-loss")
+    derive = [Autodiff(), AdamW()]
+    *_, result = run_pipeline(forward, [*derive, TensorParallel(size=2)], [TwinCheck(halves=True)])[1]
+    found = result.measured["verify"]
+    assert found["status"] == "verified"
+    assert found["method"] == "the same step without tp"
+    with pytest.raises(PassError, match="pass 'tensor-parallel' changes the numbers"):
+        run_pipeline(forward, [*derive, Forgetful(size=2)], [TwinCheck(halves=True)])

@@ -139,3 +139,12 @@ def test_the_shape_of_llama_3_8b_reduces() -> None:
     real, _ = run_pipeline(module, "outline")
     small, _ = run_pipeline(twin, "outline")
     assert isomorphic(real.functions["layer"], small.functions["layer"])
+
+
+def test_halves_keep_even_extents_even() -> None:
+    module = attention_like()
+    twin, reduction = reduce(module, halves=True)
+    verify(twin)
+    assert isomorphic(twin, module)
+    assert reduction.extents.keys() == {32, 64, 128, 4096}
+    assert all(new % 2 == 0 for new in reduction.extents.values())
