@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from mgraph.errors import CheckpointError, DataError, MgraphError, OptionError, PackageError, StorageError
-from mgraph.runtime import checkpoint
+from mgraph.runtime import checkpoint, shard_files
 from mgraph.runtime import train as train_module
 from mgraph.runtime.data import Stream
 from mgraph.runtime.handshake import MeshError
@@ -417,6 +419,27 @@ def test_wrong_input(
     serving = make_package(kind="serve", entries={"predict": {"inputs": ["tokens"], "outputs": ["logits"]}})
     with pytest.raises(PackageError, match=r"no entry 'microbatch' .it is for serve"):
         train(serving, out, text_file)
+
+
+def test_a_save_that_fails_ends_the_run(
+    package_dir: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes has an error: the run ends with it, and the checkpoint before is whole."""
+    write = shard_files.write_boxes
+    calls: list[tuple[Any, ...]] = []
+
+    def second_fails(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*arguments)
+
+    monkeypatch.setattr(shard_files, "write_boxes", second_fails)
+    with pytest.raises(StorageError, match="No space left on device"):
+        train(package_dir, tmp_path / "run", text_file, "--steps", "14", "--save-every", "2")
+    found = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert found is not None and found.step == 2 and len(calls) == 2
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
 
 
 def test_a_run_is_neither_overwritten_nor_resumed_with_other_data(

@@ -1,0 +1,35 @@
+"""A run that changes its mesh at each resume goes on as if it had not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mgraph.compiler import compile_package
+from mgraph.recipe import Recipe
+from tests.runtime.conftest import read_losses, run_trainer
+
+OPTIONS = "--batch-size 2 --seq-len 33 --accumulate 2 --warmup 2 --decay constant --eval-batches 1 --sample-length 0"
+
+
+@pytest.mark.full
+def test_tensor_parallel_to_one_and_back(tmp_path: Path) -> None:
+    packages = {}
+    for name, mesh in (("one", "dp=*"), ("two", "dp=*,tp=2")):
+        packages[name] = tmp_path / name
+        compile_package(Recipe(model="dense-tiny", mesh=mesh, output=str(packages[name]), arch="none"))
+    placed = json.loads((packages["two"] / "manifest.json").read_text())["state"]
+    assert any("placement" in state for state in placed), "the comparison would prove little"
+
+    def train(name: str, out: str, steps: int) -> list[float]:
+        options = [*OPTIONS.split(), "--steps", steps, "--out", tmp_path / out, "--resume"]
+        done = run_trainer(packages[name], *options, processes=2 if name == "two" else 0)
+        assert done.returncode == 0, done.stderr
+        return read_losses(tmp_path / out)
+
+    expected = train("one", "whole", 8)
+    for name, steps in (("two", 3), ("one", 6), ("two", 8)):
+        found = train(name, "changing", steps)
+    assert found == pytest.approx(expected, abs=1e-5)
