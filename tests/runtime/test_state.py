@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 
 from mgraph import philox
 from mgraph.errors import PackageError
+from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.package import StateSpec
+from mgraph.runtime.shards import Split
 from mgraph.runtime.state import create_state
 
 
@@ -104,3 +108,26 @@ def test_blank_tensors_and_copies_of_them_are_left_to_who_fills_them() -> None:
     assert torch.equal(state["other"], create_state(specs[2:], 3, "cpu")["other"])
     with pytest.raises(PackageError, match="unknown_"):
         create_state(specs, 3, "cpu")
+
+
+class Placed(Mesh):
+    """A mesh without processes: the place of a rank follows from its number."""
+
+    def index(self, axis: str) -> int:
+        """The rank's coordinate; axes are major first."""
+        after = list(self.axes)[list(self.axes).index(axis) + 1 :]
+        return self.rank // math.prod(self.axes[name] for name in after) % self.axes[axis]
+
+
+def test_ranks_keep_their_shares_of_what_one_rank_has() -> None:
+    """Split along a dim by two axes in turn, and whole; what is copied is copied by parts."""
+    split = replace(spec("w", ("normal_", 0.0, 1.0), shape=(8, 6)), placement=(Split("tp", 1), Split("fsdp", 0)))
+    copy = replace(split, name="w.master", init=(("copy_from", "w"),))
+    specs = [split, copy, spec("b", ("uniform_", 0.0, 1.0), shape=(5,))]
+    whole = create_state(specs, 3, "cpu")
+    for rank, (fsdp, tp) in enumerate((f, t) for f in range(2) for t in range(3)):
+        mesh = Placed(rank, 6, torch.device("cpu"), {"fsdp": 2, "tp": 3})
+        state = create_state(specs, 3, "cpu", mesh=mesh)
+        part = whole["w"][4 * fsdp : 4 * fsdp + 4, 2 * tp : 2 * tp + 2]
+        assert torch.equal(state["w"], part) and torch.equal(state["w.master"], part)
+        assert torch.equal(state["b"], whole["b"])
