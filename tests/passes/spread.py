@@ -17,9 +17,9 @@ from mgraph.recipe import Recipe
 Tensors = dict[str, Any]
 
 
-def trained(model: str, after: str = "adamw") -> Module:
+def trained(model: str, after: str = "adamw", **options: Any) -> Module:
     """The training graph of a model on one rank, as it is after a pass: before it is spread."""
-    done = build_module(Recipe(model=model, arch="none", mesh="dp=1", disable="data-parallel"))
+    done = build_module(Recipe(model=model, arch="none", mesh="dp=1", disable="data-parallel", **options))
     return done.snapshots.snapshots[[r.name for r in done.results].index(after) + 1].module
 
 
