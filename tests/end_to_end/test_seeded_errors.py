@@ -78,6 +78,7 @@ def test_a_wrong_group_is_caught_by_the_proof(tmp_path: Path, monkeypatch: pytes
     assert error.where is not None and "function @finish, node %sum_embed_weight_grad_pending, from" in error.where
 
 
+@pytest.mark.full
 def test_a_missing_reduction_is_caught_by_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = compiled(tmp_path, monkeypatch, missing_reduce, verify=True)
     assert isinstance(error, PassError) and "pass 'data-parallel' changes the numbers: entry 'finish'" in error.message

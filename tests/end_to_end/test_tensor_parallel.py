@@ -82,6 +82,7 @@ def test_processes_train_as_one(runs: Runs, alone: Result) -> None:
         torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-5 * float(tensor.abs().max()), msg=name)
 
 
+@pytest.mark.full
 def test_weights_are_loaded_by_parts(runs: Runs, alone: Result) -> None:
     """Ranks that begin with files of weights go on as the one that wrote them would."""
     one = runs.train("dp=1", 1, "--init", str(alone.weights))

@@ -19,6 +19,7 @@ from mgraph.passes.tensor_parallel import TensorParallel
 from mgraph.passes.verify import TwinCheck
 from tests.families.configs import write_config
 from tests.passes.spread import trained, worst_difference
+from tests.sampling import sampled
 
 PLACES = {
     "embed.weight": Shard(0),
@@ -66,7 +67,7 @@ def test_one_rank_needs_no_collective(dense: Module) -> None:
     assert not any(n.made_by == "tensor-parallel" for _, n in after.walk())
 
 
-@pytest.mark.parametrize("model", ["dense-tiny-geglu", "dense-tiny-sinks", "moe-tiny-grouped"])
+@pytest.mark.parametrize("model", sampled(["dense-tiny-geglu", "dense-tiny-sinks", "moe-tiny-grouped"], 1))
 def test_zoo(model: str) -> None:
     """A tied head; sinks, biases and a part of each head rotated; experts, with a shared one."""
     before = trained(model)

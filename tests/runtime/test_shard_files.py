@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -19,6 +20,7 @@ from tests.runtime.resharding import MESHES, SPECS
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 def test_any_mesh_loads_what_any_other_saved(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tests.runtime.resharding"]
