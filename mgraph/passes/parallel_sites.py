@@ -12,8 +12,9 @@ rules of `mgraph.passes.placing`. A place where one weight cannot be found stays
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from mgraph.errors import PassError
 from mgraph.ir.dims import dim_text, divide
@@ -61,7 +62,7 @@ class _Walk:
             return
         for node in self.users.get(value, ()):
             own = [i for i, v in enumerate(node.operands) if v is value]
-            rule = self._rule(node, lambda rule, own=own: all(rule.operands[i] == placement for i in own))
+            rule = self._rule(node, partial(_takes, own, placement))
             self._apply(node, rule)
             for result, place in zip(node.results, rule.results, strict=True):
                 self.onward(result, place)
@@ -77,12 +78,16 @@ class _Walk:
         return before is not placement
 
     @staticmethod
-    def _rule(node: Node, fits: object) -> ShardingRule:
-        assert callable(fits)
+    def _rule(node: Node, fits: Callable[[ShardingRule], bool]) -> ShardingRule:
         found = [] if node.op == "call" else [rule for rule in rules_of(node, 1) if fits(rule)]
         if not found:
             raise NoSite(f"{node.op} %{node.id} needs the whole tensor")
         return found[0]
+
+
+def _takes(places: Sequence[int], placement: Shard, rule: ShardingRule) -> bool:
+    """Whether a rule has these operands placed so."""
+    return all(rule.operands[i] == placement for i in places)
 
 
 def weight_placements(module: Module, entry: str, axis: str, size: int, report: Report) -> dict[str, Shard]:

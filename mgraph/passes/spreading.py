@@ -14,7 +14,7 @@ from mgraph.ir.builder import FunctionBuilder, rebuild
 from mgraph.ir.dims import evaluate
 from mgraph.ir.graph import Entry, Function, Module, Node, State, Value
 from mgraph.ir.signature import ShardingRule
-from mgraph.ir.types import Partial, PendingType, Placement, Shard, TensorType, Type
+from mgraph.ir.types import DType, Partial, PendingType, Placement, Shard, TensorType, Type
 from mgraph.passes.calls import callee
 from mgraph.passes.placing import rules_of
 
@@ -230,13 +230,13 @@ class _Function:
         logits, labels = node.operands
         if self.owner.on(logits) != Shard(1):
             return False
-        attrs = {"parts": self.owner.size}
-        own, axis = Shard(1), self.owner.axis
+        parts, axis = self.owner.size, self.owner.axis
+        column = TensorType(DType.F32, (logits.tensor.shape[0], parts)).place(axis, Shard(1))
+        operands = (logits, labels, self._axis_index())
         names = ("lse_part", "picked_part")
-        parts = self.builder.emit("cross_entropy_part", (logits, labels, self._axis_index()), attrs, names=names)
-        placed = tuple(Value(v.name, v.tensor.place(axis, own)) for v in parts)
-        made = self.builder.nodes.pop()
-        self.builder.nodes.append(made.with_values(made.operands, placed))
+        placed = self.builder.emit(
+            "cross_entropy_part", operands, {"parts": parts}, types=[column, column], names=names
+        )
         self.owner.counts["all_gather"] += 1
         names = ("lse_parts", "picked_parts")
         whole = self.builder.emit("all_gather", placed, {"axis": axis, "dim": 1}, names=names)

@@ -18,6 +18,7 @@ from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.package import State, StateSpec
 from mgraph.runtime.saving import Saver, remove, written_here
 from mgraph.runtime.shards import Split
+from tests.runtime.resharding import Part
 
 CPU = torch.device("cpu")
 ALONE = Mesh(0, 1, CPU, {"dp": 1})
@@ -146,18 +147,6 @@ def test_a_removal_that_stops_half_way_leaves_no_checkpoint(tmp_path: Path, monk
     assert values(tmp_path) == [1]
 
 
-class At(Mesh):
-    """A rank of a mesh without processes."""
-
-    def index(self, axis: str) -> int:
-        left = self.rank
-        for name in reversed(self.axes):
-            left, found = divmod(left, self.axes[name])
-            if name == axis:
-                return found
-        return 0
-
-
 def test_each_share_is_written_by_one_rank() -> None:
     axes = {"dp": 2, "tp": 3}
     splits = {"whole": (), "split": (Split("tp", 0),), "both": (Split("tp", 0), Split("dp", 1))}
@@ -169,7 +158,7 @@ def test_each_share_is_written_by_one_rank() -> None:
     boxes: dict[str, list[tuple[int, ...]]] = {}
     loads = []
     for rank in range(6):
-        mesh = At(rank, 6, CPU, axes)
+        mesh = Part(rank, 6, CPU, axes)
         mine = written_here(specs, mesh)
         loads.append(len(mine))
         for spec in mine:
