@@ -147,43 +147,49 @@ import torch
 from mgraph.errors import DataError, MgraphError
 from mgraph.runtime import mesh, v1
 
-here = mesh.start(lambda: (torch.device("cpu"), mesh.bind_axes({"dp": "*", "tp": 1}, 2), {"what": "same"}))
-rank = here.rank
-assert (here.size("dp"), here.size("tp"), here.size("none"), here.index("dp")) == (2, 1, 1, rank)
-base = torch.arange(6.0).view(2, 3)
-turned = (base + rank).t()
-whole = torch.tensor([rank, 5])
-half = torch.full((3,), 1.0 + rank, dtype=torch.bfloat16)
-alone = torch.full((2, 2), float(rank), dtype=torch.float64)
-out = v1.all_reduce([turned, base[:, 0], whole, half, alone], "dp")
-assert out[0] is turned
-assert torch.equal(turned, (2 * torch.arange(6.0).view(2, 3) + 1).t())
-assert base.tolist() == [[0.0, 1.0, 2.0], [6.0, 4.0, 5.0]]
-assert whole.tolist() == [1, 10] and half.tolist() == [3.0] * 3 and alone.tolist() == [[1.0, 1.0]] * 2
-pending = v1.all_reduce_start([torch.tensor([rank, -rank])], "dp", op="max")
-assert v1.wait(pending)[0].tolist() == [1, 0]
-assert v1.all_reduce([torch.tensor([rank + 3])], "dp", op="min")[0].item() == 3
-assert here.gather({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
-assert here.largest(rank * 7) == 7
-assert here.together(lambda: rank) == rank
 
-def fail():
-    if rank == 1:
-        raise DataError("only here", hint="none")
+def check():
+    here = mesh.start(lambda: (torch.device("cpu"), mesh.bind_axes({"dp": "*", "tp": 1}, 2), {"what": "same"}))
+    rank = here.rank
+    assert (here.size("dp"), here.size("tp"), here.size("none"), here.index("dp")) == (2, 1, 1, rank)
+    base = torch.arange(6.0).view(2, 3)
+    turned = (base + rank).t()
+    whole = torch.tensor([rank, 5])
+    half = torch.full((3,), 1.0 + rank, dtype=torch.bfloat16)
+    alone = torch.full((2, 2), float(rank), dtype=torch.float64)
+    out = v1.all_reduce([turned, base[:, 0], whole, half, alone], "dp")
+    assert out[0] is turned
+    assert torch.equal(turned, (2 * torch.arange(6.0).view(2, 3) + 1).t())
+    assert base.tolist() == [[0.0, 1.0, 2.0], [6.0, 4.0, 5.0]]
+    assert whole.tolist() == [1, 10] and half.tolist() == [3.0] * 3 and alone.tolist() == [[1.0, 1.0]] * 2
+    pending = v1.all_reduce_start([torch.tensor([rank, -rank])], "dp", op="max")
+    assert v1.wait(pending)[0].tolist() == [1, 0]
+    assert v1.all_reduce([torch.tensor([rank + 3])], "dp", op="min")[0].item() == 3
+    assert here.gather({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    assert here.largest(rank * 7) == 7
+    assert here.together(lambda: rank) == rank
 
-try:
-    here.together(fail)
-except DataError as error:
-    assert error.message == "only here"
-else:
-    raise AssertionError("rank 0 went on")
-here.agree({"what": "same"})
-try:
-    here.agree({"what": str(rank)})
-except MgraphError as error:
-    assert "rank 1: what is 1, not 0" in error.message
-else:
-    raise AssertionError("a difference was not seen")
+    def fail():
+        if rank == 1:
+            raise DataError("only here", hint="none")
+
+    try:
+        here.together(fail)
+    except DataError as error:
+        assert error.message == "only here"
+    else:
+        raise AssertionError("rank 0 went on")
+    here.agree({"what": "same"})
+    try:
+        here.agree({"what": str(rank)})
+    except MgraphError as error:
+        assert "rank 1: what is 1, not 0" in error.message
+    else:
+        raise AssertionError("a difference was not seen")
+    return rank
+
+# Nothing of the mesh may outlive `stop`: a gloo thread that lives on while the interpreter ends aborts the process.
+rank = check()
 mesh.stop()
 print("checked", rank)
 """
