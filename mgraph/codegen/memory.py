@@ -17,8 +17,9 @@ from mgraph.codegen.liveness import Liveness, may_alias, written_operands
 from mgraph.codegen.loops import find_loops
 from mgraph.codegen.prepare import called, prepare
 from mgraph.codegen.torch_provider import absorbable, overwritable
-from mgraph.ir.dims import Dim, evaluate
+from mgraph.ir.dims import evaluate
 from mgraph.ir.graph import Function, Module, Node, StateKind, Value
+from mgraph.ir.local import Division
 from mgraph.ir.types import PendingType, Shard, TensorType, Type
 
 _STRIDED = ("transpose", "permute", "t", "mT", "expand", "expand_as", "slice", "select", "split", "chunk", "unbind")
@@ -70,10 +71,9 @@ class RankMemory:
     """
 
     def __init__(self, module: Module, extents: Mapping[str, int], sizes: Mapping[str, int]) -> None:
-        self.module, self._extents, self._sizes = module, extents, sizes
+        self.module, self._extents = module, extents
         self._functions = prepare(module)
-        inputs = [p for e in module.entries.values() for p in module.functions[e.function].params]
-        self._binding = {axis for p in inputs for axis, _ in p.tensor.placement}
+        self._division = Division.of(module, sizes)
         self._profiles: dict[tuple[object, ...], Profile] = {}
         self._bytes: dict[Type, int] = {}
 
@@ -95,12 +95,8 @@ class RankMemory:
     def _local_shape(self, type_: TensorType) -> list[int]:
         shape: list[int] = [evaluate(extent, self._extents) for extent in type_.shape]
         for axis, placed in type_.placement:
-            if not isinstance(placed, Shard):
-                continue
-            named: Dim = type_.shape[placed.dim]
-            if axis in self._binding and not isinstance(named, int):
-                continue  # a rank's program binds the named dim to its own part
-            shape[placed.dim] = -(-shape[placed.dim] // self._sizes.get(axis, 1))
+            if isinstance(placed, Shard) and self._division.divides(type_.shape[placed.dim], axis):
+                shape[placed.dim] = -(-shape[placed.dim] // self._division.sizes[axis])
         return shape
 
     def entry(self, name: str) -> Peak:

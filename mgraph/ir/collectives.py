@@ -21,6 +21,7 @@ import sympy
 from mgraph.ir.dims import Dim, Extent, as_dim, dim_text, divide, names_in, product, substitute, symbol
 from mgraph.ir.facts import parse_fact
 from mgraph.ir.graph import Function, Module, Node
+from mgraph.ir.local import bound_dims
 from mgraph.ir.ops.cost import flops_of
 from mgraph.ir.printer import callee_of
 from mgraph.ir.types import PendingType, Shard, TensorType, Type
@@ -203,16 +204,7 @@ class Shares:
         self._parts = {axis.name: axis.of or (axis.name,) for axis in module.mesh}
         self._sizes = {axis.name: axis.size for axis in module.mesh}
         self._dims = module.dims
-        self._local = {
-            (name, part)
-            for entry in module.entries.values()
-            for value in module.functions[entry.function].params
-            if isinstance(value.type, TensorType)
-            for axis, placement in value.type.placement
-            if isinstance(placement, Shard)
-            for part in self.parts(axis)
-            for name in names_in(value.type.shape[placement.dim])
-        }
+        self._bound = bound_dims(module)
         self._multiples = _multiples((fact.text for fact in module.facts), self._sizes)
 
     def parts(self, axis: str) -> tuple[str, ...]:
@@ -238,7 +230,7 @@ class Shares:
             if not isinstance(placement, Shard):
                 continue
             for part in self.parts(axis):
-                if not any((name, part) in self._local for name in names_in(tensor.shape[placement.dim])):
+                if not any((name, part) in self._bound for name in names_in(tensor.shape[placement.dim])):
                     shape[placement.dim] = self._divided(tensor, placement.dim, shape[placement.dim], part)
         return product(self._bounded(tensor, dim) for dim in shape)
 

@@ -19,7 +19,7 @@ import sympy
 
 from mgraph.ir.dims import evaluate
 from mgraph.ir.graph import Function, Module, Node, Static, Value
-from mgraph.ir.local import dividing_axes, local_attrs
+from mgraph.ir.local import Division
 from mgraph.ir.mesh import groups, mesh_sizes
 from mgraph.ir.opdef import op_def
 from mgraph.ir.types import DType, PendingType, TensorType
@@ -96,7 +96,7 @@ class _Runner:
     ) -> None:
         self.module, self.ranks, self.lifted, self.state, self.hook = module, ranks, lifted, state, hook
         self.sizes = mesh_sizes(module.mesh, sizes, ranks)
-        self.dividing = dividing_axes(module, self.sizes)
+        self.division = Division.of(module, self.sizes)
         self.dims: list[dict[str, int]] = [{} for _ in range(ranks)]
 
     def lift(self, tensor: Any) -> Any:
@@ -141,7 +141,7 @@ class _Runner:
             return self.collective(node, operands)
         if node.op == "axis_index":
             return [self.axis_index(str(node.attrs["axis"]))]
-        body, complete = op_def(node.op).body, op_def(node.op).complete(local_attrs(node, self.dividing))
+        body, complete = op_def(node.op).body, op_def(node.op).complete(self.division.local_attrs(node))
         extra = {} if "." not in node.op else {"device": self.device(operands)}
         made = []
         for rank in range(self.ranks):

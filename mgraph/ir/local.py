@@ -1,28 +1,43 @@
 """What one rank runs of a node: attributes speak of the whole tensor, as types do, and a rank holds its part.
 
-An axis over which an entry's inputs are sharded (data parallelism) binds named dims: `B` is the extent of the rank's
-own part, and what is computed from it follows. Every other axis divides extents: an attribute that repeats the shape
-of the node's result (`reshape`, `expand`, `zeros`) is divided as that is placed.
+An extent lies over a mesh axis in one of two ways. A named dim that the inputs of an entry are sharded along (`B` over
+a data axis) is *bound* on each rank to its own part, and what is computed from it follows. Every other extent is
+divided by the axis: an attribute that repeats the shape of the node's result (`reshape`, `expand`, `zeros`) is divided
+as that is placed. One axis may do both: fully sharded data parallelism binds `B`, and divides the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mgraph.ir.graph import Function, Module, Node
+from mgraph.ir.dims import Dim, names_in
+from mgraph.ir.graph import Axis, Function, Module, Node
 from mgraph.ir.types import Shard, TensorType
 
 SHAPE_ATTRS = ("shape", "size")
 """Attributes that repeat the shape of the only result."""
 
 
-def dividing_axes(module: Module, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The axes, with their sizes, that divide extents instead of binding named dims."""
-    inputs = [p.type for e in module.entries.values() for p in module.functions[e.function].params]
-    binding = {axis for type_ in inputs if isinstance(type_, TensorType) for axis, _ in type_.placement}
-    return {axis: size for axis, size in sizes.items() if axis not in binding and size > 1}
+def bound_dims(module: Module) -> frozenset[tuple[str, str]]:
+    """Named dims with the basic axes over which each rank binds them to its own part."""
+    parts = {axis.name: axis.of or (axis.name,) for axis in module.mesh}
+    return frozenset(
+        (name, part)
+        for entry in module.entries.values()
+        for value in module.functions[entry.function].params
+        if isinstance(value.type, TensorType)
+        for axis, placement in value.type.placement
+        if isinstance(placement, Shard)
+        for part in parts[axis]
+        for name in names_in(value.type.shape[placement.dim])
+    )
+
+
+def data_axes(mesh: Iterable[Axis], bound: frozenset[tuple[str, str]]) -> list[str]:
+    """The basic axes along which ranks see different inputs, major first."""
+    return [axis.name for axis in mesh if not axis.of and axis.name in {a for _, a in bound}]
 
 
 def declared_sizes(module: Module) -> dict[str, int]:
@@ -30,45 +45,62 @@ def declared_sizes(module: Module) -> dict[str, int]:
     return {axis.name: axis.size for axis in module.mesh if not axis.of and axis.size is not None}
 
 
-def local_type(type_: TensorType, dividing: Mapping[str, int]) -> TensorType:
-    """The type with the extents of one rank's part along the dividing axes; placements stay."""
-    split = [(axis, p) for axis, p in type_.placement if axis in dividing and isinstance(p, Shard)]
-    if not split:
-        return type_
-    shape = TensorType(type_.dtype, type_.shape, tuple(split)).local_shape(dict(dividing))
-    return TensorType(type_.dtype, shape, type_.placement)
+@dataclass(frozen=True)
+class Division:
+    """How axes of these sizes divide extents, but those of `bound` dims."""
 
+    sizes: Mapping[str, int]
+    bound: frozenset[tuple[str, str]]
 
-def local_attrs(node: Node, dividing: Mapping[str, int]) -> Mapping[str, Any]:
-    """The attributes that one rank runs the node with."""
-    if not dividing or len(node.results) != 1 or not any(name in node.attrs for name in SHAPE_ATTRS):
-        return node.attrs
-    type_ = node.results[0].type
-    local = local_type(type_, dividing) if isinstance(type_, TensorType) else type_
-    if local is type_:
-        return node.attrs
-    assert isinstance(type_, TensorType) and isinstance(local, TensorType)
-    attrs = dict(node.attrs)
-    for name in SHAPE_ATTRS:
-        shape = attrs.get(name)
-        if isinstance(shape, tuple) and len(shape) == len(type_.shape):
-            pairs = zip(shape, type_.shape, local.shape, strict=True)
-            attrs[name] = tuple(part if given == whole else given for given, whole, part in pairs)
-    return attrs
+    @staticmethod
+    def of(module: Module, sizes: Mapping[str, int]) -> Division:
+        """The division of a module's extents by axes; one of a single rank divides nothing."""
+        return Division({axis: size for axis, size in sizes.items() if size > 1}, bound_dims(module))
+
+    def divides(self, extent: Dim, axis: str) -> bool:
+        """Whether an extent that is sharded over an axis is divided by it."""
+        return axis in self.sizes and not any((name, axis) in self.bound for name in names_in(extent))
+
+    def local_type(self, type_: TensorType) -> TensorType:
+        """The type with the extents of one rank's part; placements stay."""
+        split = tuple(
+            (axis, p) for axis, p in type_.placement if isinstance(p, Shard) and self.divides(type_.shape[p.dim], axis)
+        )
+        if not split:
+            return type_
+        shape = TensorType(type_.dtype, type_.shape, split).local_shape(dict(self.sizes))
+        return TensorType(type_.dtype, shape, type_.placement)
+
+    def local_attrs(self, node: Node) -> Mapping[str, Any]:
+        """The attributes that one rank runs the node with."""
+        if not self.sizes or len(node.results) != 1 or not any(name in node.attrs for name in SHAPE_ATTRS):
+            return node.attrs
+        type_ = node.results[0].type
+        local = self.local_type(type_) if isinstance(type_, TensorType) else type_
+        if local is type_:
+            return node.attrs
+        assert isinstance(type_, TensorType) and isinstance(local, TensorType)
+        attrs = dict(node.attrs)
+        for name in SHAPE_ATTRS:
+            shape = attrs.get(name)
+            if isinstance(shape, tuple) and len(shape) == len(type_.shape):
+                pairs = zip(shape, type_.shape, local.shape, strict=True)
+                attrs[name] = tuple(part if given == whole else given for given, whole, part in pairs)
+        return attrs
 
 
 def localized(module: Module) -> Module:
     """The module with the attributes that one rank runs its nodes with; types stay those of whole tensors."""
-    dividing = dividing_axes(module, declared_sizes(module))
-    if not dividing:
+    division = Division.of(module, declared_sizes(module))
+    if not division.sizes:
         return module
-    return replace(module, functions={n: _localized(f, dividing) for n, f in module.functions.items()})
+    return replace(module, functions={n: _localized(f, division) for n, f in module.functions.items()})
 
 
-def _localized(function: Function, dividing: Mapping[str, int]) -> Function:
+def _localized(function: Function, division: Division) -> Function:
     nodes = []
     for node in function.nodes:
-        attrs = local_attrs(node, dividing)
+        attrs = division.local_attrs(node)
         nodes.append(node if attrs is node.attrs else replace(node, attrs=attrs))
     return replace(function, nodes=tuple(nodes))
 

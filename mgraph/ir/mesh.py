@@ -49,3 +49,11 @@ def coordinates_of(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
         rank, c = divmod(rank, size)
         coordinates.append(c)
     return tuple(reversed(coordinates))
+
+
+def rank_of(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
+    """The rank at mesh coordinates, major first."""
+    rank = 0
+    for c, size in zip(coordinates, sizes, strict=True):
+        rank = rank * size + c
+    return rank

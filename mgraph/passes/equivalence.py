@@ -18,16 +18,16 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mgraph.ir.graph import Module, StateKind
 from mgraph.ir.interpreter import Hook, run, run_ranks
-from mgraph.ir.local import dividing_axes, part
-from mgraph.ir.mesh import coordinates_of
+from mgraph.ir.local import bound_dims, data_axes, part
+from mgraph.ir.mesh import coordinates_of, rank_of
 from mgraph.ir.torch_bridge import to_torch_dtype
-from mgraph.ir.types import Shard
+from mgraph.ir.types import Placement, Shard
 from mgraph.parameter_groups import assign
 from mgraph.passes.autodiff import COUNT_TOTAL, EVALUATION, LOSS_SCALE, LOSS_TOTAL
 from mgraph.passes.base import Pass, Tier
@@ -92,10 +92,8 @@ def check(pass_: Pass, before: Module, after: Module, shapes: Shapes) -> list[Ev
         evidence, covered = _training(pass_, before, after, shapes), {"microbatch", "evaluate", "predict"}
     elif "forward" in before.entries and "step" in new:
         evidence, covered = [_serving(before, after, shapes)], {"step"}
-    elif len(after.mesh) > len(before.mesh) and after.mesh[-1].name in dividing_axes(after, mesh_of(after)):
-        evidence, covered = [_divided(before, after, shapes)], set(after.entries)
     elif len(after.mesh) > len(before.mesh):
-        evidence, covered = _parallel(before, after, shapes), set(after.entries)
+        evidence, covered = [_spread(before, after, shapes)], set(after.entries)
     else:
         covered = set(after.entries) - new
         evidence = [_same_entry(pass_, before, after, entry, shapes) for entry in sorted(covered)]
@@ -392,52 +390,10 @@ def _after_step(
     return expected, {name: state[name] for name in expected}
 
 
-def _parallel(before: Module, after: Module, shapes: Shapes) -> list[Evidence]:
-    """A step of all ranks, each with its own microbatch, against one rank that runs all the microbatches."""
-    if before.mesh:
-        raise Unverified("the module was already spread over a mesh before this pass")
-    sizes = mesh_of(after)
-    ranks = range(ranks_of(sizes))
-    data = sorted(set(after.entries) - {"finish"})
-
-    def inputs(entry: str, seed: int) -> list[Tensors]:
-        return [random_inputs(after.entry_function(entry), shapes, seed, rank) for rank in ranks]
-
-    def single(seed: int, lifted: bool, hook: Hook | None = None) -> Tensors:
-        state = zero_accumulators(before, random_state(before, seed))
-        made: Tensors = {}
-        for rank in ranks:
-            for entry in data:
-                run_ = _Run(before, entry, [inputs(entry, seed)[rank]], [state], {})
-                outputs, updates = run_.apart(lifted, hook)
-                state = {**state, **updates[0]}
-                made |= {f"{entry} {name} on rank {rank}": t for name, t in outputs[0].items()}
-        outputs, updates = _Run(before, "finish", inputs("finish", seed)[:1], [state], {}).apart(lifted)
-        both = {**outputs[0], **updates[0]}
-        return made | {f"{name} on rank {rank}": t for rank in ranks for name, t in both.items()}
-
-    def spread(seed: int, lifted: bool) -> Tensors:
-        states = [zero_accumulators(after, random_state(after, seed, rank)) for rank in ranks]
-        made: Tensors = {}
-        for entry in (*data, "finish"):
-            outputs, updates = _Run(after, entry, inputs(entry, seed), states, sizes).apart(lifted)
-            states = [{**s, **u} for s, u in zip(states, updates, strict=True)]
-            for rank in ranks:
-                prefix = "" if entry == "finish" else f"{entry} "
-                made |= {f"{prefix}{name} on rank {rank}": t for name, t in outputs[rank].items()}
-        finished = after.entries["finish"].updates
-        return made | {f"{name} on rank {rank}": states[rank][name] for rank in ranks for name in finished}
-
-    seeds = _steady(before, lambda seed, hook: single(seed, True, hook))
-    method = f"one rank with the microbatches of {len(ranks)}"
-    pair = functools.partial(_pair, single, spread)
-    return [judge("finish", Tier.REASSOCIATING, method, seeds, pair)]
-
-
 def _data_ranks(module: Module, sizes: Mapping[str, int]) -> list[int]:
     """For each rank of a mesh its number among those with other data: ranks that divide the work have the same."""
-    dividing = dividing_axes(module, sizes)
-    counted = {axis: 1 if axis in dividing else size for axis, size in sizes.items()}
+    data = data_axes(module.mesh, bound_dims(module))
+    counted = {axis: size if axis in data else 1 for axis, size in sizes.items()}
     numbers = []
     for rank in range(ranks_of(sizes)):
         number = 0
@@ -447,36 +403,76 @@ def _data_ranks(module: Module, sizes: Mapping[str, int]) -> list[int]:
     return numbers
 
 
-def _divided(before: Module, after: Module, shapes: Shapes) -> Evidence:
-    """A step of ranks that divide the work, against the ranks that there were, each of which does all of its own."""
-    import torch
+def _spread(before: Module, after: Module, shapes: Shapes) -> Evidence:
+    """A step over one more mesh axis, against the ranks that there were.
 
+    Where ranks along the new axis see different microbatches, a rank of before runs those of all of them, one after the
+    other; else the same ones. What they hold together must be what it holds.
+    """
+    (axis,) = [axis.name for axis in after.mesh if axis.name not in {old.name for old in before.mesh}]
     sizes, old = mesh_of(after), mesh_of(before)
-    axis = after.mesh[-1].name
+    numbers = _data_ranks(after, sizes)
+    groups: dict[int, list[int]] = {}
+    for rank in range(ranks_of(sizes)):
+        coordinates = dict(zip(sizes, coordinates_of(rank, list(sizes.values())), strict=True))
+        groups.setdefault(rank_of([coordinates[a] for a in old], list(old.values())), []).append(rank)
+    is_data = axis in data_axes(after.mesh, bound_dims(after))
+    entries = (*sorted(set(after.entries) - {"finish"}), "finish")
 
-    def step(module: Module, sizes: Mapping[str, int], seed: int, lifted: bool, hook: Hook | None = None) -> Tensors:
-        numbers = _data_ranks(module, sizes)
-        states = [zero_accumulators(before, random_state(before, seed, n)) for n in numbers]
+    def inputs(entry: str, seed: int, ranks: Iterable[int]) -> list[Tensors]:
+        return [random_inputs(before.entry_function(entry), shapes, seed, numbers[rank]) for rank in ranks]
+
+    def states(seed: int, ranks: Iterable[int]) -> list[Tensors]:
+        return [zero_accumulators(before, random_state(before, seed, numbers[rank])) for rank in ranks]
+
+    def single(seed: int, lifted: bool, hook: Hook | None = None) -> Tensors:
+        held = states(seed, (group[0] for _, group in sorted(groups.items())))
         made: Tensors = {}
-        for entry in (*sorted(set(module.entries) - {"finish"}), "finish"):
-            inputs = [random_inputs(before.entry_function(entry), shapes, seed, n) for n in numbers]
-            outputs, updates = _Run(module, entry, inputs, states, sizes).apart(lifted, hook)
-            states = [{**s, **u} for s, u in zip(states, updates, strict=True)]
-            for number in dict.fromkeys(numbers):
-                group = [rank for rank, n in enumerate(numbers) if n == number]
-                for name in module.entries[entry].outputs:
-                    made[f"{entry} {name} on rank {number}"] = _agreed(name, [outputs[r][name] for r in group])
-                for name in module.entries[entry].updates:
-                    place = module.state[name].type.on(axis)
-                    parts = [updates[r][name] for r in group]
-                    joined = torch.cat(parts, place.dim) if isinstance(place, Shard) else _agreed(name, parts)
-                    made[f"{entry} {name} on rank {number}"] = joined
+        for entry in entries:
+            for turn in range(sizes[axis] if is_data and entry != "finish" else 1):
+                given = inputs(entry, seed, (group[turn] for _, group in sorted(groups.items())))
+                outputs, updates = _Run(before, entry, given, held, old).apart(lifted, hook)
+                held = [{**s, **u} for s, u in zip(held, updates, strict=True)]
+                for rank, tensors in enumerate(outputs):
+                    made |= {f"{named(entry, name, rank)}{said(turn, entry)}": t for name, t in tensors.items()}
+            made |= {named(entry, n, r): u[n] for r, u in enumerate(updates) for n in compared(entry)}
         return made
 
-    single, spread = functools.partial(step, before, old), functools.partial(step, after, sizes)
+    def named(entry: str, name: str, rank: int) -> str:
+        return f"{'' if entry == 'finish' else f'{entry} '}{name} on rank {rank}"
+
+    def said(turn: int, entry: str) -> str:
+        return f", microbatch {turn}" if is_data and entry != "finish" else ""
+
+    def compared(entry: str) -> tuple[str, ...]:
+        return after.entries[entry].updates if entry == "finish" or not is_data else ()
+
+    def spread(seed: int, lifted: bool) -> Tensors:
+        held = states(seed, range(len(numbers)))
+        made: Tensors = {}
+        for entry in entries:
+            outputs, updates = _Run(after, entry, inputs(entry, seed, range(len(numbers))), held, sizes).apart(lifted)
+            held = [{**s, **u} for s, u in zip(held, updates, strict=True)]
+            for rank, group in groups.items():
+                for name in after.entries[entry].outputs:
+                    found = [outputs[r][name] for r in group]
+                    turns = found if is_data and entry != "finish" else [_agreed(name, found)]
+                    made |= {f"{named(entry, name, rank)}{said(turn, entry)}": t for turn, t in enumerate(turns)}
+                for name in compared(entry):
+                    parts = [updates[r][name] for r in group]
+                    made[named(entry, name, rank)] = _joined(name, parts, after.state[name].type.on(axis))
+        return made
+
     seeds = _steady(before, lambda seed, hook: single(seed, True, hook))
-    method = f"the same step without {axis}"
+    method = f"one rank with the microbatches of {sizes[axis]}" if is_data else f"the same step without {axis}"
     return judge("finish", Tier.REASSOCIATING, method, seeds, functools.partial(_pair, single, spread))
+
+
+def _joined(name: str, parts: Sequence[Any], place: Placement | None) -> Any:
+    """What ranks along an axis hold together."""
+    import torch
+
+    return torch.cat(list(parts), place.dim) if isinstance(place, Shard) else _agreed(name, parts)
 
 
 def _agreed(name: str, ranks: Sequence[Any]) -> Any:

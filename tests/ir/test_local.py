@@ -7,7 +7,7 @@ import torch
 from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.dims import symbol
 from mgraph.ir.graph import Axis, Entry, Module
-from mgraph.ir.local import declared_sizes, dividing_axes, local_attrs, local_type, part
+from mgraph.ir.local import Division, bound_dims, data_axes, declared_sizes, part
 from mgraph.ir.types import DType, Shard, TensorType
 
 B = symbol("B")
@@ -23,7 +23,11 @@ def test_axes_that_split_inputs_bind_dims_and_others_divide() -> None:
         entries={"f": Entry("f", "f", ("x",))},
     )
     assert declared_sizes(module) == {"tp": 4, "pp": 1}
-    assert dividing_axes(module, {"dp": 2, "tp": 4, "pp": 1}) == {"tp": 4}
+    assert bound_dims(module) == {("B", "dp")}
+    assert data_axes(module.mesh, bound_dims(module)) == ["dp"]
+    division = Division.of(module, {"dp": 2, "tp": 4, "pp": 1})
+    assert not division.divides(B, "dp") and division.divides(8, "dp")
+    assert division.divides(8, "tp") and not division.divides(8, "pp")
 
 
 def test_shapes_in_attributes_are_divided_as_the_result_lies() -> None:
@@ -33,11 +37,14 @@ def test_shapes_in_attributes_are_divided_as_the_result_lies() -> None:
     placed = builder.nodes[0].result.tensor.place("dp", Shard(0)).place("tp", Shard(1))
     builder.emit("reshape", [x], {"shape": (B, 2, 4, 6)}, types=[placed])
     whole, split = builder.nodes
-    assert local_attrs(whole, {"tp": 2}) is whole.attrs
-    assert local_attrs(split, {"tp": 2})["shape"] == (B, 1, 4, 6)
-    assert local_attrs(split, {}) is split.attrs
-    assert local_type(placed, {"tp": 2}).shape == (B, 1, 4, 6)
-    assert local_type(placed, {"tp": 2}).placement == placed.placement
+    division = Division({"dp": 2, "tp": 2}, frozenset({("B", "dp")}))
+    assert division.local_attrs(whole) is whole.attrs
+    assert division.local_attrs(split)["shape"] == (B, 1, 4, 6)
+    assert Division({}, frozenset()).local_attrs(split) is split.attrs
+    assert division.local_type(placed).shape == (B, 1, 4, 6)
+    assert division.local_type(placed).placement == placed.placement
+    weight = TensorType(DType.F32, (8, 6)).place("tp", Shard(0)).place("dp", Shard(0))
+    assert division.local_type(weight).shape == (2, 6)
 
 
 def test_parts_of_a_tensor() -> None:

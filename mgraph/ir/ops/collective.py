@@ -8,22 +8,16 @@ values and `wait` the tensors; on one rank alone (a group of 1) every collective
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mgraph.ir.opdef import REQUIRED, define_op
-from mgraph.ir.types import Partial, PendingType, Shard, TensorType, Type
+from mgraph.ir.types import DType, Partial, PendingType, Shard, TensorType, Type
 
 
 def _all_reduce(*groups: Any, axis: str, reduction: str = "sum") -> Any:
     """The reduction over the axis, on every rank: `P(sum)` (or `P(max)`) to `R`."""
-    import torch
-
-    made = []
-    for ranks in groups:
-        stacked = torch.stack(list(ranks))
-        total = stacked.sum(0) if reduction == "sum" else stacked.amax(0)
-        made.append([total.to(ranks[0].dtype)] * len(ranks))
-    return tuple(made)
+    return tuple([_reduced(ranks, reduction, ranks[0].dtype)] * len(ranks) for ranks in groups)
 
 
 def _infer_all_reduce(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
@@ -58,25 +52,42 @@ all_gather_start = define_op(
 )
 
 
-def _reduce_scatter(*groups: Any, axis: str, dim: int, reduction: str = "sum") -> Any:
-    """The reduction over the axis, each rank keeping its shard along `dim`: `P(sum)` to `S(dim)`."""
+def _reduce_scatter(*groups: Any, axis: str, dim: int, reduction: str = "sum", wide: bool = False) -> Any:
+    """The reduction over the axis, each rank keeping its shard along `dim`: `P(sum)` to `S(dim)`. `wide`: terms that
+    are narrower than f32 are added up in f32, which is the result."""
     import torch
 
     made = []
     for ranks in groups:
-        total = torch.stack(list(ranks)).sum(0).to(ranks[0].dtype)
+        narrow = wide and ranks[0].is_floating_point() and ranks[0].dtype.itemsize < 4
+        total = _reduced(ranks, reduction, torch.float32 if narrow else ranks[0].dtype)
         made.append(list(total.chunk(len(ranks), dim)))
     return tuple(made)
+
+
+def _reduced(ranks: Sequence[Any], reduction: str, dtype: Any) -> Any:
+    """The reduction of one tensor over the ranks of a group, in a dtype."""
+    import torch
+
+    stacked = torch.stack(list(ranks))
+    return stacked.sum(0, dtype=dtype) if reduction == "sum" else stacked.amax(0).to(dtype)
 
 
 def _infer_reduce_scatter(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
     for t in types:
         if not isinstance(t.on(attrs["axis"]), Partial):
             raise ValueError(f"reduce_scatter of {t}, which is not partial over {attrs['axis']}")
-    return tuple(t.place(attrs["axis"], Shard(attrs["dim"])) for t in types)
+    if attrs.get("wide") and attrs.get("reduction", "sum") != "sum":
+        raise ValueError(f"a wide reduction is a sum, not {attrs['reduction']}")
+    return tuple(_widened(t, attrs).place(attrs["axis"], Shard(attrs["dim"])) for t in types)
 
 
-_SCATTER = {"axis": REQUIRED, "dim": REQUIRED, "reduction": "sum"}
+def _widened(type_: TensorType, attrs: Mapping[str, Any]) -> TensorType:
+    narrow = type_.dtype.is_float and type_.dtype.bits < DType.F32.bits
+    return replace(type_, dtype=DType.F32) if attrs.get("wide") and narrow else type_
+
+
+_SCATTER = {"axis": REQUIRED, "dim": REQUIRED, "reduction": "sum", "wide": False}
 reduce_scatter = define_op(
     "reduce_scatter", _reduce_scatter, attrs=_SCATTER, infer=_infer_reduce_scatter, collective=True
 )
@@ -128,8 +139,6 @@ def _axis_index(*, axis: str) -> Any:
 
 
 def _infer_axis_index(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
-    from mgraph.ir.types import DType
-
     return (TensorType(DType.I64),)
 
 

@@ -35,6 +35,22 @@ def _same_as_first(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tup
 accumulate = define_op("accumulate", _accumulate, infer=_same_as_first)
 
 
+def _accumulate_each(*tensors: Any) -> Any:
+    """`total + part` in the dtype of `total`, for as many totals, then as many parts: one node for a bucket."""
+    count = len(tensors) // 2
+    return tuple(_accumulate(total, part) for total, part in zip(tensors[:count], tensors[count:], strict=True))
+
+
+def _infer_accumulate_each(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    count, odd = divmod(len(types), 2)
+    if odd:
+        raise ValueError(f"accumulate_each takes as many parts as totals, and was given {len(types)} tensors")
+    return tuple(_same_as_first(pair, attrs)[0] for pair in zip(types[:count], types[count:], strict=True))
+
+
+accumulate_each = define_op("accumulate_each", _accumulate_each, infer=_infer_accumulate_each)
+
+
 def _zero(*tensors: Any) -> Any:
     """Zeros of the same types: the reset of accumulators. One node takes any number of them."""
     import torch

@@ -11,7 +11,8 @@ from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Axis, Entry, Module, Origin
 from mgraph.ir.interpreter import run_ranks
 from mgraph.ir.mesh import groups
-from mgraph.ir.types import DType, Partial, Shard, TensorType
+from mgraph.ir.opdef import op_def
+from mgraph.ir.types import DType, Partial, PendingType, Shard, TensorType
 
 MESH = (Axis("dp", 2), Axis("tp", 3), Axis("all", of=("dp", "tp")))
 SIZES = {"dp": 2, "tp": 3}
@@ -71,6 +72,32 @@ def test_gather_undoes_the_shard_and_scatter_keeps_a_part_of_the_sum(axis: str, 
     for group in ranks_of(axis):
         parts = torch.stack([terms[r] for r in group]).sum(0).chunk(count, dim)
         assert all(torch.equal(scattered[r], part) for r, part in zip(group, parts, strict=True))
+
+
+@pytest.mark.parametrize("op", ["reduce_scatter", "reduce_scatter_start"])
+def test_a_wide_sum_of_narrow_terms_is_not_rounded(op: str) -> None:
+    terms = [torch.randn(6, 6).bfloat16() for _ in range(3)]
+    definition = op_def(op)
+    (found,) = definition.body(terms, axis="tp", dim=1, reduction="sum", wide=True)
+    exact = torch.stack([t.double() for t in terms]).sum(0).chunk(3, 1)
+    for part, wanted in zip(found, exact, strict=True):
+        assert part.dtype == torch.float32
+        torch.testing.assert_close(part.double(), wanted, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(
+        definition.body(terms, axis="tp", dim=1, reduction="sum", wide=False)[0][0].float(), found[0]
+    )
+    for dtype, wide in (
+        (DType.BF16, DType.F32),
+        (DType.F16, DType.F32),
+        (DType.F64, DType.F64),
+        (DType.I64, DType.I64),
+    ):
+        of = TensorType(dtype, (6, 6)).place("tp", Partial("sum"))
+        (made,) = definition.infer([of], {"axis": "tp", "dim": 1, "wide": True})
+        tensor = made.value if isinstance(made, PendingType) else made
+        assert (tensor.dtype, tensor.on("tp")) == (wide, Shard(1))
+    with pytest.raises(ValueError, match="a wide reduction is a sum, not max"):
+        definition.infer([of], {"axis": "tp", "dim": 1, "wide": True, "reduction": "max"})
 
 
 @pytest.mark.parametrize("axis", ["dp", "tp"])
