@@ -219,6 +219,11 @@ def loss_scale_update(
     return torch.where(finite, grown, scale * backoff), counted * (finite & ~full)
 
 
+def accumulate_each_(totals: list[Tensor], parts: list[Tensor]) -> None:
+    """Add each part to its total in place, in the total's dtype."""
+    torch._foreach_add_(totals, parts)
+
+
 def copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source into its target, rounding to the target's dtype."""
     torch._foreach_copy_(targets, sources)

@@ -8,14 +8,22 @@ mesh axis to the processes of the run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mgraph.runtime import mesh
 from mgraph.runtime.attention import attention, attention_grad
+from mgraph.runtime.collectives import (
+    Pending,
+    all_gather,
+    all_gather_start,
+    all_reduce,
+    all_reduce_start,
+    reduce_scatter,
+    reduce_scatter_start,
+    wait,
+)
 from mgraph.runtime.dropout import dropout, random
 from mgraph.runtime.kernels import kernels
 from mgraph.runtime.moe import (
@@ -33,6 +41,7 @@ from mgraph.runtime.moe import (
 )
 from mgraph.runtime.norm import layer_norm, layer_norm_grad
 from mgraph.runtime.ops import (
+    accumulate_each_,
     all_finite,
     copy_,
     cross_entropy,
@@ -63,9 +72,11 @@ from mgraph.runtime.vocabulary import (
 
 __all__ = [
     "Pending",
+    "accumulate_each_",
     "adamw_",
     "all_finite",
     "all_gather",
+    "all_gather_start",
     "all_reduce",
     "all_reduce_start",
     "attention",
@@ -105,6 +116,8 @@ __all__ = [
     "moe_route_grad",
     "part_of",
     "random",
+    "reduce_scatter",
+    "reduce_scatter_start",
     "rope",
     "rope_table_grad",
     "square_sum",
@@ -113,72 +126,6 @@ __all__ = [
     "wait",
     "zero_",
 ]
-
-_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-@dataclass(frozen=True)
-class Pending:
-    """Tensors whose collective is under way; `wait` gives them back."""
-
-    tensors: list[Tensor]
-    # Each flat buffer with the works that fill it and the tensors it is scattered to (none: reduced in place).
-    buffers: list[tuple[Tensor, dist.Work, list[Tensor]]]
-
-
-def all_reduce(tensors: Sequence[Tensor], axis: str, op: str = "sum") -> list[Tensor]:
-    """Reduce each tensor over the ranks of `axis`, in place; returns the same tensors. `op` is sum, max or min."""
-    return wait(all_reduce_start(tensors, axis, op))
-
-
-def all_reduce_start(tensors: Sequence[Tensor], axis: str, op: str = "sum") -> Pending:
-    """Begin `all_reduce`: one message per dtype. The tensors must not be touched before `wait`."""
-    here = mesh.current()
-    pending = Pending(list(tensors), [])
-    if here.size(axis) == 1:
-        return pending
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for same in by_dtype.values():
-        alone = len(same) == 1 and same[0].is_contiguous()
-        buffer = same[0] if alone else torch.cat([tensor.reshape(-1) for tensor in same])
-        work = dist.all_reduce(buffer, _REDUCTIONS[op], group=here.group(axis), async_op=True)
-        assert work is not None, "an asynchronous all-reduce gives a work handle"
-        pending.buffers.append((buffer, work, [] if alone else same))
-    return pending
-
-
-def wait(pending: Pending) -> list[Tensor]:
-    """Finish a collective; the tensors it was started with, now reduced."""
-    for buffer, work, targets in pending.buffers:
-        work.wait()
-        if targets:
-            pieces = torch.split(buffer, [target.numel() for target in targets])
-            for target, piece in zip(targets, pieces, strict=True):
-                target.copy_(piece.view_as(target))
-    return pending.tensors
-
-
-def all_gather(tensors: Sequence[Tensor], axis: str, dim: int) -> list[Tensor]:
-    """Each tensor joined along `dim` with those of the other ranks of `axis`, in their order: one message per dtype."""
-    here = mesh.current()
-    ranks = here.size(axis)
-    made = list(tensors)
-    if ranks == 1:
-        return made
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_dtype.setdefault(tensor.dtype, []).append(index)
-    for same in by_dtype.values():
-        own = torch.cat([tensors[i].reshape(-1) for i in same])
-        flat = [torch.empty_like(own) for _ in range(ranks)]
-        dist.all_gather(flat, own, group=here.group(axis))
-        pieces = [torch.split(part, [tensors[i].numel() for i in same]) for part in flat]
-        for place, i in enumerate(same):
-            made[i] = torch.cat([part[place].view(tensors[i].shape) for part in pieces], dim)
-    return made
-
 
 def axis_index(axis: str) -> int:
     """This rank's place along `axis`, from 0."""

@@ -47,7 +47,7 @@ class FunctionText:
         self._pool = NamePool(reserved=self._dims.names | callees | {identifier(s) for s in function.statics})
         self._names: dict[Value, str] = {}  # by a name of the pool
         self._texts: dict[Value, str] = {}  # by another expression: state
-        self._started: dict[Value, Value] = {}  # pending value → the tensor it stands for
+        self._started: dict[Value, Value] = {}  # value that is reduced in place → the tensor it stands for
         self._pinned: set[Value] = set()
         self._stacks: dict[Stacked, str] = {}
         self._preferred = self._carried_names()
@@ -152,7 +152,7 @@ class FunctionText:
         self._comment(node)
         if node.op == "call":
             written = Written(self._call_text(node), {})
-        elif node.op == "wait":
+        elif node.op == "wait" and node.operands[0] in self._started:
             pending = self._names[node.operands[0]]
             written = Written(f"rt.wait({pending})", {i: i for i in range(len(node.results))})
         else:
@@ -171,12 +171,11 @@ class FunctionText:
 
     def _bind(self, node: Node, index: int, written: Written, freed: set[str]) -> list[str]:
         """Names of the results that the statement binds."""
-        if node.op == "all_reduce_start":
+        if node.op.endswith("_start"):
             name = self._pool.take("pending")
-            for value, operand in zip(node.results, node.operands, strict=True):
-                self._names[value] = name
-                self._started[value] = operand
-            self._pinned.update(node.results)  # a handle, not a tensor
+            self._names |= {value: name if not i else self._pool.share(name) for i, value in enumerate(node.results)}
+            if node.op == "all_reduce_start":  # in place
+                self._started |= dict(zip(node.results, node.operands, strict=True))
             return [name]
         left = []
         for position, value in enumerate(node.results):

@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping
 
 from mgraph.ir.aten import overload
 from mgraph.ir.graph import Function, Node, Value
-from mgraph.ir.types import TensorType
+from mgraph.ir.types import PendingType, TensorType
 
 _MAY_ALIAS = {
+    "all_gather",  # over an axis of one rank
     "cast",
     "part_of",
+    "reduce_scatter",
+    "repeated_part",
     "reshape",
     "aten._unsafe_view.default",
     "aten.dropout.default",
@@ -111,7 +114,7 @@ class Liveness:
         return list(found)
 
     def _touched(self, node: Node) -> list[Value]:
-        """What a node reads: its operands, and for `wait` the tensors that were started with, which live until then."""
+        """What a node reads: its operands, and for `wait` the tensors that are reduced in place until then."""
         started = [self._under_way[v] for v in node.operands if v in self._under_way] if node.op == "wait" else []
         return [*node.operands, *started]
 
@@ -129,11 +132,13 @@ class Liveness:
         written = written_operands(node)
         for result, operand in zip(node.results[:written], node.operands[:written], strict=True):
             self._join(result, operand)
-            self._mutated.add(operand)
+            if node.op != "wait" or operand in self._under_way:  # what is gathered or scattered is not written over
+                self._mutated.add(operand)
         if node.op.endswith("_start"):  # each result is what has become of one operand
             for result, operand in zip(node.results, node.operands, strict=True):
                 self._join(result, operand)
-                self._under_way[result] = operand
+                if node.op == "all_reduce_start":  # of all others, the handle holds what it needs
+                    self._under_way[result] = operand
         elif not written and may_alias(node.op):
             for result in node.results:
                 for operand in node.operands:
@@ -183,7 +188,9 @@ class Liveness:
 
 
 def is_small(value: Value) -> bool:
-    """Whether a value is too small for the time of its death to matter."""
+    """Whether a value is too small for the time of its death to matter, or a handle, which `wait` empties."""
+    if isinstance(value.type, PendingType):
+        return True
     if not isinstance(value.type, TensorType):
         return False
     count = value.type.numel

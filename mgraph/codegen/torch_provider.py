@@ -76,6 +76,8 @@ def write(site: Site) -> Written:
     in_place = {i: i for i in range(written_operands(node))}
     if name == "adamw":
         return _adamw(site)
+    if name == "wait":  # of what is reduced in place there is no more to write, and that is not asked for
+        return Written(_chosen(site, f"rt.wait({site.operands[0]})"), {})
     if node.op in KERNEL_OPS:
         return Written(f"K.{site.kernels.name(node)}({', '.join(site.operands)})", {})
     if "." in node.op:
@@ -185,6 +187,12 @@ def _accumulate(site: Site) -> str:
     return f"{total}.add{'_' if site.node.op.endswith('_') else ''}({part})"
 
 
+def _accumulate_each(site: Site) -> str:
+    node, count = site.node, len(site.node.results)
+    assert node.op == "accumulate_each_", f"{node!r}: sums into state are emitted in place"
+    return f"rt.accumulate_each_({site.tensors(node.operands[:count], '')}, {site.tensors(node.operands[count:], '')})"
+
+
 def _zero(site: Site) -> str:
     assert site.node.op == "zero_", f"{site.node!r}: a reset is emitted in place"
     return f"rt.zero_({site.tensors(site.node.operands, '')})"
@@ -245,16 +253,33 @@ def _adamw(site: Site) -> Written:
 
 
 def _all_reduce(site: Site) -> str:
-    node = site.node
-    reduction = node.attrs.get("reduction", "sum")
-    suffix = "" if reduction == "sum" else f", {site.literal(reduction)}"
-    return f"rt.{node.op}({site.tensors(node.operands, '')}, {site.literal(node.attrs['axis'])}{suffix})"
+    return _collective(site, _reduction(site))
 
 
 def _all_gather(site: Site) -> str:
+    return _chosen(site, _collective(site, [str(site.node.attrs["dim"])]))
+
+
+def _reduce_scatter(site: Site) -> str:
+    attrs = site.node.attrs
+    wide = ["wide=True"] if attrs.get("wide") else []
+    return _chosen(site, _collective(site, [str(attrs["dim"]), *_reduction(site), *wide]))
+
+
+def _collective(site: Site, options: Sequence[str]) -> str:
     node = site.node
-    text = f"rt.all_gather([{', '.join(site.operands)}], {site.literal(node.attrs['axis'])}, {node.attrs['dim']})"
-    return text if len(node.results) > 1 else f"{text}[0]"
+    texts = [site.tensors(node.operands, ""), site.literal(node.attrs["axis"]), *options]
+    return f"rt.{node.op}({', '.join(texts)})"
+
+
+def _reduction(site: Site) -> list[str]:
+    reduction = site.node.attrs.get("reduction", "sum")
+    return [] if reduction == "sum" else [site.literal(reduction)]
+
+
+def _chosen(site: Site, text: str) -> str:
+    """New tensors come in a list, of which a single one is taken out; what is under way is one handle."""
+    return f"{text}[0]" if len(site.node.results) == 1 and not site.node.op.endswith("_start") else text
 
 
 def _square_sum(site: Site) -> str:
@@ -263,8 +288,10 @@ def _square_sum(site: Site) -> str:
 
 _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "accumulate": _accumulate,
+    "accumulate_each": _accumulate_each,
     "all_finite": _all_finite,
     "all_gather": _all_gather,
+    "all_gather_start": _all_gather,
     "all_reduce": _all_reduce,
     "all_reduce_start": _all_reduce,
     "attention": _runtime(),
@@ -300,12 +327,17 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "moe_route_grad": _runtime(),
     "part_of": _runtime(),
     "random": _runtime(),
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_start": _reduce_scatter,
+    "repeat_parts": _runtime(),
+    "repeat_parts_grad": _runtime(),
+    "repeated_part": _runtime(),
+    "repeated_part_grad": _runtime(),
     "reshape": _reshape,
     "rope": _runtime(),
     "rope_table_grad": _runtime(),
     "square_sum": _square_sum,
     "squared_relu": _runtime(),
     "squared_relu_grad": _runtime(),
-    "wait": lambda site: f"rt.wait({site.operands[0]})",
     "zero": _zero,
 }

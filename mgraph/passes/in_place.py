@@ -22,7 +22,7 @@ from typing import ClassVar
 from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.passes.base import Pass, Report, Stage, Tier
 
-UPDATES = frozenset({"accumulate", "zero", "adamw", "expert_bias_update", "kv_append"})
+UPDATES = frozenset({"accumulate", "accumulate_each", "zero", "adamw", "expert_bias_update", "kv_append"})
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from mgraph.ir.builder import FunctionBuilder
@@ -20,8 +23,8 @@ def started(name: str) -> FunctionBuilder:
     return builder
 
 
-def total_state() -> State:
-    return State.make("total", tensor(SIZE), StateKind.GRAD, init=(("zeros_",),), persist=False)
+def total_state(name: str = "total") -> State:
+    return State.make(name, tensor(SIZE), StateKind.GRAD, init=(("zeros_",),), persist=False)
 
 
 def module_of(main: FunctionBuilder, results: list[Value], total: State) -> Module:
@@ -78,6 +81,21 @@ def test_what_is_no_state_is_not_written_over() -> None:
     found = InPlace().run(module_of(main, [new], total), report)
     assert ops(found) == ["accumulate", "accumulate_"]
     assert [m.guard for m in report.near_misses] == ["is not an old value of state"]
+
+
+def test_sums_of_many_are_made_in_place_together() -> None:
+    total, main = total_state(), started("step")
+    x = main.param("x", tensor(SIZE))
+    other = total_state("other")
+    results = main.emit("accumulate_each", [other.value, total.value, x, x])
+    module = replace(module_of(main, list(results), total), state={"total": total, "other": other})
+    assert ops(InPlace().run(module, Report())) == ["accumulate_each_"]
+    given, part = {"total": torch.arange(3.0).double(), "other": torch.ones(SIZE).bfloat16()}, torch.randn(SIZE)
+    outputs, updates = run(module, "step", {"x": part}, given)
+    assert torch.equal(updates["total"], given["total"] + part)
+    assert torch.equal(outputs["out0"], given["other"] + part.bfloat16()), "the sum is in the dtype of the total"
+    with pytest.raises(ValueError, match="as many parts as totals, and was given 3 tensors"):
+        main.emit("accumulate_each", [total.value, other.value, x])
 
 
 def called_module(read_after: bool, twice: bool = False) -> Module:

@@ -135,17 +135,71 @@ def test_adamw_of_low_precision_parameters_and_of_none() -> None:
     v1.adamw_([], [], [], [], torch.tensor(1), 0.5, 0.9, 0.95, 1e-8, 0.0)
 
 
-def test_all_reduce_alone_changes_nothing() -> None:
-    tensor = torch.randn(3)
-    before = tensor.clone()
-    assert v1.all_reduce([tensor], "dp")[0] is tensor
-    assert torch.equal(tensor, before)
+def test_parts_are_added_to_totals_of_any_dtype() -> None:
+    totals = [torch.ones(2, 3), torch.ones((), dtype=torch.float64), torch.ones(4, dtype=torch.int64)]
+    parts = [torch.full((2, 3), 2**-9, dtype=torch.bfloat16), torch.tensor(0.1), torch.arange(4)]
+    v1.accumulate_each_(totals, parts)
+    assert torch.equal(totals[0], torch.full((2, 3), 1 + 2**-9)), "the sum is that of the total's dtype"
+    assert totals[1].item() == 1 + parts[1].item() and totals[2].tolist() == [1, 2, 3, 4]
 
 
 TWO_PROCESSES = """
 import torch
 from mgraph.errors import DataError, MgraphError
 from mgraph.runtime import mesh, v1
+
+# What every rank has, in the order of ranks: awkward shapes, dims and dtypes, in one call.
+SHAPES = [(6, 3, 2), (4, 1), (2,), (8, 5), (2, 0, 3)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.int64]
+EVERYWHERE = [
+    [torch.randn(shape, generator=torch.Generator().manual_seed(7 * rank)).mul(9).to(dtype)
+     for shape, dtype in zip(SHAPES, DTYPES)]
+    for rank in range(2)
+]
+
+
+def same(found, wanted):
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted):
+        assert one.dtype == other.dtype and torch.equal(one, other), (one, other)
+
+
+def check_parts(rank):
+    mine = EVERYWHERE[rank]
+    before = [tensor.clone() for tensor in mine]
+    pairs = list(zip(*EVERYWHERE))
+    same(v1.all_gather(mine, "dp", 0), [torch.cat(pair, 0) for pair in pairs])
+    turned = [tensor.t() for tensor in (mine[1], mine[3])]
+    pending = v1.all_gather_start(turned, "dp", 1)
+    (alone,) = v1.all_gather([mine[0]], "dp", 2)  # another one meanwhile
+    same(v1.wait(pending), [torch.cat([a.t(), b.t()], 1) for a, b in (pairs[1], pairs[3])])
+    assert pending.messages == [] and pending.results == {}
+    same([alone], [torch.cat(pairs[0], 2)])
+    # One contiguous tensor along dim 0 is used where it was received.
+    (gathered,) = v1.all_gather([mine[3]], "dp", 0)
+    assert gathered.is_contiguous() and gathered.untyped_storage().nbytes() == 2 * mine[3].untyped_storage().nbytes()
+
+    sums = [(a + b).chunk(2)[rank] for a, b in pairs]
+    same(v1.reduce_scatter(mine, "dp", 0), sums)
+    (turned,) = v1.reduce_scatter([mine[3].t()], "dp", 1)
+    same([turned], [sums[3].t()])
+    same(v1.reduce_scatter([mine[4]], "dp", 0, "max"), [torch.maximum(*pairs[4]).chunk(2)[rank]])
+    wide = [(a.float() + b.float()).chunk(2)[rank] for a, b in pairs[:-1]] + sums[-1:]
+    pending = v1.reduce_scatter_start(mine, "dp", 0, wide=True)
+    same(v1.wait(pending), wide)
+    assert any(not torch.equal(a, b.float()) for a, b in zip(wide, sums)), "narrow sums are rounded"
+    middle = torch.arange(24).view(2, 4, 3)
+    same(v1.reduce_scatter([middle, mine[3].view(2, 10, 2)], "dp", 1), [
+        2 * middle.chunk(2, 1)[rank],
+        (pairs[3][0] + pairs[3][1]).view(2, 10, 2).chunk(2, 1)[rank],
+    ])
+    same(mine, before)
+    try:
+        v1.reduce_scatter([torch.ones(3)], "dp", 0)
+    except AssertionError as error:
+        assert "does not divide" in str(error)
+    else:
+        raise AssertionError("unequal parts were sent")
 
 
 def check():
@@ -165,6 +219,7 @@ def check():
     pending = v1.all_reduce_start([torch.tensor([rank, -rank])], "dp", op="max")
     assert v1.wait(pending)[0].tolist() == [1, 0]
     assert v1.all_reduce([torch.tensor([rank + 3])], "dp", op="min")[0].item() == 3
+    check_parts(rank)
     assert here.gather({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
     assert here.largest(rank * 7) == 7
     assert here.together(lambda: rank) == rank

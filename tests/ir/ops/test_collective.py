@@ -78,6 +78,7 @@ def test_gather_undoes_the_shard_and_scatter_keeps_a_part_of_the_sum(axis: str, 
 def test_a_wide_sum_of_narrow_terms_is_not_rounded(op: str) -> None:
     terms = [torch.randn(6, 6).bfloat16() for _ in range(3)]
     definition = op_def(op)
+    assert definition.infer is not None
     (found,) = definition.body(terms, axis="tp", dim=1, reduction="sum", wide=True)
     exact = torch.stack([t.double() for t in terms]).sum(0).chunk(3, 1)
     for part, wanted in zip(found, exact, strict=True):

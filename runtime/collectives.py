@@ -1,0 +1,181 @@
+"""Collectives over a named mesh axis, each in two halves: the start sends, `wait` gives the results.
+
+Tensors that go together travel as one message per dtype: a flat copy of all of them, in which the part of each rank
+lies in one piece. A tensor that lies that way already is sent as it is, and a gathered one is used where it was
+received. What is sent and received lives until the `wait`, which makes the current CUDA stream wait for the
+communication: memory that is freed afterwards cannot be in use by it.
+
+Over an axis of one rank nothing is sent, and every collective gives back what it was handed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mgraph.runtime import mesh
+
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+# Newer versions of torch have new names for these, and warn of the old ones.
+_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class _Message:
+    """One communication: its work, what is sent (held, so that it lives), and what makes the results afterwards."""
+
+    work: dist.Work | None
+    sent: Tensor
+    results: Callable[[], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective that is under way. By place: results that there are already, and the messages of all others."""
+
+    results: dict[int, Tensor]
+    messages: list[tuple[list[int], _Message]]
+
+
+_Send = Callable[[list[Tensor], dist.ProcessGroup, int], _Message]
+"""Sends tensors of one dtype to the ranks of a group, of which it is given the number."""
+
+
+def all_reduce(tensors: Sequence[Tensor], axis: str, op: str = "sum") -> list[Tensor]:
+    """Reduce each tensor over the ranks of `axis`, in place; returns the same tensors. `op` is sum, max or min."""
+    return wait(all_reduce_start(tensors, axis, op))
+
+
+def all_reduce_start(tensors: Sequence[Tensor], axis: str, op: str = "sum") -> Pending:
+    """Begin `all_reduce`. The tensors must not be touched before `wait`."""
+
+    def send(same: list[Tensor], group: dist.ProcessGroup, ranks: int) -> _Message:
+        alone = len(same) == 1 and same[0].is_contiguous()
+        flat = same[0] if alone else torch.cat([tensor.reshape(-1) for tensor in same])
+        work = dist.all_reduce(flat, _REDUCTIONS[op], group=group, async_op=True)
+
+        def results() -> list[Tensor]:
+            if not alone:
+                for target, piece in zip(same, flat.split([target.numel() for target in same]), strict=True):
+                    target.copy_(piece.view(target.shape))
+            return same
+
+        return _Message(work, flat, results)
+
+    return _start(tensors, axis, send)
+
+
+def all_gather(tensors: Sequence[Tensor], axis: str, dim: int) -> list[Tensor]:
+    """Each tensor joined along `dim` with those of the other ranks of `axis`, in their order."""
+    return wait(all_gather_start(tensors, axis, dim))
+
+
+def all_gather_start(tensors: Sequence[Tensor], axis: str, dim: int) -> Pending:
+    """Begin `all_gather`. The tensors must not be written before `wait`."""
+
+    def send(same: list[Tensor], group: dist.ProcessGroup, ranks: int) -> _Message:
+        shapes = [tensor.shape for tensor in same]
+        own = same[0].reshape(-1) if len(same) == 1 else torch.cat([tensor.reshape(-1) for tensor in same])
+        everything = own.new_empty(ranks, own.numel())
+        work = _gather_flat(everything.view(-1), own, group=group, async_op=True)
+        return _Message(work, own, lambda: [_joined(part, dim) for part in _pieces(everything, shapes)])
+
+    return _start(tensors, axis, send)
+
+
+def reduce_scatter(
+    tensors: Sequence[Tensor], axis: str, dim: int, op: str = "sum", *, wide: bool = False
+) -> list[Tensor]:
+    """Reduce each tensor over the ranks of `axis`; each rank gets its part along `dim`, which divides. New tensors.
+
+    `wide` is for sums of gradients that are narrower than f32: the ranks exchange their terms as they are, and each
+    adds up those of its part in f32, which is the result. That sends exactly as many bytes as a reduction in the narrow
+    dtype, but no partial sum is rounded on its way from rank to rank. Other dtypes are reduced as ever.
+    """
+    return wait(reduce_scatter_start(tensors, axis, dim, op, wide=wide))
+
+
+def reduce_scatter_start(
+    tensors: Sequence[Tensor], axis: str, dim: int, op: str = "sum", *, wide: bool = False
+) -> Pending:
+    """Begin `reduce_scatter`. The tensors must not be written before `wait`."""
+    assert op == "sum" or not wide, f"a wide reduction is a sum, not {op}"
+
+    def send(same: list[Tensor], group: dist.ProcessGroup, ranks: int) -> _Message:
+        parts = [_split(tensor, dim, ranks) for tensor in same]
+        flat = parts[0].reshape(ranks, -1) if len(parts) == 1 else torch.cat([p.reshape(ranks, -1) for p in parts], 1)
+        shapes = [part.shape[1:] for part in parts]
+        received = flat.new_empty(flat.shape if wide and _is_narrow(flat) else flat.shape[1:])
+        if wide and _is_narrow(flat):
+            work = dist.all_to_all_single(received.view(-1), flat.view(-1), group=group, async_op=True)
+        else:
+            work = _reduce_scatter_flat(received, flat.view(-1), _REDUCTIONS[op], group=group, async_op=True)
+
+        def results() -> list[Tensor]:
+            own = received if received.dim() == 1 else torch.sum(received, 0, dtype=torch.float32)
+            return [piece[0] for piece in _pieces(own[None], shapes)]
+
+        return _Message(work, flat, results)
+
+    if mesh.current().size(axis) == 1 and wide:
+        tensors = [tensor.float() if _is_narrow(tensor) else tensor for tensor in tensors]
+    return _start(tensors, axis, send)
+
+
+def wait(pending: Pending) -> list[Tensor]:
+    """Finish a collective, once: its results, in the order of the tensors that it was started with."""
+    results = dict(pending.results)
+    for places, message in pending.messages:
+        assert message.work is not None, "an asynchronous collective gives a work handle"
+        message.work.wait()
+        results.update(zip(places, message.results(), strict=True))
+    # Whoever still holds the handle must hold no memory by it.
+    pending.messages.clear()
+    pending.results.clear()
+    return [results[place] for place in range(len(results))]
+
+
+def _start(tensors: Sequence[Tensor], axis: str, send: _Send) -> Pending:
+    """Send the tensors of each dtype as one message."""
+    here = mesh.current()
+    ranks = here.size(axis)
+    if ranks == 1:
+        return Pending(dict(enumerate(tensors)), [])
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(place)
+    sent = [
+        (places, send([tensors[place] for place in places], here.group(axis), ranks)) for places in by_dtype.values()
+    ]
+    return Pending({}, sent)
+
+
+def _is_narrow(tensor: Tensor) -> bool:
+    """Whether a sum in the tensor's own dtype is rounded more than one in f32."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize < 4
+
+
+def _split(tensor: Tensor, dim: int, ranks: int) -> Tensor:
+    """The equal parts of a tensor along `dim` as a new first dim; a view."""
+    assert tensor.shape[dim] % ranks == 0, f"dim {dim} of {tuple(tensor.shape)} does not divide over {ranks} ranks"
+    parts: Tensor = tensor.unflatten(dim, (ranks, -1)).movedim(dim, 0)
+    return parts
+
+
+def _joined(parts: Tensor, dim: int) -> Tensor:
+    """The inverse of `_split`; a view where `parts` lies in order already."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _pieces(rows: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
+    """The columns of each shape as [rows, *shape]; a view."""
+    columns = rows.split([math.prod(shape) for shape in shapes], 1)
+    return (part.view(rows.shape[0], *shape) for part, shape in zip(columns, shapes, strict=True))
