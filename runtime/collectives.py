@@ -166,7 +166,7 @@ def _is_narrow(tensor: Tensor) -> bool:
 def _split(tensor: Tensor, dim: int, ranks: int) -> Tensor:
     """The equal parts of a tensor along `dim` as a new first dim; a view."""
     assert tensor.shape[dim] % ranks == 0, f"dim {dim} of {tuple(tensor.shape)} does not divide over {ranks} ranks"
-    parts: Tensor = tensor.unflatten(dim, (ranks, -1)).movedim(dim, 0)
+    parts: Tensor = tensor.unflatten(dim, (ranks, tensor.shape[dim] // ranks)).movedim(dim, 0)
     return parts
 
 
