@@ -32,8 +32,8 @@ from mgraph.runtime.handshake import TIMEOUT, Facts, MeshError, disagreement, ha
 
 T = TypeVar("T")
 
-DATA_AXIS = "dp"
-"""Ranks along this axis see different microbatches."""
+DATA_AXES = ("dp", "fsdp")
+"""Ranks along these axes see different microbatches; the first is major. Along all others they see the same."""
 
 _DISK_TIMEOUT = timedelta(hours=6)
 
@@ -70,6 +70,19 @@ class Mesh:
     def index(self, axis: str) -> int:
         """This rank's position along `axis`."""
         return self.devices.get_local_rank(axis) if self.devices is not None and axis in self.axes else 0
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks that see different microbatches."""
+        return math.prod(map(self.size, DATA_AXES))
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's position among them, which all ranks share that see the same."""
+        place = 0
+        for axis in DATA_AXES:
+            place = place * self.size(axis) + self.index(axis)
+        return place
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of the ranks that differ from this one along `axis` only; its size must be above 1."""

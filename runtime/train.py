@@ -36,7 +36,7 @@ from mgraph.runtime.export import check_export
 from mgraph.runtime.handshake import Facts
 from mgraph.runtime.log import Log, Record
 from mgraph.runtime.lora import check_adapters
-from mgraph.runtime.mesh import DATA_AXIS, Mesh
+from mgraph.runtime.mesh import DATA_AXES, Mesh
 from mgraph.runtime.options import Options, flag, parse
 from mgraph.runtime.package import Package, State, load_package
 from mgraph.runtime.sample import generate
@@ -253,7 +253,7 @@ class Trainer:
     @classmethod
     def create(cls, options: Options, package: Package, where: Mesh) -> Trainer:
         """A run at step 0."""
-        rank, num_ranks = where.index(DATA_AXIS), where.size(DATA_AXIS)
+        rank, num_ranks = where.data_rank, where.data_size
         microbatches = options.accumulate or num_ranks
         if microbatches % num_ranks:
             raise OptionError(
@@ -370,7 +370,7 @@ class Trainer:
 
     def train_step(self) -> None:
         """One optimizer step: this rank's microbatches, then finish."""
-        rank, num_ranks = self.mesh.index(DATA_AXIS), self.mesh.size(DATA_AXIS)
+        rank, num_ranks = self.mesh.data_rank, self.mesh.data_size
         torch.manual_seed(philox.key_from(self.options.seed, "step", self.step, rank)[0])
         batches = self.stream.microbatches(self.microbatches, rank, num_ranks)
         for index, batch in enumerate(batches):
@@ -421,7 +421,8 @@ class Trainer:
         for batch in self.validation:
             outputs = self.call("evaluate", batch)
             total += torch.stack([outputs["loss_sum"].double(), outputs["count"].double()])
-        v1.all_reduce([total], DATA_AXIS)
+        for axis in DATA_AXES:
+            v1.all_reduce([total], axis)
         loss, count = total.tolist()
         self.validation_loss = loss / count
         self.mesh.together(

@@ -42,9 +42,12 @@ def state_entries() -> list[dict[str, Any]]:
     return entries
 
 
-def write_package(path: Path, **changes: Any) -> Path:
-    """Copy the bigram package to `path`, with a manifest whose keys are replaced by `changes`."""
+def write_package(path: Path, axis: str = "dp", **changes: Any) -> Path:
+    """Copy the bigram package to `path`, its gradients summed over `axis`, with a manifest whose keys are replaced by
+    `changes`."""
     shutil.copytree(Path(__file__).parent / "bigram", path, ignore=shutil.ignore_patterns("__pycache__"))
+    step = path / "step.py"
+    step.write_text(step.read_text().replace('"dp"', f'"{axis}"'))
     files = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in ("step.py", "train.py")}
     tokens = {"dtype": "i64", "shape": ["B", "S"]}
     manifest = {
@@ -52,7 +55,7 @@ def write_package(path: Path, **changes: Any) -> Path:
         "kind": "train",
         "name": "bigram",
         "fingerprint": {"ir": "0", "options": {}},
-        "mesh": {"dp": "*"},
+        "mesh": {axis: "*"},
         "dims": {"B": [1, None], "S": [2, 64]},
         "vocab_size": 256,
         "inputs": [{"name": "tokens", **tokens}, {"name": "labels", **tokens}],

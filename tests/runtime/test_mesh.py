@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from mgraph.runtime.handshake import MeshError
 from mgraph.runtime.mesh import Mesh, bind_axes, choose_device
+from tests.runtime.resharding import Part
 
 CPU = torch.device("cpu")
 
@@ -46,8 +49,18 @@ def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("cuda")
 
 
+@pytest.mark.parametrize("axes", [{"dp": 4}, {"fsdp": 4}, {"dp": 2, "fsdp": 2}, {"dp": 2, "fsdp": 2, "tp": 2}])
+def test_data_ranks_are_the_same_however_the_data_axes_are_cut(axes: dict[str, int]) -> None:
+    """So each of them sees the same microbatches. What comes after the data axes shares a data rank."""
+    world = math.prod(axes.values())
+    meshes = [Part(rank, world, CPU, axes) for rank in range(world)]
+    assert [here.data_rank for here in meshes] == [rank * 4 // world for rank in range(world)]
+    assert {here.data_size for here in meshes} == {4}
+
+
 def test_single_process() -> None:
     here = Mesh(0, 1, CPU, {"dp": 1})
+    assert (here.data_rank, here.data_size) == (0, 1)
     assert here.gather(5) == [5] and here.largest(3) == 3 and here.together(lambda: "x") == "x"
     here.agree({"any": "fact"})
     assert here.is_first and here.index("dp") == 0 and here.size("dp") == here.size("tp") == 1
