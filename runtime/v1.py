@@ -61,6 +61,7 @@ from mgraph.runtime.ops import (
     squared_relu_grad,
     zero_,
 )
+from mgraph.runtime.repeat import repeat_parts, repeat_parts_grad, repeated_part, repeated_part_grad
 from mgraph.runtime.vocabulary import (
     cross_entropy_join,
     cross_entropy_part,
@@ -118,6 +119,10 @@ __all__ = [
     "random",
     "reduce_scatter",
     "reduce_scatter_start",
+    "repeat_parts",
+    "repeat_parts_grad",
+    "repeated_part",
+    "repeated_part_grad",
     "rope",
     "rope_table_grad",
     "square_sum",

@@ -18,9 +18,11 @@ from mgraph.ir.opdef import GradientRequest, op_def
 from mgraph.ir.types import DType, TensorType
 
 # Views of a saved value cost nothing to make again, and saving them would only lengthen the list of saved values.
+# Repeated parts are one where a rank takes its own.
 VIEWS = frozenset(
     {
         "reshape",
+        "repeat_parts",
         "aten.t.default",
         "aten.transpose.int",
         "aten.permute.default",
@@ -231,6 +233,8 @@ class Sweep:
 
     def _backward_call(self, derivative: Derivative, node: Node) -> None:
         callee = derivative.bwd
+        if not callee.results:
+            return  # no gradient gets through it
         original = self.owner.module.functions[derivative.fwd.name.rpartition(".fwd")[0]]
         params = node.operands[: len(original.params)]
         slots = node.operands[len(original.params) :]

@@ -35,7 +35,8 @@ DIM_ATTRS = frozenset(
 
 _RESHAPES = frozenset({"reshape", "aten.view.default", "aten.unflatten.int", "aten.flatten.using_ints"})
 _SPLITS = frozenset({"aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default"})
-_ATTENTIONS = frozenset({"aten.scaled_dot_product_attention.default", "attention"})
+ATTENTIONS = frozenset({"aten.scaled_dot_product_attention.default", "attention"})
+"""Ops whose operands are [B, heads, S, D]."""
 
 Assignment = Mapping[int, int]
 
@@ -108,7 +109,7 @@ def _relations(node: Node) -> Iterator[tuple[tuple[object, ...], Relation]]:
     if node.op in _RESHAPES:
         before, after = _factors(_tensor(node.operands[0]).shape), _factors(_tensor(node.result).shape)
         yield from _product(before - after, after - before)
-    elif node.op in _ATTENTIONS:
+    elif node.op in ATTENTIONS:
         heads, groups = (_tensor(v).shape[1] for v in node.operands[:2])
         if isinstance(heads, int) and isinstance(groups, int):
             yield ("divides", groups, heads), Relation((heads, groups), lambda new: new[heads] % new[groups] == 0)

@@ -34,14 +34,20 @@ class NoSite(Exception):
 
 
 @dataclass
-class _Walk:
-    """The weights that splitting one node splits, and all values on the way with their placements."""
+class Walk:
+    """The weights that splitting one node splits, and all values and nodes on the way with their placements."""
 
     function: Function
     producers: Mapping[Value, Node]
     users: Mapping[Value, list[Node]]
     weights: dict[Value, Shard] = field(default_factory=dict)
     split: dict[Value, Shard] = field(default_factory=dict)
+    rules: dict[Node, ShardingRule] = field(default_factory=dict)
+
+    @staticmethod
+    def of(function: Function) -> Walk:
+        """A walk that has not begun."""
+        return Walk(function, function.producers(), function.users())
 
     def back(self, value: Value, placement: Placement | None) -> None:
         """Split a value, and what it is made of up to the weights."""
@@ -68,6 +74,7 @@ class _Walk:
                 self.onward(result, place)
 
     def _apply(self, node: Node, rule: ShardingRule) -> None:
+        self.rules[node] = rule
         for operand, place in zip(node.operands, rule.operands, strict=True):
             self.back(operand, place)
 
@@ -125,13 +132,13 @@ def _bind(
 
 def _weights_of(function: Function, axis: str, size: int, report: Report) -> dict[Value, Shard]:
     """The slots and states that the sites of one function split."""
-    producers, users = function.producers(), function.users()
+    start = Walk.of(function)
     weights: dict[Value, Shard] = {}
     for node in function.nodes:
         what = _SITES.get(node.op)
         if what is None:
             continue
-        walk = _Walk(function, producers, users)
+        walk = Walk(function, start.producers, start.users)
         try:
             _walk(walk, node)
             clash = next((v for v, p in walk.weights.items() if weights.get(v, p) != p), None)
@@ -149,7 +156,7 @@ def _weights_of(function: Function, axis: str, size: int, report: Report) -> dic
     return weights
 
 
-def _walk(walk: _Walk, node: Node) -> None:
+def _walk(walk: Walk, node: Node) -> None:
     """Split the operands and results of the node of a site."""
     if node.op == "aten.embedding.default":
         if node.attrs.get("scale_grad_by_freq") or not _is_weight(walk, node.operands[0]):
@@ -168,11 +175,23 @@ def _walk(walk: _Walk, node: Node) -> None:
         walk.onward(node.result, last)
 
 
-def _is_weight(walk: _Walk, value: Value) -> bool:
+def heads(function: Function, node: Node) -> tuple[Walk, Walk]:
+    """What splitting an attention by heads splits, and the part of it that makes its keys and values.
+
+    Raises NoSite where a weight cannot be found.
+    """
+    all_, shared = Walk.of(function), Walk.of(function)
+    _walk(all_, node)
+    for operand in node.operands[1:3]:
+        shared.back(operand, Shard(1))
+    return all_, shared
+
+
+def _is_weight(walk: Walk, value: Value) -> bool:
     return value.is_state or value in walk.function.slots
 
 
-def _check(walk: _Walk, node: Node, what: str, axis: str, size: int) -> None:
+def _check(walk: Walk, node: Node, what: str, axis: str, size: int) -> None:
     """Refuse an axis that does not divide what would be split. Operands of the site are told first."""
     shared = node.operands[1:3] if node.op == "attention" else ()
     for value in (*node.operands, *node.results, *walk.split):
@@ -182,11 +201,14 @@ def _check(walk: _Walk, node: Node, what: str, axis: str, size: int) -> None:
         extent = value.type.shape[place.dim]
         if divide(extent, size) is None:
             where = node.origin.path or walk.function.name
-            kind = "key/value " if value in shared else ""
+            kind, hint = "", f"a {axis} that divides {dim_text(extent)}"
+            if value in shared:
+                # What could be repeated has been, by the pass repeat-heads.
+                kind, hint = "key/value ", f"{hint}, or a multiple of it that divides the query heads"
             raise PassError(
                 f"{axis}={size} does not divide the {dim_text(extent)} {kind}{what} of {where}",
                 where=str(node.origin),
-                hint=f"a {axis} that divides {dim_text(extent)}",
+                hint=hint,
             )
 
 

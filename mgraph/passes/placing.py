@@ -212,6 +212,11 @@ def _made(node: Node) -> Iterator[ShardingRule]:
         yield ShardingRule(f"dim {dim}", (), (Shard(dim),))
 
 
+def _repeat(node: Node) -> Iterator[ShardingRule]:
+    """The repeated parts of what is whole: `mgraph.passes.spreading` has the op that takes a rank's own."""
+    yield ShardingRule("parts", (None,), (Shard(int(str(node.attrs["dim"]))),))
+
+
 def _cast(node: Node) -> Iterator[ShardingRule]:
     for dim in range(len(shape_of(node, 0))):
         yield ShardingRule(f"dim {dim}", (Shard(dim),), (Shard(dim),))
@@ -223,6 +228,7 @@ _OWN: dict[str, Callable[[Node], Iterator[ShardingRule]]] = {
     "rope": _rope,
     "reshape": _reshape,
     "cast": _cast,
+    "repeat_parts": _repeat,
     "aten.add.Tensor": _linear_map,
     "aten.sub.Tensor": _linear_map,
     "aten.permute.default": _permute,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from mgraph.ir.builder import FunctionBuilder, rebuild
@@ -70,8 +71,7 @@ class _Function:
             with self.builder.at(node):
                 self._node(node)
         results = [self.mapping.get(v, v) for v in self.source.results]
-        last = self.source.nodes[-1]
-        with self.builder.at(last):
+        with self.builder.at(self.source.nodes[-1]) if self.source.nodes else nullcontext():
             targets = [_whole(self.owner.on(v)) for v in results] if wanted is None else wanted
             moved = [self.to(v, place) for v, place in zip(results, targets, strict=True)]
         params, slots = ([self.mapping.get(v, v) for v in vs] for vs in (self.source.params, self.source.slots))
@@ -151,6 +151,8 @@ class _Function:
             return
         if node.op == "call":
             self._call(node)
+        elif node.attrs.get("axis") == self.owner.axis or node.op == "part_of":
+            self._keep(node, operands, [self.owner.on(v) for v in node.results])  # spread before
         elif node.op in _EACH:
             self._keep(node, operands, [self.owner.on(v) for v in operands[: len(node.results)]])
         elif node.op == "accumulate":
@@ -253,20 +255,59 @@ class _Function:
 
     def _global_norm(self, node: Node) -> bool:
         """The square root of the squares of the parts, summed over the axis, and those of whole tensors."""
-        split = [v for v in node.operands if self.owner.on(v) is not None]
-        if not split:
+        squares = self._squares(node)
+        if squares is None:
             return False
-        whole = [v for v in node.operands if self.owner.on(v) is None]
-        axis = self.owner.axis
-        type_ = node.result.tensor.place(axis, Partial())
-        squares = self.to(self.builder.emit("square_sum", split, types=[type_], names=["squares"])[0], None)
-        if whole:
-            squares = self.builder.one("aten.add.Tensor", squares, self.builder.one("square_sum", *whole))
         self._keep(self._as(node, "aten.sqrt.default", {}), (squares,), [None])
         return True
 
+    def _square_sum(self, node: Node) -> bool:
+        squares = self._squares(node)
+        if squares is not None:
+            self.mapping[node.result] = squares
+        return squares is not None
+
+    def _squares(self, node: Node) -> Value | None:
+        """The sum of the squares of all operands over the axis; none where all of them are whole."""
+        split = [v for v in node.operands if self.owner.on(v) is not None]
+        if not split:
+            return None
+        type_ = node.result.tensor.place(self.owner.axis, Partial())
+        squares = self.to(self.builder.emit("square_sum", split, types=[type_], names=["squares"])[0], None)
+        whole = [v for v in node.operands if self.owner.on(v) is None]
+        if not whole:
+            return squares
+        rest = self.builder.emit("square_sum", whole, types=[squares.type], names=["squares"])[0]
+        return self.builder.emit("aten.add.Tensor", (squares, rest), types=[squares.type], names=["squares"])[0]
+
+    def _repeat(self, node: Node) -> bool:
+        """Each rank takes those of the repeated parts that are its own; where they do not divide, it has all."""
+        whole, own = self.to(node.operands[0], None), self._repeated(node)
+        if own is None:
+            self._keep(node, (whole,), [None])
+        else:
+            self._keep(self._as(node, "repeated_part", own), (whole, self._axis_index()), [_along(node)])
+        return True
+
+    def _repeat_grad(self, node: Node) -> bool:
+        own, place = self._repeated(node), _along(node)
+        if own is None or self.owner.on(node.operands[0]) != place:
+            return False
+        self._keep(self._as(node, "repeated_part_grad", own), (node.operands[0], self._axis_index()), [Partial()])
+        return True
+
+    def _repeated(self, node: Node) -> dict[str, object] | None:
+        """The attributes of an op on a rank's own part of what is repeated; `None` where the axis does not divide."""
+        number = int(str(node.attrs["parts"])) * int(str(node.attrs["times"]))
+        return None if number % self.owner.size else {**node.attrs, "ranks": self.owner.size}
+
     def _as(self, node: Node, op: str, attrs: Mapping[str, object]) -> Node:
         return replace(node, op=op, attrs=dict(attrs), made_by=self.owner.made_by)
+
+
+def _along(node: Node) -> Shard:
+    """The split along the dim that an op works along."""
+    return Shard(int(str(node.attrs["dim"])))
 
 
 def _whole(placement: Placement | None) -> Placement | None:
@@ -280,4 +321,7 @@ _SPECIAL: dict[str, Callable[[_Function, Node], bool]] = {
     "cross_entropy": _Function._cross_entropy,
     "cross_entropy_grad": _Function._cross_entropy_grad,
     "global_norm": _Function._global_norm,
+    "square_sum": _Function._square_sum,
+    "repeat_parts": _Function._repeat,
+    "repeat_parts_grad": _Function._repeat_grad,
 }

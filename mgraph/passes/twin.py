@@ -25,7 +25,16 @@ from mgraph.ir.types import PendingType, Physical, TensorType, Type
 from mgraph.ir.verifier import verify
 from mgraph.passes.base import Report
 from mgraph.passes.calls import callee, calls
-from mgraph.passes.extents import DIM_ATTRS, Assignment, Relation, assign, map_dim, relations, static_extents
+from mgraph.passes.extents import (
+    ATTENTIONS,
+    DIM_ATTRS,
+    Assignment,
+    Relation,
+    assign,
+    map_dim,
+    relations,
+    static_extents,
+)
 from mgraph.passes.outline import Outline
 
 SMALL = 5_000_000
@@ -62,16 +71,20 @@ class NoTwin(Exception):
     """A module has no reduced twin and is too large to be run as it is; the message says why."""
 
 
-def reduce(module: Module, halves: bool = False) -> tuple[Module, Reduction]:
-    """The twin of a captured module and how it was made. With `halves`, extents that two divides stay even.
+def reduce(module: Module, ranks: int = 1) -> tuple[Module, Reduction]:
+    """The twin of a captured module and how it was made.
+
+    With `ranks` of an axis that splits extents, even ones stay even, so that two ranks can; those that divide it do so
+    still, and it divides numbers of heads where it did, so that keys and values are repeated alike.
 
     Where no reduction is found, a small module is its own twin; otherwise NoTwin is raised.
     """
     short, layers = shorten(module)
     least = {d.maximum: SHORTEST for d in module.dims.values() if d.maximum is not None}
     found = static_extents(short)
-    even = [Relation((n,), partial(_even, n)) for n in found if halves and n % 2 == 0]
-    new = assign(found, [*relations(short), *even], least)
+    heads = {v for _, n in short.walk() if n.op in ATTENTIONS for v in n.operands[0].tensor.shape[1:2]}
+    kept = [Relation((n,), partial(_kept, n, ranks, ranks if n in heads else 2)) for n in found if ranks > 1]
+    new = assign(found, [*relations(short), *kept], least)
     why = "no small extents keep all relations of the graph" if new is None else ""
     if new is not None:
         twin = _Narrowing(new).module(short)
@@ -87,8 +100,10 @@ def reduce(module: Module, halves: bool = False) -> tuple[Module, Reduction]:
     return module, Reduction({}, {}, why_not=why)
 
 
-def _even(extent: int, new: Assignment) -> bool:
-    return new[extent] % 2 == 0
+def _kept(extent: int, ranks: int, divisor: int, new: Assignment) -> bool:
+    """Whether the new extent divides `ranks` if the old one does, and can be divided by `divisor` if that can."""
+    small = new[extent]
+    return (extent % divisor != 0 or small % divisor == 0) and (ranks % extent != 0 or ranks % small == 0)
 
 
 def state_elements(module: Module) -> int:

@@ -89,3 +89,14 @@ def test_weights_are_loaded_by_parts(runs: Runs, alone: Result) -> None:
     two = runs.train("tp=2", 2, "--init", str(alone.weights))
     assert one.numbers("loss")[0] != pytest.approx(alone.numbers("loss")[0], rel=1e-3)
     assert two.numbers("loss") == pytest.approx(one.numbers("loss"), rel=1e-5)
+
+
+@pytest.mark.full
+def test_more_ranks_than_key_value_heads(runs: Runs, alone: Result) -> None:
+    """Two ranks share each of two heads."""
+    found = runs.train("tp=4", 4)
+    for name in ("loss", "grad_norm"):
+        assert found.numbers(name) == pytest.approx(alone.numbers(name), rel=1e-5)
+    before, after = (load_file(r.weights / "model.safetensors") for r in (alone, found))
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-5 * float(tensor.abs().max()), msg=name)

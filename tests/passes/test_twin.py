@@ -141,9 +141,9 @@ def test_the_shape_of_llama_3_8b_reduces() -> None:
     assert isomorphic(real.functions["layer"], small.functions["layer"])
 
 
-def test_halves_keep_even_extents_even() -> None:
+def test_even_extents_stay_even_for_ranks() -> None:
     module = attention_like()
-    twin, reduction = reduce(module, halves=True)
+    twin, reduction = reduce(module, ranks=2)
     verify(twin)
     assert isomorphic(twin, module)
     assert reduction.extents.keys() == {32, 64, 128, 4096}

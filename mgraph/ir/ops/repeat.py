@@ -1,8 +1,8 @@
 """Parts of a dim that are repeated, so that more ranks than there are parts have one each.
 
-`parts` equal parts along `dim` become `parts * times`: each is there `times` in a row. Over a mesh axis a rank takes its
-own of them (`repeated_part`) and never holds the others; backward, `repeated_part_grad` puts what it has for them in
-the place of the parts they came from, and the sum over the ranks is the gradient.
+`parts` equal parts along `dim` become `parts * times`: each is there `times` in a row. Over a mesh axis a rank takes
+its own of them (`repeated_part`) and never holds the others; backward, `repeated_part_grad` puts what it has for them
+in the place of the parts they came from, and the sum over the ranks is the gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def repeat_parts(x: Tensor, *, dim: int, parts: int, times: int) -> Tensor:
-    """Each of `parts` equal parts of x along `dim`, `times` in a row: [.., parts * n, ..] → [.., parts * times * n, ..].
+    """Each of `parts` equal parts of x along `dim`, `times` in a row: [.., parts * n] → [.., parts * times * n].
 
     It is what key and value heads mean to the query heads that share them.
     """
