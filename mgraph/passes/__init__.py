@@ -37,6 +37,7 @@ PASSES: dict[str, str] = {
     # shard
     "data-parallel": "mgraph.passes.data_parallel:DataParallel",
     "tensor-parallel": "mgraph.passes.tensor_parallel:TensorParallel",
+    "fully-shard": "mgraph.passes.fully_shard:FullyShard",
     # schedule
     "in-place": "mgraph.passes.in_place:InPlace",
 }

@@ -49,31 +49,44 @@ class DataParallel(Pass):
 
     def run(self, module: Module, report: Report) -> Module:
         """Place the data entries over the axis and reduce in `finish`."""
-        counted = [module.state[LOSS_TOTAL], module.state[COUNT_TOTAL], *load_states(module.state)]
-        partial = [*accumulator_states(module.state), *counted]
         module = replace(module, mesh=(*module.mesh, Axis(self.axis, self.size or None)))
-        module = _place(module, self.axis, {s.name for s in partial})
-        finish = module.entry_function("finish")
-        builder = rebuild(finish, self.name)
-        builder.phase, builder.origin = Phase.OPTIMIZER, finish.nodes[0].origin
-        values = [module.state[s.name].value for s in partial]
-        reduced = [v.tensor.place(self.axis, None) for v in values]
-        pending = {t: PendingType(t) for t in dict.fromkeys(reduced)}
-        names = [f"sum_{v.name.replace('.', '_')}" for v in values]
-        started = builder.emit(
-            "all_reduce_start",
-            values,
-            {"axis": self.axis},
-            names=[f"{n}_pending" for n in names],
-            types=[pending[t] for t in reduced],
-        )
-        totals = dict(zip(values, builder.emit("wait", started, names=names, types=reduced), strict=True))
-        for node in finish.nodes:
-            # The reset is of the accumulator itself; everything else reads the totals.
-            operands = node.operands if node.op == "zero" else tuple(totals.get(v, v) for v in node.operands)
-            builder.nodes.append(replace(node, operands=operands))
-        report.match(finish.name, started[0].name, f"{len(values)} accumulators summed over {self.axis} as one bucket")
-        return module.with_function(builder.build(finish.results))
+        partial = accumulators(module)
+        return with_batches_apart(module, self.axis, partial, partial, self.name, report)
+
+
+def accumulators(module: Module) -> list[str]:
+    """The states that add up over microbatches."""
+    counted = [module.state[LOSS_TOTAL], module.state[COUNT_TOTAL], *load_states(module.state)]
+    return [s.name for s in (*accumulator_states(module.state), *counted)]
+
+
+def with_batches_apart(
+    module: Module, axis: str, partial: Sequence[str], reduced: Sequence[str], made_by: str, report: Report
+) -> Module:
+    """Each rank of the axis has its own microbatches: the states in `partial` are partial sums over it. Those in
+    `reduced` are first added up in `finish`, as one bucket."""
+    module = _place(module, axis, set(partial))
+    finish = module.entry_function("finish")
+    builder = rebuild(finish, made_by)
+    builder.phase, builder.origin = Phase.OPTIMIZER, finish.nodes[0].origin
+    values = [module.state[name].value for name in reduced]
+    totals_of = [v.tensor.place(axis, None) for v in values]
+    pending = {t: PendingType(t) for t in dict.fromkeys(totals_of)}
+    names = [f"sum_{v.name.replace('.', '_')}" for v in values]
+    started = builder.emit(
+        "all_reduce_start",
+        values,
+        {"axis": axis},
+        names=[f"{n}_pending" for n in names],
+        types=[pending[t] for t in totals_of],
+    )
+    totals = dict(zip(values, builder.emit("wait", started, names=names, types=totals_of), strict=True))
+    for node in finish.nodes:
+        # The reset is of the accumulator itself; everything else reads the totals.
+        operands = node.operands if node.op == "zero" else tuple(totals.get(v, v) for v in node.operands)
+        builder.nodes.append(replace(node, operands=operands))
+    report.match(finish.name, started[0].name, f"{len(values)} accumulators summed over {axis} as one bucket")
+    return module.with_function(builder.build(finish.results))
 
 
 def _place(module: Module, axis: str, partial: set[str]) -> Module:
@@ -102,7 +115,8 @@ def _place_reset(function: Function, mapping: dict[Value, Value]) -> Function:
     for node in function.nodes:
         if node.op == "zero":
             for old, state in zip(node.results, node.operands, strict=True):
-                mapping[old] = Value(old.name, mapping[state].type)
+                if state in mapping:
+                    mapping[old] = Value(old.name, mapping[state].type)
     return _mapped(function, mapping)
 
 
