@@ -1,0 +1,173 @@
+"""Random graphs with random placements of their states: what is inserted gives the results of one rank, at no more
+bytes than gathering all that is split."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mgraph.ir.collective_proof import prove
+from mgraph.ir.dims import evaluate
+from mgraph.ir.graph import Axis, Function, Module, State, StateKind, Value
+from mgraph.ir.interpreter import run_ranks
+from mgraph.ir.types import Partial, PendingType, Shard, TensorType
+from mgraph.ir.verifier import verify
+from mgraph.passes.adamw import AdamW
+from mgraph.passes.autodiff import Autodiff
+from mgraph.passes.base import Report
+from mgraph.passes.samples import Margins
+from mgraph.passes.spreading import Spreader
+from tests.all_ranks import difference, joined, laid_out
+from tests.passes.random_graphs import BATCH, Drawing, draw_forward, draw_trained
+from tests.sampling import sampled
+
+FOLLOWING = (StateKind.GRAD, StateKind.MOMENT)
+MADE_BY = "spread"
+LEAST = 1e-3
+"""Values below it may be what is left of larger ones."""
+MOVES = ("all_gather", "all_reduce", "part_of")
+
+
+def spread(module: Module, places: Mapping[str, Shard], axis: str, size: int) -> Module:
+    """The module over one axis more, with states placed; gradients and moments lie as their parameters."""
+    state = {name: _placed(s, axis, places) for name, s in module.state.items()}
+    module = replace(module, mesh=(*module.mesh, Axis(axis, size)))
+    spreader = Spreader(module, axis, size, MADE_BY)
+    spreader.mapping.update({s.value: state[name].value for name, s in module.state.items()})
+    for entry in module.entries.values():
+        spreader.entry(entry, state)
+    functions = {n: spreader.functions.get(n, f) for n, f in module.functions.items()}
+    return replace(module, state=state, functions=functions)
+
+
+def _placed(state: State, axis: str, places: Mapping[str, Shard]) -> State:
+    place = places.get(state.name.rpartition(".")[0] if state.kind in FOLLOWING else state.name)
+    if place is None:
+        return state
+    return replace(state, value=Value(state.name, state.type.place(axis, place), is_state=True))
+
+
+# values
+
+
+def check(before: Module, after: Module, sizes: Mapping[str, int], bounds: Mapping[str, int]) -> None:
+    """One rank and all ranks, every entry once, on float64: outputs and updated states are equal."""
+    verify(after)
+    prove(after)
+    source = torch.Generator().manual_seed(0)
+    state = {name: _state(s, source) for name, s in before.state.items()}
+    held = [dict[str, Any]() for _ in range(_ranks(sizes))]
+    _hold(held, state, after, sizes)
+    inputs: dict[str, Any] = {}
+    for entry in before.entries:
+        for param in before.entry_function(entry).params:
+            if param.name not in inputs:
+                inputs[param.name] = _input(param, bounds, source)
+        given = {p.name: inputs[p.name] for p in before.entry_function(entry).params}
+        margins = Margins()
+        outputs, updates = run_ranks(before, entry, [given], [state], {}, lifted=True, hook=margins)
+        if margins.least < 1e-6:
+            pytest.skip("rounding decides a choice of experts")
+        found, changed = run_ranks(after, entry, [given] * len(held), held, sizes, lifted=True)
+        for name, tensor in outputs[0].items():
+            for rank in found:
+                assert difference(tensor, rank[name], LEAST) <= 1e-9, f"{entry}: {name}"
+        for name, tensor in updates[0].items():
+            ranks = [rank[name] for rank in changed]
+            assert difference(tensor, joined(ranks, after.state[name].type, sizes), LEAST) <= 1e-9, f"{entry}: {name}"
+        state |= updates[0]
+        _hold(held, updates[0], after, sizes)
+
+
+def _hold(held: list[dict[str, Any]], state: Mapping[str, Any], module: Module, sizes: Mapping[str, int]) -> None:
+    for name, tensor in state.items():
+        for rank, own in zip(held, laid_out(tensor, module.state[name].type, sizes), strict=True):
+            rank[name] = own
+
+
+def _ranks(sizes: Mapping[str, int]) -> int:
+    return torch.Size(sizes.values()).numel()
+
+
+def _state(state: State, source: torch.Generator) -> Any:
+    shape = [int(d) for d in state.type.shape]
+    if state.kind is not StateKind.PARAM:
+        return torch.zeros(shape, dtype=torch.float64 if state.type.dtype.is_float else torch.int64)
+    noise = torch.randn(shape, generator=source, dtype=torch.float64)
+    return noise / max(shape[-1], 1) ** 0.5 if len(shape) > 1 else 1 + 0.3 * noise
+
+
+def _input(value: Value, bounds: Mapping[str, int], source: torch.Generator) -> Any:
+    shape = [int(evaluate(d, {"B": BATCH})) for d in value.tensor.shape]
+    if value.tensor.dtype.is_float:
+        return torch.full((), 0.01) if not shape else torch.randn(shape, generator=source, dtype=torch.float64)
+    return torch.randint(bounds[value.name], shape, generator=source)
+
+
+# bytes
+
+
+def sent(module: Module, function: Function, axis: str, size: int) -> tuple[float, float]:
+    """Bytes that a rank sends over the axis in a function and those it calls: by its collectives, and if each node
+    gathered all its operands that are split, and reduced those that are partial."""
+    moved = {
+        n.result: n.operands[0]
+        for n in function.nodes
+        if n.op in MOVES and n.made_by == MADE_BY and len(n.results) == 1
+    }
+    total = bound = 0.0
+    for node in function.nodes:
+        if node.op == "call":
+            own = sent(module, module.functions[str(node.attrs["callee"])], axis, size)
+            total, bound = total + own[0], bound + own[1]
+        if node.op in ("all_gather", "all_reduce"):
+            total += sum(_bytes(v, axis, size) for v in node.operands)
+        if node.op not in MOVES or len(node.results) > 1:
+            bound += sum(_bytes(_source(v, moved), axis, size) for v in node.operands)
+    return total, bound + sum(_bytes(_source(v, moved), axis, size) for v in function.results)
+
+
+def _source(value: Value, moved: Mapping[Value, Value]) -> Value:
+    while value in moved:
+        value = moved[value]
+    return value
+
+
+def _bytes(value: Value, axis: str, size: int) -> float:
+    """What a rank sends to make a value whole: once if it is split, twice if it is a partial sum."""
+    if isinstance(value.type, PendingType):
+        return 0.0
+    type_: TensorType = value.type
+    place = type_.on(axis)
+    once = evaluate(type_.numel, {"B": BATCH}) * type_.dtype.bits / 8 * (size - 1) / size
+    return float(2 * once if isinstance(place, Partial) else once if place is not None else 0)
+
+
+# tests
+
+
+def plan(drawing: Drawing, module: Module) -> None:
+    """Spread a module over the axis, and check all ranks against one, and the bytes that they send."""
+    sizes = {"tp": drawing.size}
+    after = spread(module, drawing.places, "tp", drawing.size)
+    check(module, after, sizes, drawing.bounds)
+    for name in module.entries:
+        total, bound = sent(after, after.entry_function(name), "tp", drawing.size)
+        assert total <= bound, f"{name} sends {total} bytes, and {bound} would gather all"
+
+
+@pytest.mark.parametrize("seed", sampled(range(400), 30))
+def test_forward(seed: int) -> None:
+    plan(*draw_forward(random.Random(seed), size=2 + seed % 3))
+
+
+@pytest.mark.parametrize("seed", sampled(range(200), 10))
+def test_trained(seed: int) -> None:
+    """Derived first, then spread: gradients, and what an optimizer makes of them."""
+    drawing, module = draw_trained(random.Random(seed), size=2 + seed % 3)
+    plan(drawing, AdamW().run(Autodiff().run(module, Report()), Report()))
