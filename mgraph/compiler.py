@@ -97,8 +97,16 @@ def pipeline_text(recipe: Recipe) -> str:
     specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]
     specs += [print_spec("expert-bias", {"rate": recipe.expert_bias_rate})] if recipe.expert_bias_rate else []
     derive = ",".join(specs)
-    shard = "".join(f"{MESH_AXES[axis]}{{axis={axis},size={size or 0}}}," for axis, size in recipe.mesh_axes().items())
+    shard = "".join(f"{_sharding(recipe, axis)}," for axis in recipe.mesh_axes())
     return f"{NORMALIZE},{RAISE},{derive},{shard}cse,dce,in-place"
+
+
+def _sharding(recipe: Recipe, axis: str) -> str:
+    """The pass of a mesh axis."""
+    options: dict[str, OptionValue] = {"axis": axis, "size": recipe.mesh_axes()[axis] or 0}
+    if axis in recipe.placements():
+        options["place"] = recipe.placements()[axis]
+    return print_spec(MESH_AXES[axis], options)
 
 
 def pipeline_of(recipe: Recipe) -> Pipeline:

@@ -17,6 +17,7 @@ from typing import Any
 from mgraph.adapters import parse_adapter
 from mgraph.errors import OptionError, did_you_mean
 from mgraph.parameter_groups import parse_group
+from mgraph.placement_rules import parse_placement
 
 TARGET_ARCHS = {"h100": "sm_90a", "cpu": ""}
 """The GPU architectures that kernels of a target are built for."""
@@ -26,6 +27,9 @@ ARCHS = ("sm_80", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_103", "sm_103a", "
 
 MESH_AXES = {"dp": "data-parallel", "tp": "tensor-parallel"}
 """The axes that a mesh may have, major first (neighbouring ranks share a layer), and the pass for each."""
+
+PLACING_AXES = ("tp",)
+"""The axes for which rules of `place` say where parameters lie."""
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(rf"\s*(\d+(?:\.\d*)?)\s*({'|'.join(_UNITS)})\s*")
@@ -47,6 +51,9 @@ class Recipe:
     model: str = option("", "what to compile: a zoo model (dense-tiny), file.py:factory, or hf:config.json")
     purpose: str = option("train", "what the package is for", ("train", "serve"))
     mesh: str = option("dp=*", "mesh axes and sizes, e.g. dp=2,tp=2; dp=* binds to the number of processes at launch")
+    place: tuple[str, ...] = option(
+        (), "where parameters lie over a mesh axis, instead of as their use says: 'PATTERN|PATTERN: S(1)@tp' or R@tp"
+    )
     precision: str = option("fp32", "dtype of the parameters and of the computation", ("fp32", "bf16", "fp16"))
     target: str = option("h100", "the machine that kernels are chosen for", tuple(TARGET_ARCHS))
     arch: str = option(
@@ -103,6 +110,7 @@ class Recipe:
         # One spelling, so that recipes that mean the same have equal fingerprints.
         object.__setattr__(self, "groups", tuple(parse_group(rule).text for rule in self.groups))
         object.__setattr__(self, "lora", tuple(parse_adapter(rule).text for rule in self.lora))
+        object.__setattr__(self, "place", tuple(parse_placement(rule).text for rule in self.place))
         if self.lora_train and not self.lora:
             raise OptionError("there is no adapter", where="--lora-train", hint="--lora says which linears get one")
         if (self.recompute == "selective") != bool(self.memory_budget):
@@ -117,6 +125,8 @@ class Recipe:
                 )
         if self.packed and self.purpose == "serve":
             raise OptionError("packed is for training", where="--packed", hint="a sequence that is served has its row")
+        if self.place and self.purpose == "serve":
+            raise OptionError("place is for training", where="--place", hint="what is served is on one device whole")
         if self.max_length == 1:
             raise OptionError("max_length is 1", where="--max-length", hint="sequences of at least 2 tokens")
         if not self.mesh_axes():
@@ -154,6 +164,18 @@ class Recipe:
                 raise OptionError(f"mesh axis {name!r} is given twice", where="--mesh")
             axes[name] = None if size == "*" else int(size)
         return {name: axes[name] for name in MESH_AXES if name in axes}
+
+    def placements(self) -> dict[str, tuple[str, ...]]:
+        """The rules of `place` by axis. Raises OptionError for a rule of an axis that takes none."""
+        # Not known before file and flags are put together, either of which may have the mesh.
+        made: dict[str, tuple[str, ...]] = {}
+        for axis, text in ((parse_placement(rule).axis, rule) for rule in self.place):
+            if axis not in self.mesh_axes() or axis not in PLACING_AXES:
+                missing = "the mesh has not" if axis not in self.mesh_axes() else "splits no layers"
+                hint = f"an axis of --mesh ({self.mesh}) that does: {', '.join(PLACING_AXES)}"
+                raise OptionError(f"the placement '{text}' is for an axis that {missing}", "--place", hint)
+            made[axis] = (*made.get(axis, ()), text)
+        return made
 
     @property
     def archs(self) -> tuple[str, ...]:

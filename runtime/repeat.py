@@ -7,12 +7,14 @@ from torch import Tensor
 
 def repeat_parts(x: Tensor, *, dim: int, parts: int, times: int) -> Tensor:
     """Each of `parts` equal parts of x along `dim`, `times` in a row."""
-    return x.unflatten(dim, (parts, -1)).repeat_interleave(times, dim).flatten(dim, dim + 1)
+    by_part: Tensor = x.unflatten(dim, (parts, -1))
+    return by_part.repeat_interleave(times, dim).flatten(dim, dim + 1)
 
 
 def repeat_parts_grad(dy: Tensor, *, dim: int, parts: int, times: int) -> Tensor:
     """The sum of dy over the repetitions of each part: the gradient of `repeat_parts`."""
-    return dy.unflatten(dim, (parts, times, -1)).sum(dim + 1).flatten(dim, dim + 1)
+    summed: Tensor = dy.unflatten(dim, (parts, times, -1)).sum(dim + 1)
+    return summed.flatten(dim, dim + 1)
 
 
 def repeated_part(x: Tensor, index: int, *, dim: int, parts: int, times: int, ranks: int) -> Tensor:

@@ -12,7 +12,7 @@ rules of `mgraph.passes.placing`. A place where one weight cannot be found stays
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -97,17 +97,28 @@ def _takes(places: Sequence[int], placement: Shard, rule: ShardingRule) -> bool:
     return all(rule.operands[i] == placement for i in places)
 
 
-def weight_placements(module: Module, entry: str, axis: str, size: int, report: Report) -> dict[str, Shard]:
+@dataclass(frozen=True)
+class _Site:
+    """The slots and states that one site splits, and what is wrong where the axis does not divide them."""
+
+    weights: Mapping[Value, Shard]
+    problem: PassError | None
+
+
+def weight_placements(
+    module: Module, entry: str, axis: str, size: int, report: Report, settled: Collection[str] = ()
+) -> dict[str, Shard]:
     """Where the states lie that are split, by name, from the forward computation of an entry.
 
-    Raises PassError where the axis does not divide what it would split.
+    `settled` names states that are placed otherwise; they are left out. Raises PassError where the axis does not divide
+    what it would split, unless all weights of the site are settled.
     """
     start = module.entries[entry].function
-    by_function: dict[str, dict[Value, Shard]] = {}
+    sites: dict[str, list[_Site]] = {}
     for name in callers_first(module, [start]):
-        by_function[name] = _weights_of(module.functions[name], axis, size, report)
+        sites[name] = _sites_of(module.functions[name], axis, size, report)
     found: dict[str, Shard] = {}
-    _bind(module, module.functions[start], {}, by_function, found)
+    _bind(module, module.functions[start], {}, sites, settled, found)
     return found
 
 
@@ -115,25 +126,30 @@ def _bind(
     module: Module,
     function: Function,
     slots: Mapping[Value, Value],
-    by_function: Mapping[str, Mapping[Value, Shard]],
+    sites: Mapping[str, Sequence[_Site]],
+    settled: Collection[str],
     found: dict[str, Shard],
 ) -> None:
     """Follow slots to the states that calls pass for them."""
-    for value, placement in by_function[function.name].items():
-        state = slots.get(value, value)
-        if found.setdefault(state.name, placement) != placement:
-            raise PassError(f"@{state.name} would be split both as {found[state.name]} and as {placement}")
+    for site in sites[function.name]:
+        places = {slots.get(value, value).name: placement for value, placement in site.weights.items()}
+        if site.problem is not None and not all(name in settled for name in places):
+            raise site.problem
+        for name, placement in places.items():
+            if name not in settled and found.setdefault(name, placement) != placement:
+                raise PassError(f"@{name} would be split both as {found[name]} and as {placement}")
     for node in calls(function):
         body = module.functions[callee(node)]
         given = node.operands[len(body.params) :]
         inner = {slot: slots.get(v, v) for slot, v in zip(body.slots, given, strict=True)}
-        _bind(module, body, inner, by_function, found)
+        _bind(module, body, inner, sites, settled, found)
 
 
-def _weights_of(function: Function, axis: str, size: int, report: Report) -> dict[Value, Shard]:
-    """The slots and states that the sites of one function split."""
+def _sites_of(function: Function, axis: str, size: int, report: Report) -> list[_Site]:
+    """The sites of one function."""
     start = Walk.of(function)
     weights: dict[Value, Shard] = {}
+    found = []
     for node in function.nodes:
         what = _SITES.get(node.op)
         if what is None:
@@ -149,11 +165,11 @@ def _weights_of(function: Function, axis: str, size: int, report: Report) -> dic
                 function.name, node.id, f"tensor parallel {what}", "every weight around is found", str(why)
             )
             continue
-        _check(walk, node, what, axis, size)
         weights |= walk.weights
+        found.append(_Site(walk.weights, _problem(walk, node, what, axis, size)))
         names = ", ".join(f"{v.name} {p}" for v, p in walk.weights.items())
         report.match(function.name, node.id, f"{what} split over {axis}: {names}")
-    return weights
+    return found
 
 
 def _walk(walk: Walk, node: Node) -> None:
@@ -191,8 +207,8 @@ def _is_weight(walk: Walk, value: Value) -> bool:
     return value.is_state or value in walk.function.slots
 
 
-def _check(walk: Walk, node: Node, what: str, axis: str, size: int) -> None:
-    """Refuse an axis that does not divide what would be split. Operands of the site are told first."""
+def _problem(walk: Walk, node: Node, what: str, axis: str, size: int) -> PassError | None:
+    """What is wrong with an axis that does not divide what would be split. Operands of the site are told first."""
     shared = node.operands[1:3] if node.op == "attention" else ()
     for value in (*node.operands, *node.results, *walk.split):
         place = walk.split.get(value)
@@ -205,11 +221,12 @@ def _check(walk: Walk, node: Node, what: str, axis: str, size: int) -> None:
             if value in shared:
                 # What could be repeated has been, by the pass repeat-heads.
                 kind, hint = "key/value ", f"{hint}, or a multiple of it that divides the query heads"
-            raise PassError(
+            return PassError(
                 f"{axis}={size} does not divide the {dim_text(extent)} {kind}{what} of {where}",
                 where=str(node.origin),
                 hint=hint,
             )
+    return None
 
 
 _SITES = {

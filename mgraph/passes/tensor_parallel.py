@@ -19,12 +19,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from mgraph.errors import PassError
+from mgraph.errors import OptionError, PassError
+from mgraph.ir.dims import dim_text, divide
 from mgraph.ir.graph import Axis, Function, Module, State, StateKind, Value
 from mgraph.ir.types import Shard
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.parallel_sites import weight_placements
 from mgraph.passes.spreading import Spreader
+from mgraph.placement_rules import FLAG, KIND, PlacementRule, chosen
 
 _FORWARD = "evaluate"
 """The entry whose whole forward computation shows how weights are used."""
@@ -34,10 +36,14 @@ _FOLLOWING = (StateKind.GRAD, StateKind.MOMENT, StateKind.MASTER)
 
 @dataclass(frozen=True)
 class TensorParallel(Pass):
-    """Split weights and work over a mesh axis of `size` ranks."""
+    """Split weights and work over a mesh axis of `size` ranks.
+
+    A rule of `place` (`PATTERN: S(1)@tp`, or `R@tp`) puts the parameters that it names elsewhere than their use would.
+    """
 
     axis: str = "tp"
     size: int = 2
+    place: tuple[str, ...] = ()
 
     name: ClassVar[str] = "tensor-parallel"
     stage: ClassVar[Stage] = Stage.SHARD
@@ -57,7 +63,7 @@ class TensorParallel(Pass):
     def run(self, module: Module, report: Report) -> Module:
         """Place states, then every function from its callers' side, and insert the collectives."""
         mesh = (*module.mesh, Axis(self.axis, self.size))
-        placements = weight_placements(module, _FORWARD, self.axis, self.size, report) if self.size > 1 else {}
+        placements = self._placements(module, report)
         state = {name: _placed(s, self.axis, _placement_of(s, placements)) for name, s in module.state.items()}
         spreader = Spreader(module, self.axis, self.size, self.name)
         spreader.mapping.update({s.value: state[name].value for name, s in module.state.items()})
@@ -67,6 +73,33 @@ class TensorParallel(Pass):
             report.count(name, count)
         functions: dict[str, Function] = {n: spreader.functions.get(n, f) for n, f in module.functions.items()}
         return replace(module, mesh=mesh, state=state, functions=functions)
+
+    def _placements(self, module: Module, report: Report) -> dict[str, Shard]:
+        """Where the weights lie that are split: as rules say, and as their use says."""
+        params = [s.name for s in module.state.values() if s.kind is StateKind.PARAM]
+        rules = chosen(self.place, self.axis, params)
+        if self.size == 1:
+            return {}
+        placed = weight_placements(module, _FORWARD, self.axis, self.size, report, rules)
+        for name, rule in rules.items():
+            if rule.dim is not None:
+                _check(rule, module.state[name], self.size)
+                placed[name] = Shard(rule.dim)
+        if rules:
+            report.count("placed by rule", len(rules))
+        return placed
+
+
+def _check(rule: PlacementRule, state: State, size: int) -> None:
+    """Refuse a dim that a state has not, or that the axis does not divide."""
+    shape, dim = state.type.shape, rule.dim
+    assert dim is not None, "a rule that splits"
+    text = f"the {KIND} '{rule.text}' splits dim {dim} of {state.name} {state.type}"
+    if dim >= len(shape):
+        raise OptionError(f"{text}, which has {len(shape)}", FLAG, "dims count from 0")
+    if divide(shape[dim], size) is None:
+        hint = f"another dim, or {rule.axis} of a size that divides {dim_text(shape[dim])}"
+        raise OptionError(f"{text}, which {rule.axis}={size} does not divide", FLAG, hint)
 
 
 def _placement_of(state: State, placements: dict[str, Shard]) -> Shard | None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mgraph.errors import PassError
+from mgraph.errors import OptionError, PassError
 from mgraph.ir.builder import rebuild
-from mgraph.ir.graph import Module
+from mgraph.ir.graph import Module, StateKind
 from mgraph.ir.types import Shard
 from mgraph.ir.verifier import verify
 from mgraph.passes.adamw import AdamW
@@ -17,6 +17,7 @@ from mgraph.passes.base import Report
 from mgraph.passes.pipeline import run_pipeline
 from mgraph.passes.tensor_parallel import TensorParallel
 from mgraph.passes.verify import TwinCheck
+from mgraph.placement_rules import chosen
 from tests.families.configs import write_config
 from tests.passes.spread import trained, worst_difference
 from tests.sampling import sampled
@@ -134,3 +135,62 @@ def test_verify_measures_the_plan_on_the_twin() -> None:
     assert found["method"] == "the same step without tp"
     with pytest.raises(PassError, match="pass 'tensor-parallel' changes the numbers"):
         run_pipeline(forward, [*derive, Forgetful(size=2)], [TwinCheck(ranks=2)])
+
+
+RULES = [
+    ("layers.*.ffn.down.weight: S(0)@tp", "embed.weight: S(1)@tp", "norm.weight: S(0)@tp"),
+    ("layers.1.attn.*.weight: R@tp", "layers.0.attn.o.weight: S(0)@tp", "layers.0.ffn.gate.weight: S(1)@tp"),
+]
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_rules_place_weights_elsewhere(dense: Module, rules: tuple[str, ...]) -> None:
+    report = Report()
+    after = TensorParallel(place=rules).run(dense, report)
+    verify(after)
+    params = [n for n, s in dense.state.items() if s.kind is StateKind.PARAM]
+    assert report.counts["placed by rule"] == len(chosen(rules, "tp", params))
+    for name, rule in chosen(rules, "tp", params).items():
+        place = None if rule.dim is None else Shard(rule.dim)
+        assert all(after.state[f"{name}{end}"].type.on("tp") == place for end in ("", ".grad", ".m"))
+    assert worst_difference(dense, after, "tp", 2, steps=2) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("model", "rule"),
+    sampled(
+        [
+            ("moe-tiny", "*.ffn.gate.weight|*.router.*: S(0)@tp"),
+            ("qwen3", "*q_norm.weight|*.down_proj.weight: S(0)@tp"),
+        ],
+        1,
+    ),
+)
+def test_rules_for_experts_and_another_library(model: str, rule: str, tmp_path: Path) -> None:
+    before = trained(model if "-" in model else write_config(model, tmp_path / model))
+    after = TensorParallel(place=(rule,)).run(before, Report())
+    verify(after)
+    assert after.state != TensorParallel().run(before, Report()).state
+    assert worst_difference(before, after, "tp", 2, steps=1) <= 1e-9
+
+
+def test_what_does_not_divide_may_be_left_whole(dense: Module) -> None:
+    """256 entries of the vocabulary, 4 heads and 176 columns over 3 ranks: no weight is split."""
+    after = TensorParallel(size=3, place=("*: R@tp",)).run(dense, Report())
+    assert all(not s.type.placement for s in after.state.values())
+    with pytest.raises(PassError, match="tp=3 does not divide the 4 heads"):
+        TensorParallel(size=3, place=("embed.weight|head.weight: R@tp",)).run(dense, Report())
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        ("norm.weight: S(1)@tp", "splits dim 1 of norm.weight f32[64], which has 1"),
+        ("embed.weight: S(0)@tp", "splits dim 0 of embed.weight f32[256, 64], which tp=3 does not divide"),
+        ("nrom.weight: R@tp", "matches no parameter"),
+    ],
+)
+def test_rules_that_cannot_be(dense: Module, rule: str, says: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        TensorParallel(size=3, place=(rule, "*: R@tp")).run(dense, Report())
+    assert says in str(caught.value) and caught.value.where == "--place"

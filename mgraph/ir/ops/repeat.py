@@ -29,12 +29,14 @@ def repeat_parts(x: Tensor, *, dim: int, parts: int, times: int) -> Tensor:
 
     It is what key and value heads mean to the query heads that share them.
     """
-    return x.unflatten(dim, (parts, -1)).repeat_interleave(times, dim).flatten(dim, dim + 1)
+    by_part: Tensor = x.unflatten(dim, (parts, -1))
+    return by_part.repeat_interleave(times, dim).flatten(dim, dim + 1)
 
 
 def repeat_parts_grad(dy: Tensor, *, dim: int, parts: int, times: int) -> Tensor:
     """Gradient of `repeat_parts`: the sum over the repetitions of each part."""
-    return dy.unflatten(dim, (parts, times, -1)).sum(dim + 1).flatten(dim, dim + 1)
+    summed: Tensor = dy.unflatten(dim, (parts, times, -1)).sum(dim + 1)
+    return summed.flatten(dim, dim + 1)
 
 
 def _taken(index: Any, parts: int, times: int, ranks: int) -> list[int]:
@@ -66,7 +68,7 @@ def repeated_part_grad(dy: Tensor, index: Any, *, dim: int, parts: int, times: i
 
 
 def _gradient(request: GradientRequest) -> tuple[Value | None, ...]:
-    return (request.builder.one("repeat_parts_grad", request.cotangent, **request.node.attrs),)
+    return request.builder.emit("repeat_parts_grad", (request.cotangent,), request.node.attrs)
 
 
 def _repeated(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
