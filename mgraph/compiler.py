@@ -9,7 +9,7 @@ import dataclasses
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,8 @@ from mgraph.recipe import MESH_AXES, Recipe
 
 RAISE = "raise-norm,raise-rope,raise-attention,raise-glu,raise-moe,raise-loss,cse,dce"
 TIMES = "compilation.json"
+_SHARDING = ("dp", "tp", "fsdp")
+"""The axes in the order of their passes: what is sharded is what tensor parallelism leaves of a tensor."""
 """The file in a package's graphs/ that keeps the seconds of each stage and the capture's report."""
 _DTYPES = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}
 _ADAMW = ("beta1", "beta2", "eps", "weight_decay", "max_norm", "optimizer")
@@ -97,7 +99,7 @@ def pipeline_text(recipe: Recipe) -> str:
     specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]
     specs += [print_spec("expert-bias", {"rate": recipe.expert_bias_rate})] if recipe.expert_bias_rate else []
     derive = ",".join(specs)
-    shard = "".join(f"{_sharding(recipe, axis)}," for axis in recipe.mesh_axes())
+    shard = "".join(f"{_sharding(recipe, axis)}," for axis in _SHARDING if axis in recipe.mesh_axes())
     return f"{NORMALIZE},{RAISE},{derive},{shard}cse,dce,in-place"
 
 
@@ -106,6 +108,8 @@ def _sharding(recipe: Recipe, axis: str) -> str:
     options: dict[str, OptionValue] = {"axis": axis, "size": recipe.mesh_axes()[axis] or 0}
     if axis in recipe.placements():
         options["place"] = recipe.placements()[axis]
+    if axis == "fsdp":
+        options |= {"level": recipe.zero, "reshard": not recipe.keep_gathered, "wide": recipe.wide_sums}
     return print_spec(MESH_AXES[axis], options)
 
 
@@ -179,7 +183,11 @@ def _run_passes(
     begun = time.perf_counter()
     snapshots, check, start, verifier = (
         Snapshots(),
-        TwinCheck(ranks=recipe.mesh_axes().get("tp") or 1),
+        TwinCheck(
+            ranks=recipe.mesh_axes().get("tp") or 1,
+            # On the twin each axis that splits tensors has two ranks.
+            parts=2 ** sum(axis != "dp" and size != 1 for axis, size in recipe.mesh_axes().items()),
+        ),
         Start(),
         VerifyLater(),
     )

@@ -25,7 +25,7 @@ TARGET_ARCHS = {"h100": "sm_90a", "cpu": ""}
 ARCHS = ("sm_80", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_103", "sm_103a", "sm_120", "sm_120a")
 """The GPU architectures that kernels can be built for; the compiler behind Triton ends the process for others."""
 
-MESH_AXES = {"dp": "data-parallel", "tp": "tensor-parallel"}
+MESH_AXES = {"dp": "data-parallel", "fsdp": "fully-shard", "tp": "tensor-parallel"}
 """The axes that a mesh may have, major first (neighbouring ranks share a layer), and the pass for each."""
 
 PLACING_AXES = ("tp",)
@@ -54,6 +54,13 @@ class Recipe:
     place: tuple[str, ...] = option(
         (), "where parameters lie over a mesh axis, instead of as their use says: 'PATTERN|PATTERN: S(1)@tp' or R@tp"
     )
+    zero: int = option(
+        3, "what ranks along fsdp share: 1 the optimizer's state, 2 gradients too, 3 parameters too", within=(1, 3)
+    )
+    keep_gathered: bool = option(
+        False, "with fsdp: keep a layer's gathered parameters from its forward until its backward"
+    )
+    wide_sums: bool = option(False, "with fsdp: sum gradients narrower than fp32 over the ranks in fp32")
     precision: str = option("fp32", "dtype of the parameters and of the computation", ("fp32", "bf16", "fp16"))
     target: str = option("h100", "the machine that kernels are chosen for", tuple(TARGET_ARCHS))
     arch: str = option(
@@ -154,7 +161,7 @@ class Recipe:
             if not equals or not (size == "*" or (size.isdigit() and int(size) > 0)):
                 raise OptionError(f"mesh axis {part!r}", where="--mesh", hint="write NAME=SIZE, e.g. dp=2 or dp=*")
             if name not in MESH_AXES:
-                hint = "data-parallel dp and tensor-parallel tp"
+                hint = "data-parallel dp, fully sharded fsdp and tensor-parallel tp"
                 raise OptionError(f"mesh axis {name!r} is not supported", where="--mesh", hint=hint)
             if name != "dp" and size == "*":
                 raise OptionError(f"the mesh axis {name} has no size", where="--mesh", hint=f"a number: {name}=2")

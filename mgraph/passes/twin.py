@@ -71,11 +71,11 @@ class NoTwin(Exception):
     """A module has no reduced twin and is too large to be run as it is; the message says why."""
 
 
-def reduce(module: Module, ranks: int = 1) -> tuple[Module, Reduction]:
+def reduce(module: Module, ranks: int = 1, parts: int = 1) -> tuple[Module, Reduction]:
     """The twin of a captured module and how it was made.
 
-    With `ranks` of an axis that splits extents, even ones stay even, so that two ranks can; those that divide it do so
-    still, and it divides numbers of heads where it did, so that keys and values are repeated alike.
+    Extents that `parts` divides keep to that, so that they can be split alike. With `ranks` that share the heads, numbers
+    that divide it do so still, and it divides numbers of heads where it did, so that keys and values are repeated alike.
 
     Where no reduction is found, a small module is its own twin; otherwise NoTwin is raised.
     """
@@ -83,7 +83,11 @@ def reduce(module: Module, ranks: int = 1) -> tuple[Module, Reduction]:
     least = {d.maximum: SHORTEST for d in module.dims.values() if d.maximum is not None}
     found = static_extents(short)
     heads = {v for _, n in short.walk() if n.op in ATTENTIONS for v in n.operands[0].tensor.shape[1:2]}
-    kept = [Relation((n,), partial(_kept, n, ranks, ranks if n in heads else 2)) for n in found if ranks > 1]
+    kept = [
+        Relation((n,), partial(_kept, n, ranks, math.lcm(parts, ranks if n in heads else 1)))
+        for n in found
+        if ranks * parts > 1
+    ]
     new = assign(found, [*relations(short), *kept], least)
     why = "no small extents keep all relations of the graph" if new is None else ""
     if new is not None:

@@ -35,11 +35,11 @@ _FEW = 4  # a node with more operands or results than this has one per state, an
 class TwinCheck(Instrument):
     """`measured["verify"]`: whether the pass keeps the numbers, measured on the twin that `reduction` describes.
 
-    With `ranks` of an axis that splits extents the twin's can be split where the model's can.
+    Twin and model can both be split into `parts`, and their heads over `ranks` (`mgraph.passes.twin.reduce`).
     """
 
-    def __init__(self, ranks: int = 1) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int = 1, parts: int = 1) -> None:
+        self._ranks, self._parts = ranks, parts
         self.reduction: Reduction | None = None
         self.why_not = "no pipeline was started"
         self._twin: Module | None = None
@@ -47,7 +47,7 @@ class TwinCheck(Instrument):
     def start(self, module: Module) -> None:
         """Make the twin."""
         try:
-            self._twin, self.reduction = reduce(module, self._ranks)
+            self._twin, self.reduction = reduce(module, self._ranks, self._parts)
             self._shapes = Shapes.of(self._twin)
         except NoTwin as error:
             self.why_not = str(error)
