@@ -20,10 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from mgraph.errors import CheckpointError, StorageError, storage_hint
-from mgraph.runtime.mesh import Mesh
+from mgraph.runtime.mesh import ALONE, Mesh
 from mgraph.runtime.package import DTYPES, State, StateSpec
 
 T = TypeVar("T")
@@ -37,7 +35,6 @@ _NAME = re.compile(r"step_(\d{8,})")
 _FEW = 5
 _SAME_RUN = "resume with the package and options that wrote it, or start anew in another --out"
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ALONE = Mesh(0, 1, torch.device("cpu"), {})
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ def load_parameters(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec
     saved = {name: kept for name, kept in checkpoint.layout.items() if name in layout}
     check_same(saved, layout, checkpoint.path, "state", "take a run of the model that this package was compiled from")
     _verify(checkpoint, list(checkpoint.files))
-    _read(checkpoint, state, specs, _ALONE)
+    _read(checkpoint, state, specs, ALONE)
 
 
 def _read(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec, ...], mesh: Mesh) -> None:

@@ -7,6 +7,7 @@ beside it under another name, and renamed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -22,7 +23,9 @@ from torch import Tensor
 from mgraph.adapters import adapter_names
 from mgraph.errors import OptionError, StorageError, storage_hint
 from mgraph.runtime.lora import merged
+from mgraph.runtime.mesh import ALONE, Mesh
 from mgraph.runtime.package import State, StateSpec
+from mgraph.runtime.state import Wholes
 from mgraph.runtime.weight_files import INDEX, Advance, ignore, write_file
 from mgraph.runtime.weight_layout import FileTensor, file_tensors
 from mgraph.runtime.weights import masters, model_tensors
@@ -73,15 +76,22 @@ def new_directory(target: Path, flag: str = "--export") -> Iterator[Path]:
 
 class Weights:
     """The weights of a state as they are to lie in files, adapters merged; with `full`, a parameter's copy of full
-    precision, or the parameter in float32."""
+    precision, or the parameter in float32. Ranks that hold shares of them put each together as its turn comes."""
 
     def __init__(
-        self, state: State, specs: Iterable[StateSpec], layout: Iterable[Mapping[str, Any]], *, full: bool = False
+        self,
+        state: State,
+        specs: Iterable[StateSpec],
+        layout: Iterable[Mapping[str, Any]],
+        *,
+        full: bool = False,
+        mesh: Mesh = ALONE,
     ) -> None:
         specs = list(specs)
         written = model_tensors(specs)
         copies = masters(specs) if full else {}
-        self.state = state
+        self.mesh = mesh
+        self._wholes = Wholes(state, specs, mesh)
         self.adapters = {spec.name: spec.adapter for spec in specs if spec.adapter is not None}
         self.names = {spec.name: copies.get(spec.name, spec.name) for spec in specs}
         self.dtypes = {s.name: torch.float32 if full and s.kind == "param" else s.dtype for s in written}
@@ -95,15 +105,20 @@ class Weights:
         """Size of tensors in files."""
         return sum(tensor.numel * self.dtype(tensor).itemsize for tensor in tensors)
 
-    def value(self, tensor: FileTensor) -> Tensor:
-        """The tensor, contiguous on the CPU; no copy where the state has it so."""
-        adapted = {part.state for part in tensor.parts} & self.adapters.keys()
-        state = {**self.state, **{self.names[name]: self.merged(name) for name in adapted}} if adapted else self.state
-        return tensor.read(state, self.names, self.dtype(tensor))
+    def values(self, tensors: Iterable[FileTensor]) -> Iterator[Tensor]:
+        """The tensors, on the first rank alone, contiguous on the CPU; no copies where the state has them so. Every
+        rank must take all of them."""
+        for tensor in tensors:
+            adapted = {part.state for part in tensor.parts} & self.adapters.keys()
+            needed = {part.state for part in tensor.parts}.union(*map(adapter_names, adapted))
+            state = self._wholes.of(self.names[name] for name in needed)
+            if self.mesh.is_first:
+                joint = {self.names[name]: self._merged(name, state) for name in adapted}
+                yield tensor.read({**state, **joint}, self.names, self.dtype(tensor))
 
-    def merged(self, name: str) -> Tensor:
+    def _merged(self, name: str, state: State) -> Tensor:
         """A weight with its adapter, f32."""
-        base, a, b = (self.state[self.names[n]].detach() for n in (name, *adapter_names(name)))
+        base, a, b = (state[self.names[n]].detach() for n in (name, *adapter_names(name)))
         return merged(base, a, b, self.adapters[name])
 
     def most(self) -> str:
@@ -114,18 +129,19 @@ class Weights:
             sizes[dtype] = sizes.get(dtype, 0) + self.bytes([tensor])
         return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
 
-    def shards(self, limit: int) -> Iterator[list[FileTensor]]:
+    def shards(self, limit: int) -> list[list[FileTensor]]:
         """The tensors in their order, cut where a file would become too large; a single tensor is never cut."""
-        shard: list[FileTensor] = []
+        shards: list[list[FileTensor]] = [[]]
         size = 0
         for tensor in self.tensors:
             own = self.bytes([tensor])
-            if shard and size + own > limit:
-                yield shard
-                shard, size = [], 0
-            shard.append(tensor)
+            if shards[-1] and size + own > limit:
+                shards.append([])
+                size = 0
+            shards[-1].append(tensor)
             size += own
-        yield shard
+        # Wide dtypes first: a tensor that is read through a mapping must begin at a multiple of its element.
+        return [sorted(shard, key=lambda tensor: -self.dtype(tensor).itemsize) for shard in shards]
 
 
 @torch.no_grad()
@@ -138,31 +154,40 @@ def export_weights(
 ) -> None:
     """Write the parameters and persistent buffers to the directory `target`; with `config`, where that file exists.
 
-    The configuration is written with the dtype that the files have. One tensor is copied at a time, if at all;
-    `advance` hears of each. Raises OptionError where `target` holds something, StorageError where it
-    cannot be written; nothing half-written stays behind.
+    All ranks of the weights' mesh call it, and the first one writes. The configuration is written with the dtype that
+    the files have. One tensor is put together and copied at a time, if at all; `advance` hears of each. Raises, on the
+    first rank, OptionError where `target` holds something, StorageError where it cannot be written; nothing
+    half-written stays behind.
     """
-    with new_directory(target) as directory:
-        _write_shards(directory, weights, list(weights.shards(shard_bytes)), advance)
-        if config.is_file():
-            settings = json.loads(config.read_text(encoding="utf-8"))
-            settings = {key: value for key, value in settings.items() if key not in _REPLACED}
-            settings["dtype"] = weights.most()
-            (directory / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    shards = weights.shards(shard_bytes)
+    values = weights.values(itertools.chain.from_iterable(shards))
+    try:
+        if weights.mesh.is_first:
+            with new_directory(target) as directory:
+                _write_shards(directory, weights, shards, values, advance)
+                if config.is_file():
+                    settings = json.loads(config.read_text(encoding="utf-8"))
+                    settings = {key: value for key, value in settings.items() if key not in _REPLACED}
+                    settings["dtype"] = weights.most()
+                    (directory / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    finally:
+        if weights.mesh.world_size > 1:  # whatever has become of the files, the others put all tensors together
+            for _ in values:
+                pass
 
 
-def _write_shards(directory: Path, weights: Weights, shards: list[list[FileTensor]], advance: Advance) -> None:
+def _write_shards(
+    directory: Path, weights: Weights, shards: list[list[FileTensor]], values: Iterator[Tensor], advance: Advance
+) -> None:
     single = len(shards) == 1
     weight_map: dict[str, str] = {}
     total = 0
     for index, shard in enumerate(shards, 1):
         file = "model.safetensors" if single else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-        # Wide dtypes first: a tensor that is read through a mapping must begin at a multiple of its element.
-        shard = sorted(shard, key=lambda tensor: -weights.dtype(tensor).itemsize)
         total += write_file(
             directory / file,
             {tensor.name: (weights.dtype(tensor), tensor.shape) for tensor in shard},
-            _values(weights, shard, advance),
+            _told(weights, shard, values, advance),
         )
         weight_map |= {tensor.name: file for tensor in shard}
     if not single:
@@ -170,8 +195,9 @@ def _write_shards(directory: Path, weights: Weights, shards: list[list[FileTenso
         (directory / INDEX).write_text(index_text + "\n", encoding="utf-8")
 
 
-def _values(weights: Weights, shard: list[FileTensor], advance: Advance) -> Iterator[Tensor]:
+def _told(weights: Weights, shard: list[FileTensor], values: Iterator[Tensor], advance: Advance) -> Iterator[Tensor]:
+    """The values of the tensors of one file; `advance` hears of each when it is written."""
     total = weights.bytes(weights.tensors)
     for tensor in shard:
-        yield weights.value(tensor)
+        yield next(values)
         advance(weights.bytes([tensor]), total)

@@ -52,11 +52,9 @@ def write_adapter(
     """Write both files; how many bytes the tensors have. The states are read under other names where `names` has them;
     `about` is what the configuration says of the model. Raises OSError."""
     specs = list(specs)
-    by_name = {spec.name: spec for spec in specs}
     adapters = {s.name: s.adapter for s in specs if s.adapter is not None}
     saved = {_module(spec.name) for spec in _trained_besides(specs)}
-    chosen = [by_name[name] for weight in adapters for name in adapter_names(weight)]
-    chosen += [s for s in specs if s.kind == "param" and _module(s.name) in saved]
+    chosen = adapter_states(specs)
     read = {spec.name: state[names.get(spec.name, spec.name)] for spec in chosen}
     chosen.sort(key=lambda spec: -read[spec.name].itemsize)
     tensors = {PREFIX + spec.name: (read[spec.name].dtype, spec.shape) for spec in chosen}
@@ -65,6 +63,15 @@ def write_adapter(
     settings = {**about, **_settings({_module(name): a for name, a in adapters.items()}, modules, sorted(saved))}
     (directory / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return size
+
+
+def adapter_states(specs: Iterable[StateSpec]) -> list[StateSpec]:
+    """What PEFT's form has of a state: all A and B, and the modules that are trained besides."""
+    specs = list(specs)
+    by_name = {spec.name: spec for spec in specs}
+    saved = {_module(spec.name) for spec in _trained_besides(specs)}
+    chosen = [by_name[name] for s in specs if s.adapter is not None for name in adapter_names(s.name)]
+    return chosen + [s for s in specs if s.kind == "param" and _module(s.name) in saved]
 
 
 def _settings(adapters: Mapping[str, Adapter], modules: set[str], saved: Sequence[str]) -> dict[str, Any]:

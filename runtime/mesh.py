@@ -129,8 +129,10 @@ class Mesh:
         return int(flag)
 
 
-_ALONE = Mesh(0, 1, torch.device("cpu"), {})
-_current = _ALONE
+ALONE = Mesh(0, 1, torch.device("cpu"), {})
+"""A single process."""
+
+_current = ALONE
 
 
 def current() -> Mesh:
@@ -182,7 +184,7 @@ def stop() -> None:
     global _current
     if dist.is_initialized():
         dist.destroy_process_group()
-        _current = _ALONE
+        _current = ALONE
         gc.collect()
 
 

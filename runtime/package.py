@@ -16,7 +16,7 @@ import json
 import math
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -101,7 +101,15 @@ class StateSpec:
 
     def share(self, mesh: Mesh) -> Share:
         """What this rank has of it."""
-        return share_of(self.shape, self.placement, self.factors, mesh.axes, mesh.position)
+        return self.share_at(mesh, mesh.position)
+
+    def share_at(self, mesh: Mesh, position: Mapping[str, int]) -> Share:
+        """What the rank at another position of the mesh has of it."""
+        return share_of(self.shape, self.placement, self.factors, mesh.axes, position)
+
+    def axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes of the mesh that it is split over; none where every rank has the whole tensor."""
+        return tuple(dict.fromkeys(split.axis for split in self.placement if mesh.size(split.axis) > 1))
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,10 @@ class Piece:
         """The part of the local tensor, a view."""
         return local[tuple(slice(start, start + size) for start, size in zip(self.local, self.sizes, strict=True))]
 
+    def of_whole(self, whole: Tensor) -> Tensor:
+        """The same part of the whole tensor, a view."""
+        return whole[tuple(slice(start, start + size) for start, size in zip(self.whole, self.sizes, strict=True))]
+
 
 @dataclass(frozen=True, slots=True)
 class Share:

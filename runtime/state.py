@@ -3,27 +3,27 @@
 Nothing is loaded or unpickled. The manifest holds, for each tensor, the initialiser calls that the model made when it
 was built, and they are replayed here. Random calls count by global element index under the key
 (seed, seed name, call index), so the values depend on neither the mesh, nor the order of creation, nor the device.
-
-A tensor may start as the copy of another (`copy_from`). Copies are made after what they copy.
-
-On a mesh a rank keeps its share of a tensor that is split (`shards.py`): the whole is drawn, one tensor at a time, and
-the rest let go.
+On a mesh a rank makes its share of a tensor that is split (`shards.py`), and no more than that. A tensor may start as
+the copy of another (`copy_from`), however that is split: it is made like it once more.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mgraph import philox
 from mgraph.errors import PackageError
-from mgraph.runtime.mesh import Mesh
+from mgraph.runtime.collectives import all_gather
+from mgraph.runtime.mesh import ALONE, Mesh
 from mgraph.runtime.package import State, StateSpec
+from mgraph.runtime.shards import Piece
 
 # Calls that draw nothing and take plain numbers.
 _PLAIN_CALLS: dict[str, Callable[..., Tensor]] = {
@@ -35,116 +35,140 @@ _PLAIN_CALLS: dict[str, Callable[..., Tensor]] = {
     "erfinv_": Tensor.erfinv_,
 }
 
+_DRAWS = {"normal_": philox.normal, "uniform_": philox.uniform}
+
 
 def create_state(
     specs: Iterable[StateSpec],
     seed: int,
     device: torch.device | str,
     blank: Collection[str] = (),
-    mesh: Mesh | None = None,
+    mesh: Mesh = ALONE,
 ) -> State:
-    """All tensors of `specs` by name, initialised with `seed`, on `device`; those in `blank`, and copies of them, hold
-    nothing yet. With a `mesh`, this rank's shares of them.
+    """This rank's shares of all tensors of `specs` by name, initialised with `seed`, on `device`; those in `blank`, and
+    copies of them, are 0.
 
     Raises `PackageError` where a tensor has no initialiser, names an unknown call, or copies in a circle.
     """
     by_name = {spec.name: spec for spec in specs}
+    initial = _Initial(by_name, seed, torch.device(device))
     state: State = {}
-
-    def create(spec: StateSpec, waiting: tuple[str, ...]) -> None:
-        for source in (call[1] for call in spec.init if call[0] == "copy_from"):
-            if source not in by_name or source in waiting:
-                problem = "copies itself" if source in waiting else f"copies '{source}', which does not exist"
-                raise _error(spec, problem)
-            if source not in state:
-                create(by_name[source], (*waiting, source))
-        if spec.name in blank or any(call[:1] == ("copy_from",) and call[1] in blank for call in spec.init):
-            shape = spec.shape if mesh is None else spec.share(mesh).shape
-            state[spec.name] = torch.empty(shape, dtype=spec.dtype, device=device)
-            return
-        copies = any(call[0] == "copy_from" for call in spec.init)
-        shape = spec.share(mesh).shape if copies and mesh is not None else spec.shape
-        made = _initialise(spec, shape, state, seed, torch.device(device))
-        state[spec.name] = made if copies or mesh is None else share_of_whole(spec, made, mesh)
-
     for spec in by_name.values():
-        if spec.name not in state:
-            create(spec, (spec.name,))
-    return {name: state[name] for name in by_name}
+        share = spec.share(mesh)
+        if not set(initial.sources(spec)).isdisjoint(blank):
+            state[spec.name] = torch.zeros(share.shape, dtype=spec.dtype, device=device)  # also padding is 0
+        elif len(share.pieces) == 1 and share.pieces[0].sizes == share.shape:
+            state[spec.name] = initial.values(spec, share.pieces[0])
+        else:
+            state[spec.name] = torch.zeros(share.shape, dtype=spec.dtype, device=device)
+            for piece in share.pieces:
+                piece.of(state[spec.name]).copy_(initial.values(spec, piece))
+    return state
 
 
-def share_of_whole(spec: StateSpec, whole: Tensor, mesh: Mesh) -> Tensor:
-    """This rank's share of a whole tensor; the same tensor where it is all of it."""
-    share = spec.share(mesh)
-    if share.shape == spec.shape:
-        return whole
-    local = whole.new_zeros(share.shape)
-    for piece in share.pieces:
-        source = tuple(slice(start, start + size) for start, size in zip(piece.whole, piece.sizes, strict=True))
-        piece.of(local).copy_(whole[source])
-    return local
+def whole_tensor(spec: StateSpec, local: Tensor, mesh: Mesh) -> Tensor:
+    """The whole tensor of which every rank gives its `local` one: a collective of the ranks that share it."""
+    axes = spec.axes(mesh)
+    if not axes:
+        return local
+    parts = local
+    for axis in axes:
+        (parts,) = all_gather([parts[None]], axis, 0)
+    whole = local.new_empty(spec.shape)
+    for place in itertools.product(*(range(mesh.size(axis)) for axis in reversed(axes))):
+        for piece in spec.share_at(mesh, dict(zip(reversed(axes), place, strict=True))).pieces:
+            piece.of_whole(whole).copy_(piece.of(parts[place]))
+    return whole
 
 
-def whole_tensors(state: State, specs: Iterable[StateSpec], mesh: Mesh) -> State:
-    """The state with the tensors of `specs` whole, on every rank: a collective of the ranks that share them."""
-    made = dict(state)
-    for spec in specs:
-        if spec.share(mesh).shape == spec.shape:
-            continue
-        tensor = state[spec.name]
-        for split in reversed(spec.placement):
-            if mesh.size(split.axis) > 1:
-                assert split.factor is None and not split.zigzag, f"{spec.name}: {split} has no whole made of parts"
-                parts = [torch.empty_like(tensor) for _ in range(mesh.size(split.axis))]
-                dist.all_gather(parts, tensor.contiguous(), group=mesh.group(split.axis))
-                tensor = torch.cat(parts, split.dim)
-        assert tuple(tensor.shape) == spec.shape, f"{spec.name}: parts of unequal extents have no whole made of them"
-        made[spec.name] = tensor
-    return made
+class Wholes:
+    """The tensors of a state, whole, on every rank. All ranks ask for the same ones, in the same order."""
+
+    def __init__(self, state: State, specs: Iterable[StateSpec], mesh: Mesh) -> None:
+        self._state, self._specs, self._mesh = state, {spec.name: spec for spec in specs}, mesh
+        self._last: State = {}
+
+    def of(self, names: Iterable[str]) -> State:
+        """These tensors. What was put together for them is kept until others are asked for: one that many parts of
+        files are read from is put together once."""
+        wanted = set(names)
+        self._last = {name: tensor for name, tensor in self._last.items() if name in wanted}
+        for name in sorted(wanted - self._last.keys()):
+            self._last[name] = whole_tensor(self._specs[name], self._state[name], self._mesh)
+        return dict(self._last)
 
 
-def _initialise(spec: StateSpec, shape: tuple[int, ...], state: State, seed: int, device: torch.device) -> Tensor:
-    if not spec.init:
-        raise _error(spec, "has no initialiser")
-    # A program for a low-precision tensor runs in f32 and is rounded once, as casting an initialised model would.
-    low_precision = spec.dtype.is_floating_point and spec.dtype.itemsize < 4
-    tensor = torch.empty(shape, dtype=torch.float32 if low_precision else spec.dtype, device=device)
-    for index, (call, *arguments) in enumerate(spec.init):
-        _replay(tensor, call, arguments, state, seed, philox.key_from(seed, spec.seed_name, index), spec)
-    return tensor.to(spec.dtype)
+@dataclass(frozen=True)
+class _Initial:
+    """The values that states begin with: any box of them, as a function of the place in the whole tensor."""
+
+    specs: Mapping[str, StateSpec]
+    seed: int
+    device: torch.device
+
+    def sources(self, spec: StateSpec) -> list[str]:
+        """The state itself, and those that it is a copy of, directly or not."""
+        found = [spec.name]
+        for name in found:
+            for source in (call[1] for call in self.specs[name].init if call[0] == "copy_from"):
+                if source not in self.specs:
+                    raise _error(self.specs[name], f"copies '{source}', which does not exist")
+                if source == spec.name:
+                    raise _error(spec, "copies itself")
+                if self.specs[source].shape != spec.shape:
+                    raise _error(spec, f"copies '{source}', whose shape is {list(self.specs[source].shape)}")
+                found += [] if source in found else [source]
+        return found
+
+    def values(self, spec: StateSpec, piece: Piece) -> Tensor:
+        """The values of a piece of the whole tensor."""
+        if not spec.init:
+            raise _error(spec, "has no initialiser")
+        # A program for a low-precision tensor runs in f32 and is rounded once, as casting an initialised model would.
+        low_precision = spec.dtype.is_floating_point and spec.dtype.itemsize < 4
+        dtype = torch.float32 if low_precision else spec.dtype
+        tensor = torch.empty(piece.sizes, dtype=dtype, device=self.device)
+        for index, (call, *arguments) in enumerate(spec.init):
+            self._replay(tensor, call, arguments, index, spec, piece)
+        return tensor.to(spec.dtype)
+
+    def _replay(
+        self, tensor: Tensor, call: str, arguments: list[Any], index: int, spec: StateSpec, piece: Piece
+    ) -> None:
+        """Apply one recorded in-place call to `tensor`, a piece of the state."""
+        if call in _DRAWS:
+            key = philox.key_from(self.seed, spec.seed_name, index)
+            draw = _DRAWS[call](piece.sizes, key, piece.whole, spec.shape, dtype=tensor.dtype, device=tensor.device)
+            first, second = arguments  # mean and deviation, or bounds
+            scale, start = (second, first) if call == "normal_" else (second - first, first)
+            tensor.copy_(draw.mul_(scale).add_(start))
+        elif call == "copy_":
+            (values,) = arguments
+            if len(values) != math.prod(spec.shape):
+                raise _error(spec, f"has {len(values)} initial values for shape {list(spec.shape)}")
+            tensor.copy_(piece.of_whole(torch.tensor(values, dtype=tensor.dtype).reshape(spec.shape)))
+        elif call == "copy_from":
+            tensor.copy_(self.values(self.specs[arguments[0]], piece))
+        elif call == "seed_":
+            tensor.fill_(self.seed)
+        elif call == "fill_range_":
+            _fill_range(tensor, piece.whole, spec.shape, *arguments)
+        elif call in _PLAIN_CALLS:
+            _PLAIN_CALLS[call](tensor, *arguments)
+        else:
+            raise _error(spec, f"is initialised by '{call}', which this runtime does not know")
 
 
-def _replay(
-    tensor: Tensor, call: str, arguments: list[Any], state: State, seed: int, key: philox.Key, spec: StateSpec
-) -> None:
-    """Apply one recorded in-place call to `tensor`."""
-    if call == "normal_":
-        mean, deviation = arguments
-        draw = philox.normal(tensor.shape, key, dtype=tensor.dtype, device=tensor.device)
-        tensor.copy_(draw.mul_(deviation).add_(mean))
-    elif call == "uniform_":
-        low, high = arguments
-        draw = philox.uniform(tensor.shape, key, dtype=tensor.dtype, device=tensor.device)
-        tensor.copy_(draw.mul_(high - low).add_(low))
-    elif call == "copy_":
-        (values,) = arguments
-        if len(values) != math.prod(spec.shape):
-            raise _error(spec, f"has {len(values)} initial values for shape {list(spec.shape)}")
-        tensor.copy_(torch.tensor(values, dtype=tensor.dtype).reshape(spec.shape))
-    elif call == "copy_from":
-        source = state[arguments[0]]
-        if source.shape != tensor.shape:
-            raise _error(spec, f"copies '{arguments[0]}', whose shape is {list(source.shape)}")
-        tensor.copy_(source)
-    elif call == "seed_":
-        tensor.fill_(seed)
-    elif call == "fill_range_":
-        start, stop, value = arguments
-        tensor.view(-1)[start:stop] = value
-    elif call in _PLAIN_CALLS:
-        _PLAIN_CALLS[call](tensor, *arguments)
-    else:
-        raise _error(spec, f"is initialised by '{call}', which this runtime does not know")
+def _fill_range(part: Tensor, start: Sequence[int], shape: Sequence[int], first: int, after: int, value: float) -> None:
+    """Fill those elements of a box, which begins at `start` in a tensor of `shape`, whose number in it lies in
+    `first` … `after`."""
+    if first <= 0 and after >= math.prod(shape):
+        part.fill_(value)
+    elif shape:
+        row = math.prod(shape[1:])
+        for index in range(max(first // row, start[0]), min(-(-after // row), start[0] + part.shape[0])):
+            inside = first - index * row, after - index * row
+            _fill_range(part[index - start[0]], start[1:], shape[1:], *inside, value)
 
 
 def _error(spec: StateSpec, problem: str) -> PackageError:

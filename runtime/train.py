@@ -42,10 +42,10 @@ from mgraph.runtime.package import Package, State, load_package
 from mgraph.runtime.sample import generate
 from mgraph.runtime.saving import Saver
 from mgraph.runtime.schedule import learning_rate
-from mgraph.runtime.state import create_state, whole_tensors
+from mgraph.runtime.state import create_state
 from mgraph.runtime.tokenizer import Tokenizer, load_tokenizer
 from mgraph.runtime.transfer import NOTES, export, export_adapter, initialise, is_exported, note_export
-from mgraph.runtime.weights import FROM_FILES, model_tensors
+from mgraph.runtime.weights import model_tensors
 
 ENTRIES = ("microbatch", "finish", "evaluate", "predict")
 """What a package must have to be trained."""
@@ -446,10 +446,8 @@ class Trainer:
         """After the last step: the exported weights, the sample, the picture, and the line that sums the run up."""
         if math.isnan(self.validation_loss):  # resumed at the end: no step of this process was evaluated
             self.evaluate()
-        if _exports(self.options):
-            kept = [s for s in self.package.state_specs if s.kind in FROM_FILES]
-            whole = whole_tensors(self.state, kept, self.mesh)
-            self.mesh.together(lambda: self._export(whole))
+        for option, target in _exports(self.options):
+            self._export(option, target)
         text = self.sample() if self.options.sample_length else None
         self.mesh.together(lambda: self._write_results(text))
 
@@ -485,21 +483,26 @@ class Trainer:
             flush=True,
         )
 
-    def _export(self, state: State) -> None:
-        """The first rank writes the weights, which are whole in `state`."""
-        options = self.options
-        if self.log is None:
-            return
-        for option, target in _exports(options):
-            if _is_exported(option, target, options, self.package):
+    def _export(self, option: str, target: Path) -> None:
+        """The first rank writes what an option asks for, which all put together, unless it is there already."""
+        options, first = self.options, self.mesh.is_first
+        there = self.mesh.together(lambda: first and _is_exported(option, target, options, self.package))
+        if self.mesh.largest(there):
+            if self.log is not None:
                 self.log.message(f"what {flag(option)} writes after step {self.step} is in {target} already")
-                continue
+            return
+        if self.log is not None:
             self.log.end_of_steps()
+
+        def write() -> None:
             if option == "export":
-                export(target, options.export_dtype, self.package, state)
+                export(target, options.export_dtype, self.package, self.state, self.mesh)
             else:
-                export_adapter(target, options.export_dtype, self.package, state, options.init)
-            note_export(option, target, self.out, self.step)
+                export_adapter(target, options.export_dtype, self.package, self.state, options.init, self.mesh)
+            if first:
+                note_export(option, target, self.out, self.step)
+
+        self.mesh.together(write)
 
 
 def _problem(result: Record) -> str:

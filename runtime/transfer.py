@@ -14,9 +14,10 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mgraph.runtime.export import CONFIG, Weights, export_weights, new_directory
-from mgraph.runtime.lora import write_adapter
-from mgraph.runtime.mesh import Mesh
+from mgraph.runtime.lora import adapter_states, write_adapter
+from mgraph.runtime.mesh import ALONE, Mesh
 from mgraph.runtime.package import Package, State
+from mgraph.runtime.state import Wholes
 from mgraph.runtime.weights import load_weights, masters
 
 NOTES = {"export": "exported.json", "export_adapter": "exported_adapter.json"}
@@ -29,7 +30,7 @@ FULL = "f32"
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
-def initialise(source: Path, package: Package, state: State, shown: bool, mesh: Mesh | None = None) -> None:
+def initialise(source: Path, package: Package, state: State, shown: bool, mesh: Mesh = ALONE) -> None:
     """Fill the weights of a state, or this rank's shares of them, from files; a bar on a terminal and a line, where
     `shown`. Raises CheckpointError."""
     with _Transfer("loading weights", shown) as transfer:
@@ -38,24 +39,32 @@ def initialise(source: Path, package: Package, state: State, shown: bool, mesh: 
         transfer.say(f"loaded {number} tensors, {transfer.summary} from {source}")
 
 
-def export(target: Path, dtype: str, package: Package, state: State) -> None:
-    """Write the weights to a directory. `dtype` is FULL, or anything else for that of the parameters. Raises
-    OptionError, StorageError."""
-    weights = Weights(state, package.state_specs, package.weight_layout, full=dtype == FULL)
-    with _Transfer("exporting weights", True) as transfer:
+def export(target: Path, dtype: str, package: Package, state: State, mesh: Mesh = ALONE) -> None:
+    """Write the weights to a directory; all ranks call it. `dtype` is FULL, or anything else for that of the
+    parameters. Raises OptionError, StorageError, on the first rank."""
+    weights = Weights(state, package.state_specs, package.weight_layout, full=dtype == FULL, mesh=mesh)
+    with _Transfer("exporting weights", mesh.is_first) as transfer:
         export_weights(target, weights, package.path / CONFIG, advance=transfer.advance)
-    transfer.say(f"exported the weights, {transfer.summary} to {target}")
+    if mesh.is_first:
+        transfer.say(f"exported the weights, {transfer.summary} to {target}")
 
 
-def export_adapter(target: Path, dtype: str, package: Package, state: State, base: Path | None) -> None:
-    """Write the adapters to a directory, in PEFT's form; `base` is where the weights came from that they are for."""
+def export_adapter(
+    target: Path, dtype: str, package: Package, state: State, base: Path | None, mesh: Mesh = ALONE
+) -> None:
+    """Write the adapters to a directory, in PEFT's form, as `export` does; `base` is where the weights came from that
+    they are for."""
+    names = masters(package.state_specs) if dtype == FULL else {}
+    written = [names.get(spec.name, spec.name) for spec in adapter_states(package.state_specs)]
+    whole = Wholes(state, package.state_specs, mesh).of(written)
+    if not mesh.is_first:
+        return
     config = package.path / CONFIG
     classes = json.loads(config.read_text(encoding="utf-8")).get("architectures") if config.is_file() else None
     causal = any(name.endswith(_CAUSAL) for name in classes or ())
     about = {"base_model_name_or_path": base and str(base), "task_type": "CAUSAL_LM" if causal else None}
-    names = masters(package.state_specs) if dtype == FULL else {}
     with new_directory(target, "--export-adapter") as directory, _Transfer("exporting adapters", True) as transfer:
-        size = write_adapter(directory, state, package.state_specs, names, about)
+        size = write_adapter(directory, whole, package.state_specs, names, about)
         transfer.advance(size, size)
     transfer.say(f"exported the adapters, {transfer.summary} to {target}")
 

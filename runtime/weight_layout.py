@@ -14,19 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mgraph.runtime.overlaps import View, contiguous, overlaps
 from mgraph.runtime.package import State, StateSpec
+from mgraph.runtime.shards import Piece
+
+COMPARED = 2**24
+"""Elements that are compared at once."""
 
 
 @dataclass(frozen=True)
-class View:
-    """A part of a contiguous tensor: where its first element is, and how far apart neighbours are along each dim."""
+class Held:
+    """What a rank has of a tensor of the state, whose whole has `shape`: `local`, made of pieces."""
 
-    offset: int
-    strides: tuple[int, ...]
+    local: Tensor
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
 
-    def of(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The part, of this shape."""
-        return tensor.as_strided(shape, self.strides, tensor.storage_offset() + self.offset)
+    def equals(self, whole: Tensor) -> bool:
+        """Whether a tensor, in this dtype, has the same elements where this rank has any. A part of it is compared at
+        once: a tensor that is only looked at is not to be copied whole."""
+        pairs = [(piece.of_whole(whole), piece.of(self.local)) for piece in self.pieces]
+        parts = (zip(a.reshape(-1).split(COMPARED), b.reshape(-1).split(COMPARED), strict=True) for a, b in pairs)
+        return all(torch.equal(given.to(mine), mine) for pair in parts for given, mine in pair)
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,6 @@ class Part:
     """What a tensor of a file has of one tensor of the state: `inside` that one, and `place` in the file's."""
 
     state: str
-    shape: tuple[int, ...]
     inside: View
     place: View
 
@@ -52,21 +60,23 @@ class FileTensor:
         """Number of elements."""
         return math.prod(self.shape)
 
-    def write(self, state: State, names: Mapping[str, str], given: Tensor) -> None:
-        """Copy a file's tensor to where its parts belong, converting dtypes; `names` replace those of the state."""
+    def write(self, held: Mapping[str, Held], given: Tensor) -> None:
+        """Copy a file's tensor, or what belongs there of it, to what is held of the states, converting dtypes."""
         for part in self.parts:
-            target = names.get(part.state)
-            if target is not None:
-                part.inside.of(state[target], part.shape).copy_(part.place.of(given, part.shape))
+            if part.state in held:
+                target = held[part.state]
+                for piece in target.pieces:
+                    for start, box in overlaps(part.inside, target.shape, piece, tuple(target.local.shape)):
+                        of_view(target.local, box).copy_(of_view(given, part.place.box(start, box.shape)))
 
     def read(self, state: State, names: Mapping[str, str], dtype: torch.dtype) -> Tensor:
         """The tensor, contiguous on the CPU; a view where it lies in the state just so."""
         first = self.parts[0]
-        if len(self.parts) == 1 and first.place == _whole(self.shape):
-            return first.inside.of(state[names[first.state]].detach(), self.shape).contiguous().cpu().to(dtype)
+        if len(self.parts) == 1 and first.place == contiguous(self.shape):
+            return of_view(state[names[first.state]].detach(), first.inside).contiguous().cpu().to(dtype)
         made = torch.empty(self.shape, dtype=dtype)
         for part in self.parts:
-            part.place.of(made, part.shape).copy_(part.inside.of(state[names[part.state]].detach(), part.shape))
+            of_view(made, part.place).copy_(of_view(state[names[part.state]].detach(), part.inside))
         return made
 
 
@@ -86,18 +96,19 @@ def file_tensors(items: Iterable[Mapping[str, Any]], specs: Iterable[StateSpec])
 
 def as_it_is(spec: StateSpec) -> FileTensor:
     """A tensor of the state, whole and under its own name."""
-    view = _whole(spec.shape)
-    return FileTensor(spec.name, spec.shape, (Part(spec.name, spec.shape, view, view),))
+    view = contiguous(spec.shape)
+    return FileTensor(spec.name, spec.shape, (Part(spec.name, view, view),))
 
 
-def _whole(shape: tuple[int, ...]) -> View:
-    return View(0, tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))))
+def of_view(tensor: Tensor, view: View) -> Tensor:
+    """A view of a contiguous tensor."""
+    return tensor.as_strided(view.shape, view.strides, tensor.storage_offset() + view.offset)
 
 
 def _from_manifest(item: Mapping[str, Any]) -> FileTensor:
-    parts = tuple(Part(p["state"], tuple(p["shape"]), _view(p["from"]), _view(p["to"])) for p in item["parts"])
+    parts = tuple(Part(p["state"], _view(p["shape"], p["from"]), _view(p["shape"], p["to"])) for p in item["parts"])
     return FileTensor(item["tensor"], tuple(item["shape"]), parts)
 
 
-def _view(numbers: list[int]) -> View:
-    return View(numbers[0], tuple(numbers[1:]))
+def _view(shape: list[int], numbers: list[int]) -> View:
+    return View(tuple(shape), numbers[0], tuple(numbers[1:]))

@@ -15,17 +15,10 @@ from torch import Tensor
 
 from mgraph.errors import CheckpointError
 from mgraph.runtime.lora import added_by_adapters
-from mgraph.runtime.mesh import Mesh
+from mgraph.runtime.mesh import ALONE, Mesh
 from mgraph.runtime.package import State, StateSpec
-from mgraph.runtime.state import share_of_whole
 from mgraph.runtime.weight_files import Advance, WeightFiles, ignore, listed
-from mgraph.runtime.weight_layout import FileTensor, as_it_is, file_tensors
-
-FROM_FILES = ("param", "buffer", "master")
-"""Kinds of states that files of weights fill."""
-
-COMPARED = 2**24
-"""Elements that are compared at once: a tensor that is only looked at is not to be copied whole."""
+from mgraph.runtime.weight_layout import FileTensor, Held, as_it_is, file_tensors
 
 
 def model_tensors(specs: Iterable[StateSpec]) -> list[StateSpec]:
@@ -47,24 +40,24 @@ def load_weights(
     specs: Iterable[StateSpec],
     layout: Iterable[Mapping[str, Any]],
     advance: Advance = ignore,
-    mesh: Mesh | None = None,
+    mesh: Mesh = ALONE,
 ) -> int:
     """Copy every parameter and persistent buffer from the files of `path` into `state`, converting dtypes; how many
     tensors of files that were. `layout` is the package's `weight_layout`.
 
-    With a `mesh` the tensors that are split over it are put together whole, in host memory, and this rank's shares of
-    them copied. A master copy takes the file's own precision, not that of its parameter. One tensor of a file is in
-    memory at a time; `advance` hears when it is done with. Raises CheckpointError for an unreadable file, and one for
-    all tensors that are missing, of another shape, or not in the package. Two kinds of tensors may be there besides:
-    buffers that the package makes itself, and copies of a parameter, under the other name of a tied one.
+    A rank of a `mesh` reads no more than its shares. A master copy takes the file's own precision, not that of its
+    parameter. One tensor of a file is in memory at a time; `advance` hears when it is done with. Raises CheckpointError
+    for an unreadable file, and one for all tensors that are missing, of another shape, or not in the package. Two kinds
+    of tensors may be there besides: buffers that the package makes itself, and copies of a parameter, under the other
+    name of a tied one.
     """
     specs = list(specs)
-    files_fill = [s for s in specs if s.kind in FROM_FILES]
-    split = [s for s in files_fill if mesh is not None and s.share(mesh).shape != s.shape]
-    mine, state = state, {**state, **{s.name: torch.empty(s.shape, dtype=s.dtype) for s in split}}
     own = {spec.name: as_it_is(spec) for spec in model_tensors(specs)}
+    full = masters(specs)
+    filled = own.keys() | full.values()
+    held = {s.name: Held(state[s.name], s.shape, s.share(mesh).pieces) for s in specs if s.name in filled}
+    targets = {name: held[name] for name in own}, {name: held[master] for name, master in full.items()}
     laid_out = {tensor.name: tensor for tensor in file_tensors(layout, model_tensors(specs))}
-    itself, copies = {name: name for name in own}, masters(specs)
     made = {s.name.rpartition(".")[2] for s in specs if s.kind == "buffer" and not s.persist}
     files = WeightFiles(path)
     found: dict[str, FileTensor] = {}
@@ -78,17 +71,17 @@ def load_weights(
         tensor = files.read(name)
         found[name] = expected
         if tuple(tensor.shape) == expected.shape:
-            expected.write(state, itself, tensor)
-            expected.write(state, copies, tensor)
+            for held_alike in targets:
+                expected.write(held_alike, tensor)
         else:
             misshaped.append(f"{name} is {list(tensor.shape)}, not {list(expected.shape)}")
         advance(tensor.nbytes, files.bytes)
-    filled = {part.state for tensor in found.values() for part in tensor.parts}
+    read = {part.state for tensor in found.values() for part in tensor.parts}
     others = [name for name in others if name.rpartition(".")[2] not in made]
     problems = {
         "missing": _missing(found, laid_out, own),
         "of another shape": misshaped,
-        "not in the package": [name for name in others if not _is_copy(files.read(name), state, filled)],
+        "not in the package": [name for name in others if not _is_copy(files.read(name), [held[n] for n in read])],
     }
     if any(problems.values()):
         raise CheckpointError(
@@ -98,9 +91,6 @@ def load_weights(
             hint="compile the package from the configuration of these weights; names are those that the model's "
             "library writes, or of its state_dict",
         )
-    for spec in split:
-        assert mesh is not None, "tensors are split over a mesh"
-        mine[spec.name].copy_(share_of_whole(spec, state.pop(spec.name), mesh))
     return len(found)
 
 
@@ -116,12 +106,6 @@ def _missing(
     ]
 
 
-def _is_copy(tensor: Tensor, state: State, names: Iterable[str]) -> bool:
+def _is_copy(tensor: Tensor, held: Iterable[Held]) -> bool:
     """Whether a tensor holds what one of these has: a tied parameter may be in a file under its other names too."""
-    alike = [state[name] for name in names if state[name].shape == tensor.shape]
-    return any(_equal(tensor, own) for own in alike)
-
-
-def _equal(tensor: Tensor, own: Tensor) -> bool:
-    pieces = zip(tensor.reshape(-1).split(COMPARED), own.reshape(-1).split(COMPARED), strict=True)
-    return all(torch.equal(given.to(mine), mine) for given, mine in pieces)
+    return any(one.equals(tensor) for one in held if one.shape == tensor.shape)

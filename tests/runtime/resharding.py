@@ -33,6 +33,7 @@ MESHES: dict[str, dict[str, int]] = {
     "fsdp2": {"fsdp": 2},
     "fsdp2_tp2": {"fsdp": 2, "tp": 2},
     "dp2_tp2": {"dp": 2, "tp": 2},
+    "dp2_fsdp2": {"dp": 2, "fsdp": 2},
     "fsdp4": {"fsdp": 4},
 }
 

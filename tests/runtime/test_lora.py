@@ -54,7 +54,7 @@ def test_merged_weights_are_rounded_once(dtype: torch.dtype, transposed: bool) -
     exact = w + 2.0 * ((b @ a).T if transposed else b @ a)
     weights = Weights(state, specs, [])
     assert [t.name for t in weights.tensors] == [s.name for s in model_tensors(specs)] == ["q.weight", "norm.weight"]
-    found, norm = (weights.value(tensor) for tensor in weights.tensors)
+    found, norm = weights.values(weights.tensors)
     assert found.dtype is dtype and found.is_contiguous()
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
     assert torch.equal(norm, state["norm.weight"])
@@ -68,7 +68,7 @@ def test_full_precision_takes_the_masters_of_adapters() -> None:
     a, b = (state[f"q.lora_{side}.weight.master"] for side in "AB")
     assert not torch.equal(a, state["q.lora_A.weight"].float())
     (tensor,) = Weights(state, specs, [], full=True).tensors
-    found = Weights(state, specs, [], full=True).value(tensor)
+    (found,) = Weights(state, specs, [], full=True).values([tensor])
     torch.testing.assert_close(found, state["q.weight"].float() + 2.0 * b @ a)
     assert set(masters(specs)) == {"q.lora_A.weight", "q.lora_B.weight"}
 
@@ -86,7 +86,7 @@ def test_an_adapted_part_of_a_tensor_of_a_file() -> None:
     weights = Weights(state, specs, layout, full=True)
     (tensor,) = weights.tensors
     v, a, b = (state[f"v.{name}weight"].float() for name in ("", "lora_A.", "lora_B."))
-    torch.testing.assert_close(weights.value(tensor), torch.cat([state["q.weight"].float(), v + 2.0 * b @ a]))
+    torch.testing.assert_close(next(weights.values([tensor])), torch.cat([state["q.weight"].float(), v + 2.0 * b @ a]))
 
 
 def test_an_update_of_zero_leaves_the_weight() -> None:

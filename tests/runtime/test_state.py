@@ -14,7 +14,7 @@ from mgraph.errors import PackageError
 from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.package import StateSpec
 from mgraph.runtime.shards import Split
-from mgraph.runtime.state import create_state
+from mgraph.runtime.state import _DRAWS, create_state
 
 
 def spec(
@@ -119,15 +119,48 @@ class Placed(Mesh):
         return self.rank // math.prod(self.axes[name] for name in after) % self.axes[axis]
 
 
-def test_ranks_keep_their_shares_of_what_one_rank_has() -> None:
-    """Split along a dim by two axes in turn, and whole; what is copied is copied by parts."""
-    split = replace(spec("w", ("normal_", 0.0, 1.0), shape=(8, 6)), placement=(Split("tp", 1), Split("fsdp", 0)))
-    copy = replace(split, name="w.master", init=(("copy_from", "w"),))
-    specs = [split, copy, spec("b", ("uniform_", 0.0, 1.0), shape=(5,))]
-    whole = create_state(specs, 3, "cpu")
-    for rank, (fsdp, tp) in enumerate((f, t) for f in range(2) for t in range(3)):
-        mesh = Placed(rank, 6, torch.device("cpu"), {"fsdp": 2, "tp": 3})
+PROGRAMS: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "normal": (("normal_", 0.1, 2.0),),
+    "truncated": (("uniform_", -0.9, 0.9), ("erfinv_",), ("mul_", 0.03), ("clamp_", -0.02, 0.02)),
+    "padded": (("normal_", 0.0, 1.0), ("fill_range_", 11, 23, 7.0), ("fill_range_", 40, 41, 8.0)),
+    "values": (("copy_", [float(n) for n in range(48)]),),
+    "seed": (("seed_",), ("add_", 0.5)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_ranks_make_their_shares_of_what_one_rank_has(program: str, dtype: torch.dtype) -> None:
+    """Split along a dim by two axes in turn, along another, packed, and padded; copies may be split otherwise."""
+    whole = spec("w", *PROGRAMS[program], shape=(8, 6), dtype=dtype)
+    both = replace(whole, placement=(Split("tp", 0), Split("fsdp", 0)))
+    across = replace(whole, name="across", init=(("copy_from", "w"),), placement=(Split("tp", 1),))
+    packed = replace(whole, name="packed", placement=(Split("fsdp", 0, 1),), factors=((0, (2, 4)),))
+    uneven = replace(whole, name="uneven", placement=(Split("fsdp", 1), Split("tp", 1)))
+    specs = [across, both, packed, uneven, spec("b", ("uniform_", 0.0, 1.0), shape=(5,))]
+    made = create_state([replace(s, placement=()) for s in specs], 3, "cpu")
+    for rank, (fsdp, tp) in enumerate((f, t) for f in range(2) for t in range(2)):
+        mesh = Placed(rank, 4, torch.device("cpu"), {"fsdp": 2, "tp": 2})
         state = create_state(specs, 3, "cpu", mesh=mesh)
-        part = whole["w"][4 * fsdp : 4 * fsdp + 4, 2 * tp : 2 * tp + 2]
-        assert torch.equal(state["w"], part) and torch.equal(state["w.master"], part)
-        assert torch.equal(state["b"], whole["b"])
+        assert torch.equal(state["w"], made["w"].chunk(2)[tp].chunk(2)[fsdp])
+        assert torch.equal(state["across"], made["w"].chunk(2, 1)[tp])
+        assert torch.equal(state["packed"], made["packed"].view(2, 4, 6)[:, 2 * fsdp : 2 * fsdp + 2].reshape(4, 6))
+        columns = 3 * fsdp + 2 * tp, min(3 * fsdp + 2 * tp + 2, 3 * fsdp + 3)
+        expected = torch.zeros(8, 2, dtype=dtype)
+        expected[:, : columns[1] - columns[0]] = made["uneven"][:, slice(*columns)]
+        assert torch.equal(state["uneven"], expected), "padding is 0"
+        assert torch.equal(state["b"], made["b"])
+
+
+def test_of_a_split_tensor_nothing_whole_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[int, ...]] = []
+
+    def normal(shape: tuple[int, ...], *arguments: Any, **options: Any) -> torch.Tensor:
+        drawn.append(tuple(shape))
+        return philox.normal(shape, *arguments, **options)
+
+    monkeypatch.setitem(_DRAWS, "normal_", normal)
+    split = replace(spec("w", ("normal_", 0.0, 1.0), shape=(8, 6)), placement=(Split("tp", 1), Split("fsdp", 0)))
+    mesh = Placed(1, 4, torch.device("cpu"), {"fsdp": 2, "tp": 2})
+    create_state([split, replace(split, name="w.copy", init=(("copy_from", "w"),))], 3, "cpu", mesh=mesh)
+    assert drawn == [(4, 3)] * 2

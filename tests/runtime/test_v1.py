@@ -144,9 +144,17 @@ def test_parts_are_added_to_totals_of_any_dtype() -> None:
 
 
 TWO_PROCESSES = """
+import sys
+from pathlib import Path
 import torch
+from safetensors.torch import load_file
 from mgraph.errors import DataError, MgraphError
 from mgraph.runtime import mesh, v1
+from mgraph.runtime.export import Weights, export_weights
+from mgraph.runtime.package import StateSpec
+from mgraph.runtime.shards import Split
+from mgraph.runtime.state import create_state, whole_tensor
+from mgraph.runtime.weights import load_weights
 
 # What every rank has, in the order of ranks: awkward shapes, dims and dtypes, in one call.
 SHAPES = [(6, 3, 2), (4, 1), (2,), (8, 5), (2, 0, 3)]
@@ -202,6 +210,41 @@ def check_parts(rank):
         raise AssertionError("unequal parts were sent")
 
 
+def check_shares(here, directory):
+    # Every rank has parts of the state: what is exported is the whole, and a failure of one rank is raised on all.
+    halved, packed, padded = (Split("dp", 1),), (Split("dp", 0, 1),), (Split("dp", 0),)
+    make = lambda name, shape, **more: StateSpec(
+        name, "param", torch.float32, shape, True, True, (("normal_", 0.0, 1.0),), name, **more
+    )
+    specs = [make("packed", (8, 3), placement=packed, factors=((0, (2, 4)),)), make("padded", (5,), placement=padded)]
+    specs += [make("halved", (2, 4), placement=halved), make("whole", (3,))]
+    layout = [
+        {"tensor": f"part.{i}", "shape": [3, 4], "parts": [
+            {"state": "packed", "shape": [3, 4], "from": [12 * i, 1, 3], "to": [0, 4, 1]}
+        ]}
+        for i in range(2)
+    ]
+    alone, mine = create_state(specs, 1, "cpu"), create_state(specs, 1, "cpu", mesh=here)
+    for spec in specs:
+        found = whole_tensor(spec, mine[spec.name], here)
+        assert torch.equal(found, alone[spec.name]), spec.name
+        assert spec.axes(here) == (() if spec.name == "whole" else ("dp",))
+    weights = Weights(mine, specs, layout, mesh=here)
+    export_weights(directory / "out", weights, directory / "none", 60)
+    here.largest(0)  # all wait for the one that writes
+    again = create_state(specs, 1, "cpu", [spec.name for spec in specs], here)
+    load_weights(directory / "out", again, specs, layout, mesh=here)
+    assert all(torch.equal(again[name], mine[name]) for name in mine)
+    files = {n: t for file in (directory / "out").glob("*.safetensors") for n, t in load_file(file).items()}
+    assert torch.equal(files["part.1"], alone["packed"][4:].t()) and torch.equal(files["padded"], alone["padded"])
+    try:
+        here.together(lambda: export_weights(directory / "out", weights, directory / "none"))
+    except MgraphError as error:
+        assert "there is something already" in error.message
+    else:
+        raise AssertionError("something was written over")
+
+
 def check():
     here = mesh.start(lambda: (torch.device("cpu"), mesh.bind_axes({"dp": "*", "tp": 1}, 2), {"what": "same"}))
     rank = here.rank
@@ -220,6 +263,7 @@ def check():
     assert v1.wait(pending)[0].tolist() == [1, 0]
     assert v1.all_reduce([torch.tensor([rank + 3])], "dp", op="min")[0].item() == 3
     check_parts(rank)
+    check_shares(here, Path(sys.argv[1]))
     assert here.gather({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
     assert here.largest(rank * 7) == 7
     assert here.together(lambda: rank) == rank
@@ -254,7 +298,16 @@ def test_collectives_on_two_processes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TWO_PROCESSES)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(script),
+            str(tmp_path),
+        ],
         capture_output=True,
         text=True,
         timeout=120,

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from mgraph.errors import CheckpointError
 from mgraph.runtime.export import Weights, export_weights
+from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.package import State, StateSpec
+from mgraph.runtime.shards import Split
 from mgraph.runtime.state import create_state
 from mgraph.runtime.weights import load_weights
 
@@ -87,6 +89,48 @@ def test_files_are_read_in_either_form(tmp_path: Path, values: dict[str, Tensor]
         for name, value in values.items():
             assert torch.equal(state[name], value.to(state[name].dtype)), name
         assert torch.equal(state["experts.master"], values["experts"])  # not rounded through bf16
+
+
+class Placed(Mesh):
+    """A mesh without processes: `rank` is its place along tp, and along fsdp behind that."""
+
+    def index(self, axis: str) -> int:
+        """The rank's coordinate."""
+        return divmod(self.rank, 2)[axis == "tp"]
+
+
+def test_a_rank_reads_its_shares(tmp_path: Path, values: dict[str, Tensor]) -> None:
+    """In either form of the files, of a layout whose parts are split across; a tied copy is known by its share."""
+    placements: dict[str, tuple[Split, ...]] = {
+        "experts": (Split("tp", 1, 1), Split("fsdp", 2)),
+        "gate": (Split("tp", 1), Split("fsdp", 1)),
+        "up": (Split("fsdp", 2),),
+        "norm": (Split("tp", 0), Split("fsdp", 0)),
+    }
+    named = {spec.name: spec for spec in SPECS}
+    factors = {"experts": ((1, (2, F)),)}
+    specs = [
+        replace(s, placement=placements[s.name.removesuffix(".master")], factors=factors.get(s.name[:7], ()))
+        for s in named.values()
+    ]
+    whole = create_state(SPECS, 0, "cpu")
+    for number, tensors in enumerate((files_of(values), {**values, "tied": values["norm"].clone()})):
+        save_file(tensors, tmp_path / f"{number}.safetensors")
+        load_weights(tmp_path / f"{number}.safetensors", whole, SPECS, LAYOUT)
+        for rank in range(4):
+            mesh = Placed(rank, 4, torch.device("cpu"), {"fsdp": 2, "tp": 2})
+            state = create_state(specs, 0, "cpu", [spec.name for spec in specs], mesh)
+            load_weights(tmp_path / f"{number}.safetensors", state, specs, LAYOUT, mesh=mesh)
+            for spec in specs:
+                expected = torch.zeros_like(state[spec.name])
+                for piece in spec.share(mesh).pieces:
+                    piece.of(expected).copy_(piece.of_whole(whole[spec.name]))
+                assert torch.equal(state[spec.name], expected), (spec.name, rank)
+    save_file({**values, "tied": values["norm"] + 1}, tmp_path / "other.safetensors")
+    mesh = Placed(0, 4, torch.device("cpu"), {"fsdp": 2, "tp": 2})  # of 5 elements over 4 ranks the last one has none
+    state = create_state(specs, 0, "cpu", mesh=mesh)
+    with pytest.raises(CheckpointError, match=r"1 not in the package \(tied\)"):
+        load_weights(tmp_path / "other.safetensors", state, specs, LAYOUT, mesh=mesh)
 
 
 def test_what_is_missing_is_named_as_files_have_it(tmp_path: Path, values: dict[str, Tensor], state: State) -> None:
