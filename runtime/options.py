@@ -98,7 +98,9 @@ class Options(Settings):
     seq_len: int = field(default=128, metadata=about("tokens per sequence", low=1))
     accumulate: int = field(
         default=0,
-        metadata=about("microbatches per step over all ranks, a multiple of dp * fsdp (default 0: one for each)", low=0),
+        metadata=about(
+            "microbatches per step over all ranks, a multiple of dp * fsdp (default 0: one for each)", low=0
+        ),
     )
     lr: float = field(default=1e-3, metadata=about("peak learning rate", low=0))
     min_lr: float = field(default=1e-4, metadata=about("learning rate at the end of the decay", low=0))
