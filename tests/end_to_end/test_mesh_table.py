@@ -1,0 +1,80 @@
+"""Every mesh trains as one device does: a row is a model, a mesh, and what else the recipe says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mgraph import compiler
+from tests.end_to_end.meshes import Row, Table, capture
+from tests.families.configs import CONFIGS
+from tests.sampling import sampled
+
+MODELS = ["dense-tiny", "moe-tiny-losses", "hf:llama3"]
+MESHES = [
+    "dp=2",
+    "dp=3",
+    "dp=4",
+    "tp=2",
+    "tp=4",
+    "dp=2,tp=2",
+    "dp=3,tp=2",
+    "dp=4,tp=2",
+    "dp=2,tp=4",
+    "fsdp=2",
+    "fsdp=4",
+    "fsdp=8",
+    "dp=2,fsdp=2",
+    "dp=2,fsdp=4",
+    "fsdp=2,tp=2",
+    "fsdp=4,tp=2",
+    "fsdp=2,tp=4",
+    "dp=2,fsdp=2,tp=2",
+]
+THREES = ["fsdp=3", "tp=3", "tp=6", "dp=2,fsdp=3", "fsdp=2,tp=3", "fsdp=3,tp=2"]
+OTHERS = [
+    *[f"dense-tiny-{kind}" for kind in ("geglu", "capped", "sinks")],
+    *[f"moe-tiny-{kind}" for kind in ("grouped", "jitter")],
+    *[f"hf:{family}" for family in CONFIGS if family != "llama3"],
+]
+OPTIONS: list[tuple[str, str, dict[str, Any]]] = [
+    ("dense-tiny", "fsdp=4", {"zero": 1}),
+    ("dense-tiny", "fsdp=4", {"zero": 2}),
+    ("moe-tiny-losses", "dp=2,fsdp=2", {"zero": 1}),
+    ("moe-tiny-losses", "fsdp=2,tp=2", {"zero": 2}),
+    ("hf:llama3", "fsdp=2,tp=2", {"zero": 1}),
+    ("hf:llama3", "dp=2,fsdp=2", {"zero": 2}),
+    ("dense-tiny", "fsdp=2", {"keep_gathered": True}),
+    ("moe-tiny-losses", "fsdp=2,tp=2", {"keep_gathered": True}),
+    ("dense-tiny", "tp=4", {"recompute": "full"}),
+    ("dense-tiny", "fsdp=4", {"recompute": "full"}),
+    ("moe-tiny-losses", "dp=2,fsdp=2,tp=2", {"recompute": "full"}),
+    ("hf:llama3", "fsdp=2,tp=2", {"recompute": "full", "keep_gathered": True}),
+    ("dense-tiny", "fsdp=2,tp=2", {"recompute": "selective", "memory_budget": "4MiB"}),
+    ("dense-tiny", "dp=2,fsdp=2", {"precision": "bf16", "wide_sums": True}),
+    ("dense-tiny", "fsdp=4,tp=2", {"precision": "bf16"}),
+    ("moe-tiny-losses", "fsdp=2,tp=2", {"precision": "fp16", "zero": 1}),
+    ("dense-tiny", "fsdp=2,tp=2", {"optimizer": "adam", "max_norm": 0.0}),
+    ("dense-tiny", "fsdp=2,tp=2", {"groups": ("*norm*: weight_decay=0, lr=0.1", "embed.*|layers.0.*: frozen")}),
+    ("dense-tiny", "fsdp=2,tp=2", {"lora": ("*.q.*|*.down.*: rank=4, alpha=8",)}),
+    ("dense-tiny", "dp=2,tp=2", {"place": ("embed.weight|head.weight: R@tp", "*.down.weight: S(0)@tp")}),
+    ("dense-tiny", "fsdp=2,tp=2", {"packed": True}),
+]
+ROWS = [
+    *[Row(model, mesh) for mesh in MESHES for model in MODELS],
+    *[Row("threes", mesh) for mesh in THREES],
+    *[Row(model, "fsdp=2,tp=2") for model in OTHERS],
+    *[Row(model, mesh, tuple(options.items())) for model, mesh, options in OPTIONS],
+]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Table:
+    return Table(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("row", sampled(ROWS, 1, always=[Row("moe-tiny-losses", "dp=2,fsdp=2,tp=2")]), ids=str)
+def test_all_ranks_in_one_process(row: Row, table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "capture_with_report", capture)
+    assert table.worst(row) <= 1e-9
