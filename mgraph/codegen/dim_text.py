@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import sympy
 
 from mgraph.codegen.source import SourceWriter
-from mgraph.ir.dims import Dim, divide, names_in, symbol
+from mgraph.ir.dims import Dim, names_in, symbol
 from mgraph.ir.graph import Value
+from mgraph.ir.local import Division
 from mgraph.ir.types import TensorType
 
 
@@ -50,9 +51,13 @@ def _text(expression: sympy.Expr, strength: int) -> str:
 
 
 class DimScope:
-    """The dims of one function: what has been asked for, and the lines that bind it."""
+    """The dims of one function: what has been asked for, and the lines that bind it.
 
-    def __init__(self, inputs: Sequence[Value]) -> None:
+    `division` says which part of its inputs a rank holds (default: all of them).
+    """
+
+    def __init__(self, inputs: Sequence[Value], division: Division | None = None) -> None:
+        self._division = division
         self._sources = [v for v in inputs if isinstance(v.type, TensorType)]
         self._needed: dict[str, None] = {}
         self.names = {n for v in self._sources for d in v.tensor.shape for n in names_in(d)}
@@ -69,7 +74,8 @@ class DimScope:
             for value in self._sources:
                 if not todo:
                     return
-                found = {n: i for i, d in enumerate(value.tensor.shape) for n in todo if _extent(d, n, plain)}
+                shape = self._held(value)
+                found = {n: i for i, d in enumerate(shape) for n in todo if _extent(d, n, plain)}
                 found = {n: i for n, i in found.items() if list(found.values()).index(i) == list(found).index(n)}
                 if found and value in texts:
                     self._write(writer, value, texts[value], found)
@@ -77,18 +83,30 @@ class DimScope:
         assert not todo, f"no input tells the extent of {', '.join(todo)}"
 
     def _write(self, writer: SourceWriter, value: Value, text: str, found: dict[str, int]) -> None:
-        shape = value.tensor.shape
+        shape = self._held(value)
         if len(found) > 1 and all(shape[i] == symbol(n) for n, i in found.items()):
             by_place = {i: n for n, i in found.items()}
             writer.line(f"{', '.join(by_place.get(i, '_') for i in range(len(shape)))} = {text}.shape")
             return
         for name, i in found.items():
-            factor = divide(shape[i], symbol(name))
-            writer.line(f"{name} = {text}.shape[{i}]" + (f" // {python_text(factor or 1)}" if factor != 1 else ""))
+            factor = _factor(shape[i], name)
+            assert factor is not None, f"{text}.shape[{i}] does not tell {name}"
+            times, parts = (f" {sign} {n}" if n != 1 else "" for sign, n in (("*", factor.q), ("//", factor.p)))
+            writer.line(f"{name} = {text}.shape[{i}]{times}{parts}")
+
+    def _held(self, value: Value) -> tuple[Dim, ...]:
+        """The shape of what a rank holds."""
+        return (value.tensor if self._division is None else self._division.local_type(value.tensor)).shape
 
 
 def _extent(dim: Dim, name: str, plain: bool) -> bool:
-    """Whether an extent is the named dim, or (not `plain`) an integer multiple of it."""
-    if plain:
-        return bool(dim == symbol(name))
-    return names_in(dim) == {name} and isinstance(divide(dim, symbol(name)), int)
+    """Whether an extent is the named dim, or (not `plain`) a multiple or a part of it."""
+    return bool(dim == symbol(name)) if plain else _factor(dim, name) is not None
+
+
+def _factor(dim: Dim, name: str) -> sympy.Rational | None:
+    """How often an extent has the named dim, where it is that alone."""
+    if names_in(dim) != {name}:
+        return None
+    factor = sympy.cancel(sympy.sympify(dim) / symbol(name))
+    return factor if isinstance(factor, sympy.Rational) else None

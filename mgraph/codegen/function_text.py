@@ -9,16 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from mgraph.codegen.bundles import ListType, expanded, is_list
 from mgraph.codegen.dim_text import DimScope, python_text
 from mgraph.codegen.kernel_sites import KernelSites
 from mgraph.codegen.liveness import Liveness, is_small
 from mgraph.codegen.loops import Carried, Loop, Slot, Stacked, find_loops, template
 from mgraph.codegen.names import NamePool, base_name, identifier, slot_names
-from mgraph.codegen.prepare import KeptType, called
+from mgraph.codegen.prepare import called
 from mgraph.codegen.source import SourceWriter
 from mgraph.codegen.state_tables import SHORT, StateTables
 from mgraph.codegen.torch_provider import Site, Written, absorbable, overwritable, write, write_accumulated
 from mgraph.ir.graph import Entry, Function, Node, Origin, Value
+from mgraph.ir.local import Division
 from mgraph.ir.types import TensorType
 
 
@@ -30,6 +32,7 @@ class StepContext:
     names: Mapping[str, str]
     kernels: KernelSites
     tables: StateTables
+    division: Division
 
 
 class FunctionText:
@@ -42,12 +45,11 @@ class FunctionText:
         self._live = Liveness(function, block, absorbable)
         unpacked = [v for n in function.nodes if n.op == "unpack" for v in n.results]
         states = [v for n in function.nodes for v in n.operands if v.is_state]
-        self._dims = DimScope([*function.params, *unpacked, *function.slots, *states])
+        self._dims = DimScope([*function.params, *unpacked, *function.slots, *states], context.division)
         callees = {context.names[called(n)] for n in function.nodes if n.op == "call"}
         self._pool = NamePool(reserved=self._dims.names | callees | {identifier(s) for s in function.statics})
         self._names: dict[Value, str] = {}  # by a name of the pool
         self._texts: dict[Value, str] = {}  # by another expression: state
-        self._started: dict[Value, Value] = {}  # value that is reduced in place → the tensor it stands for
         self._pinned: set[Value] = set()
         self._stacks: dict[Stacked, str] = {}
         self._preferred = self._carried_names()
@@ -109,7 +111,7 @@ class FunctionText:
         return text if len(text) < 110 else f"{name}: {len(self._function.params)} inputs → {outputs}."[:110]
 
     def _device_source(self) -> str:
-        tensors = [v for v in self._function.inputs() if not isinstance(v.type, KeptType)]
+        tensors = [v for v in self._function.inputs() if not is_list(v)]
         if self._entry is not None:
             return "rt.device(state)"
         return f"{self._input_texts[tensors[0]]}.device"
@@ -152,15 +154,14 @@ class FunctionText:
         self._comment(node)
         if node.op == "call":
             written = Written(self._call_text(node), {})
-        elif node.op == "wait" and node.operands[0] in self._started:
-            pending = self._names[node.operands[0]]
-            written = Written(f"rt.wait({pending})", {i: i for i in range(len(node.results))})
+        elif node.op == "wait":
+            written = self._wait_text(node)
         else:
             written = self._node_text(node, index)
         self._push(node, before=True)
         for line in written.before:
             self._body.line(line)
-        for result, operand in written.results.items():
+        for result, operand in written.results.items() if node.op != "wait" else ():
             self._alias(node.results[result], node, operand)
         dead = [v for v in self._live.reads(node) if self._live.last_use[v] == index and self._dies_here(v)]
         freed = self._release(dead)
@@ -171,12 +172,6 @@ class FunctionText:
 
     def _bind(self, node: Node, index: int, written: Written, freed: set[str]) -> list[str]:
         """Names of the results that the statement binds."""
-        if node.op.endswith("_start"):
-            name = self._pool.take("pending")
-            self._names |= {value: name if not i else self._pool.share(name) for i, value in enumerate(node.results)}
-            if node.op == "all_reduce_start":  # in place
-                self._started |= dict(zip(node.results, node.operands, strict=True))
-            return [name]
         left = []
         for position, value in enumerate(node.results):
             if position in written.results:
@@ -205,11 +200,24 @@ class FunctionText:
     def _alias(self, result: Value, node: Node, position: int) -> None:
         """`result` is the tensor of an operand, written in place."""
         operand = node.operands[position]
-        source = self._started.get(operand, operand)
-        if source in self._names:
-            self._names[result] = self._pool.share(self._names[source])
+        if operand in self._names:
+            self._names[result] = self._pool.share(self._names[operand])
         else:
-            self._texts[result] = self._operand(node, position) if source is operand else self._text(source)
+            self._texts[result] = self._operand(node, position)
+
+    def _wait_text(self, node: Node) -> Written:
+        """The end of what was started. Reductions were in place; else there are new tensors, in a list."""
+        started = self._live.under_way.get(node.operands[0])
+        text = f"rt.wait({self._operand(node, 0)})"
+        if started is None:
+            alone = len(node.results) == 1 and not is_list(node.results[0])
+            return Written(f"{text}[0]" if alone else text, {})
+        for result, source in zip(node.results, started, strict=True):
+            if source in self._names:
+                self._names[result] = self._pool.share(self._names[source])
+            else:
+                self._texts[result] = self._text(source)
+        return Written(text, {i: i for i in range(len(node.results))})
 
     def _node_text(self, node: Node, index: int) -> Written:
         last = node.operands[-1] if node.operands else None
@@ -261,7 +269,8 @@ class FunctionText:
         return f'state["{value.name}"]' if value.is_state else self._names[value]
 
     def _tensors(self, values: Sequence[Value], hint: str) -> str:
-        values = [self._started.get(v, v) for v in values]
+        if len(values) == 1 and is_list(values[0]):
+            return self._text(values[0])
         names = [self._state_name(v) for v in values]
         if len(values) > SHORT and all(name is not None for name in names):
             return self._context.tables.tensors([n for n in names if n is not None], hint)
@@ -276,9 +285,10 @@ class FunctionText:
     def _call_text(self, node: Node) -> str:
         callee = self._context.functions[called(node)]
         name = self._context.names[callee.name]
-        count = len(callee.params)
+        count = len(node.operands) - len(callee.slots)
         slots = range(count, len(node.operands))
-        arguments = [self._operand(node, i) for i in range(count)]
+        stars = {position for position, element in expanded(node, callee) if element is not None}
+        arguments = [f"{'*' * (i in stars)}{self._operand(node, i)}" for i in range(count)]
         table = self._slot_table(node, slots, f"{name.upper()}_STATE")
         arguments += [table] if table else [self._operand(node, i) for i in slots]
         for static in callee.statics:
@@ -317,7 +327,8 @@ class FunctionText:
             node = loop.node(0, stacked.node)
             value = (node.operands if stacked.of_operand else node.results)[stacked.index]
             base = self._preferred.get(value, base_name(value.name))
-            self._stacks[stacked] = self._pool.take("saved" if isinstance(value.type, KeptType) else f"{base}_stack")
+            handed = isinstance(value.type, ListType) and value.type.handed
+            self._stacks[stacked] = self._pool.take("saved" if handed else f"{base}_stack")
             self._body.line(f"{self._stacks[stacked]} = []")
         self._carry_in(loop)
         layers = loop.layers or range(loop.count)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
+from mgraph.codegen.bundles import HandleType
 from mgraph.ir.aten import overload
 from mgraph.ir.graph import Function, Node, Value
-from mgraph.ir.types import PendingType, TensorType
+from mgraph.ir.types import TensorType
 
 _MAY_ALIAS = {
     "all_gather",  # over an axis of one rank
@@ -49,10 +50,10 @@ _OVERLAPPING = {"aten.expand.default", "aten.expand_as.default", "aten.broadcast
 def written_operands(node: Node) -> int:
     """How many of a node's results are its first operands, written in place.
 
-    Names of in-place ops end in `_`; reductions over ranks work in place, too, and `wait` gives what it waits for.
+    Names of in-place ops end in `_`; reductions over ranks work in place, too.
     """
     name = node.op.split(".")[1] if "." in node.op else node.op
-    in_place = name in ("all_reduce", "wait") or (name.endswith("_") and not name.endswith("__"))
+    in_place = name == "all_reduce" or (name.endswith("_") and not name.endswith("__"))
     return len(node.results) if in_place else 0
 
 
@@ -78,7 +79,8 @@ class Liveness:
         self._foreign: set[Value] = set(function.inputs())
         self._overlapping: set[Value] = set()
         self._mutated: set[Value] = set()
-        self._under_way: dict[Value, Value] = {}
+        self.under_way: dict[Value, tuple[Value, ...]] = {}
+        """Handles of reductions in place → the tensors."""
         for node in function.nodes:
             self._alias(node)
         self.inlined = self._find_inlined(block)
@@ -115,7 +117,7 @@ class Liveness:
 
     def _touched(self, node: Node) -> list[Value]:
         """What a node reads: its operands, and for `wait` the tensors that are reduced in place until then."""
-        started = [self._under_way[v] for v in node.operands if v in self._under_way] if node.op == "wait" else []
+        started = self.under_way.get(node.operands[0], ()) if node.op == "wait" else ()
         return [*node.operands, *started]
 
     def can_overwrite(self, value: Value, index: int) -> bool:
@@ -132,13 +134,14 @@ class Liveness:
         written = written_operands(node)
         for result, operand in zip(node.results[:written], node.operands[:written], strict=True):
             self._join(result, operand)
-            if node.op != "wait" or operand in self._under_way:  # what is gathered or scattered is not written over
-                self._mutated.add(operand)
-        if node.op.endswith("_start"):  # each result is what has become of one operand
-            for result, operand in zip(node.results, node.operands, strict=True):
-                self._join(result, operand)
-                if node.op == "all_reduce_start":  # of all others, the handle holds what it needs
-                    self._under_way[result] = operand
+            self._mutated.add(operand)
+        if node.op == "all_reduce_start":  # in all others, the handle holds what it needs
+            self.under_way[node.result] = node.operands
+            self._mutated.update(node.operands)
+        if node.op.endswith("_start") or node.op == "wait":  # over an axis of one rank, all results are operands
+            for operand in node.operands:
+                for result in node.results:
+                    self._join(result, operand)
         elif not written and may_alias(node.op):
             for result in node.results:
                 for operand in node.operands:
@@ -189,7 +192,7 @@ class Liveness:
 
 def is_small(value: Value) -> bool:
     """Whether a value is too small for the time of its death to matter, or a handle, which `wait` empties."""
-    if isinstance(value.type, PendingType):
+    if isinstance(value.type, HandleType):
         return True
     if not isinstance(value.type, TensorType):
         return False

@@ -12,7 +12,9 @@ from typing import Any
 
 import mgraph
 from mgraph.ir.dims import dim_text
+from mgraph.ir.facts import multiples
 from mgraph.ir.graph import Axis, Module, State, Value
+from mgraph.ir.local import declared_sizes
 from mgraph.ir.types import Shard
 
 SCHEMA = 1
@@ -40,6 +42,7 @@ def manifest(
         "versions": versions(),
         "mesh": {axis.name: list(axis.of) if axis.of else axis.size or "*" for axis in module.mesh},
         "dims": {dim.name: [dim.minimum, dim.maximum] for dim in module.dims.values() if not dim.ragged},
+        "multiples": multiples((fact.text for fact in module.facts), declared_sizes(module)),
         "vocab_size": vocabulary_size(module),
         "inputs": _inputs(module),
         "state": [_state(state, adapters, module.mesh) for state in module.state.values()],

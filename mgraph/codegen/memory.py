@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from mgraph.codegen.bundles import ListType, expanded, is_list
 from mgraph.codegen.liveness import Liveness, may_alias, written_operands
 from mgraph.codegen.loops import find_loops
 from mgraph.codegen.prepare import called, prepare
@@ -20,7 +21,7 @@ from mgraph.codegen.torch_provider import absorbable, overwritable
 from mgraph.ir.dims import evaluate
 from mgraph.ir.graph import Function, Module, Node, StateKind, Value
 from mgraph.ir.local import Division
-from mgraph.ir.types import PendingType, Shard, TensorType, Type
+from mgraph.ir.types import Shard, TensorType, Type
 
 _STRIDED = ("transpose", "permute", "t", "mT", "expand", "expand_as", "slice", "select", "split", "chunk", "unbind")
 """Views after which a reshape makes a copy."""
@@ -87,9 +88,9 @@ class RankMemory:
     def bytes(self, type_: Type) -> int:
         """Bytes of a rank's part of a tensor."""
         if type_ not in self._bytes:
-            tensor = type_.value if isinstance(type_, PendingType) else type_
-            count = math.prod(self._local_shape(tensor))
-            self._bytes[type_] = -(-count * tensor.dtype.bits // 8)
+            assert isinstance(type_, TensorType), f"{type_} is no tensor"
+            count = math.prod(self._local_shape(type_))
+            self._bytes[type_] = -(-count * type_.dtype.bits // 8)
         return self._bytes[type_]
 
     def _local_shape(self, type_: TensorType) -> list[int]:
@@ -126,9 +127,14 @@ class RankMemory:
 
     def call(self, node: Node, lists: Mapping[int, tuple[Held, ...]]) -> Profile:
         """The profile of a call's function; `lists` are the elements of its operands that are lists."""
-        function = self._functions[called(node)]
+        function = self.function_of(node)
         inputs = function.inputs()
-        return self._profile(function, {inputs[position]: elements for position, elements in lists.items()})
+        places = [position for position, _ in expanded(node, function)]
+        return self._profile(function, {inputs[places.index(p)]: elements for p, elements in lists.items()})
+
+    def function_of(self, node: Node) -> Function:
+        """The function that a call runs, as it is emitted."""
+        return self._functions[called(node)]
 
 
 @dataclass(slots=True)
@@ -172,6 +178,10 @@ class _Walk:
             self._hold(node.result, tuple(dict.fromkeys(h for held in self.lists[node.result] for h in held)))
         elif node.op == "unpack":
             self._unpack(node)
+        elif node.op.endswith("_start"):
+            self._start(node, liveness)
+        elif node.op == "wait":
+            self._wait(node)
         else:
             absorbed = liveness.is_inlined(node) and not may_alias(node.op)
             taken = _overwritten(node, index, liveness)
@@ -193,10 +203,6 @@ class _Walk:
         if taken is not None:
             return node.operands[taken]
         result = node.results[position]
-        if node.op.endswith("_start"):
-            operand = node.operands[position] if len(node.operands) == len(node.results) else None
-            same = operand is not None and self.memory.bytes(operand.type) == self.memory.bytes(result.type)
-            return operand if same else None
         if not may_alias(node.op) or not node.operands:
             return None
         operand = node.operands[0]
@@ -211,8 +217,14 @@ class _Walk:
         if (name in _STRIDED and not whole) or source in self.strided:
             self.strided.add(value)
 
-    def _storage(self, value: Value, node: Node) -> Storage:
-        return Storage(self.function.name, value, node, self.memory.bytes(value.type))
+    def _given(self, node: Node) -> list[Held]:
+        """What each input of the function that a call runs refers to."""
+        places = expanded(node, self.memory.function_of(node))
+        operands = [(node.operands[position], element) for position, element in places]
+        return [self.held.get(v, ()) if element is None else self.lists[v][element] for v, element in operands]
+
+    def _storage(self, value: Value, node: Node, type_: Type | None = None) -> Storage:
+        return Storage(self.function.name, value, node, self.memory.bytes(type_ or value.type))
 
     def _unpack(self, node: Node) -> None:
         """A list's tensors: each is its own from here on, and dies by itself."""
@@ -221,9 +233,34 @@ class _Walk:
         self._note(node)
         self._drop(node.operands[0])
 
+    def _start(self, node: Node, liveness: Liveness) -> None:
+        """A handle: reductions are in place; else it holds what is received, and of several tensors a flat copy."""
+        handle = node.result
+        if handle in liveness.under_way:
+            self.lists[handle] = tuple(self.held[v] for v in node.operands)
+        else:
+            types = handle.type.types  # type: ignore[union-attr]
+            self.lists[handle] = tuple((self._storage(handle, node, type_),) for type_ in types)
+        sent = [self.memory.bytes(t) for v in node.operands for t in _types(v)]
+        copied = handle not in liveness.under_way and len(sent) > 1
+        copy = (Storage(self.function.name, handle, node, sum(sent)),) if copied else ()
+        self._hold(handle, (*_storages(self.lists[handle]), *copy))
+        self._note(node)
+
+    def _wait(self, node: Node) -> None:
+        elements = self.lists[node.operands[0]]
+        if is_list(node.results[0]):
+            self.lists[node.result] = elements
+            self._hold(node.result, _storages(elements))
+        else:
+            for value, held in zip(node.results, elements, strict=True):
+                self._hold(value, held)
+        self._note(node)
+
     def _call(self, node: Node) -> None:
-        lists = {i: self.lists[v] for i, v in enumerate(node.operands) if v in self.lists}
+        lists = {i: self.lists[v] for i, v in enumerate(node.operands) if _is_handed(v)}
         profile = self.memory.call(node, lists)
+        given = self._given(node)
         # What only a list has is the callee's from here on: it frees the tensors one by one.
         handed = {h for elements in lists.values() for h in _storages(elements) if self.users[h] == 1}
         own = tuple(h for h in self.users if h not in handed)
@@ -239,7 +276,7 @@ class _Walk:
                 if isinstance(h, Storage):
                     found[made.setdefault(h, replace(h))] = None
                 else:
-                    found.update(dict.fromkeys(self.held.get(node.operands[h], ())))
+                    found.update(dict.fromkeys(given[h]))
             return tuple(found)
 
         for position, (value, refers) in enumerate(zip(node.results, profile.results, strict=True)):
@@ -274,6 +311,15 @@ class _Walk:
 def _storages(elements: Iterable[Held]) -> tuple[Storage, ...]:
     """The storages of a list, each once."""
     return tuple(dict.fromkeys(h for held in elements for h in held if isinstance(h, Storage)))
+
+
+def _is_handed(value: Value) -> bool:
+    return isinstance(value.type, ListType) and value.type.handed
+
+
+def _types(value: Value) -> tuple[TensorType, ...]:
+    """The types of a list, or of one tensor."""
+    return value.type.types if isinstance(value.type, ListType) else (value.tensor,)
 
 
 def _overwritten(node: Node, index: int, liveness: Liveness) -> int | None:

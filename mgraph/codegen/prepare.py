@@ -8,24 +8,13 @@ and each is freed at its last use there.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
 
+from mgraph.codegen.bundles import list_value, with_handles, with_lists
 from mgraph.codegen.liveness import written_operands
 from mgraph.codegen.reductions import with_copies
 from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.ir.local import localized
-
-
-@dataclass(frozen=True, slots=True)
-class KeptType:
-    """The type of a list of saved tensors."""
-
-    count: int
-
-    def __str__(self) -> str:
-        return f"[{self.count} tensors]"
-
 
 Place = tuple[str, int]  # a function and the index of a result or param
 
@@ -36,7 +25,8 @@ def prepare(module: Module) -> dict[str, Function]:
     order = callees_first(module)
     functions = {name: with_copies(_hoist_accumulations(module.functions[name])) for name in order}
     entries = {entry.function for entry in module.entries.values()}
-    return _hand_over(_without_updates(functions, entries), entries)
+    functions = _hand_over(_without_updates(functions, entries), entries)
+    return with_lists({name: with_handles(function) for name, function in functions.items()})
 
 
 def called(node: Node) -> str:
@@ -180,21 +170,15 @@ def _same_calls(functions: dict[str, Function], maker: str, taker: str, places: 
     return True
 
 
-def _list_value(name: str, taken: set[str], count: int) -> Value:
-    while name in taken:
-        name += "_"
-    return Value(name, cast(Any, KeptType(count)))
-
-
 def _packed(function: Function, results: list[int]) -> Function:
-    kept = _list_value("saved", function.names(), len(results))
+    kept = list_value("saved", function.names(), [function.results[i] for i in results], handed=True)
     pack = Node("pack", tuple(function.results[i] for i in results), (kept,), made_by="emit")
     rest = tuple(v for i, v in enumerate(function.results) if i not in results)
     return replace(function, nodes=(*function.nodes, pack), results=(*rest, kept))
 
 
 def _unpacked(function: Function, params: list[int]) -> Function:
-    kept = _list_value("saved", function.names(), len(params))
+    kept = list_value("saved", function.names(), [function.params[i] for i in params], handed=True)
     unpack = Node("unpack", (kept,), tuple(function.params[i] for i in params), made_by="emit")
     rest = tuple(v for i, v in enumerate(function.params) if i not in params)
     return replace(function, nodes=(unpack, *function.nodes), params=(kept, *rest))
@@ -206,7 +190,7 @@ def _with_list(function: Function, maker: str, results: list[int], taker: str, p
     nodes = []
     for node in function.nodes:
         if node.op == "call" and called(node) == maker:
-            kept = _list_value("kept", set(), len(results))
+            kept = list_value("kept", set(), [node.results[i] for i in results], handed=True)
             lists[node.results[results[0]]] = kept
             rest = tuple(v for i, v in enumerate(node.results) if i not in results)
             node = replace(node, results=(*rest, kept))

@@ -12,6 +12,7 @@ from mgraph.codegen.prepare import prepare
 from mgraph.codegen.source import SourceWriter
 from mgraph.codegen.state_tables import SHORT, StateTables
 from mgraph.ir.graph import Module
+from mgraph.ir.local import Division, declared_sizes
 
 
 def step_text(module: Module, sites: KernelSites | None = None) -> str:
@@ -19,7 +20,8 @@ def step_text(module: Module, sites: KernelSites | None = None) -> str:
     functions = prepare(module)
     entry_functions = {entry.function for entry in module.entries.values()}
     names = function_names(module, functions)
-    context = StepContext(functions, names, sites or kernel_sites(module), StateTables())
+    division = Division.of(module, declared_sizes(module))
+    context = StepContext(functions, names, sites or kernel_sites(module), StateTables(), division)
     trainable = [state.name for state in module.state.values() if state.trainable]
     if len(trainable) > SHORT:
         context.tables.add("PARAMETERS", trainable)

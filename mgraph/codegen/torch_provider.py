@@ -304,6 +304,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "cross_entropy_part": _runtime(),
     "cross_entropy_part_grad": _runtime(),
     "dropout": _runtime(),
+    "dropout_part": _runtime(),
     "embedding_part": _runtime(),
     "embedding_part_grad": _runtime(),
     "expert_bias_update": _expert_bias_update,

@@ -8,7 +8,8 @@ from mgraph.codegen.dim_text import DimScope, python_text
 from mgraph.codegen.source import SourceWriter
 from mgraph.ir.dims import evaluate, parse_dim, symbol
 from mgraph.ir.graph import Value
-from mgraph.ir.types import DType, TensorType
+from mgraph.ir.local import Division
+from mgraph.ir.types import DType, Shard, TensorType
 
 TEXTS = "B*S", "2*B*S+1", "B-S", "(B+1)*S", "S//2", "(B*S)//4+B", "S%7", "Max(B,S)*2", "B**2*S", "ceiling(S/3)"
 
@@ -38,3 +39,13 @@ def test_bindings() -> None:
     lost.text(symbol("R"))
     with pytest.raises(AssertionError, match="no input tells the extent of R"):
         lost.bind(SourceWriter(), {})
+
+
+def test_a_part_tells_the_whole() -> None:
+    """Of a dim that is split over 4 ranks, an input has a quarter."""
+    division = Division({"tp": 4}, frozenset(), {"S": 4})
+    split = Value("x", TensorType(DType.F32, (symbol("B"), symbol("S"), 6)).place("tp", Shard(1)))
+    scope, writer = DimScope([split], division), SourceWriter()
+    assert scope.text(symbol("S") / 4) == "S // 4"
+    scope.bind(writer, {split: "x"})
+    assert writer.text() == "S = x.shape[1] * 4\n"
