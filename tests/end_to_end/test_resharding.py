@@ -15,21 +15,22 @@ OPTIONS = "--batch-size 2 --seq-len 33 --accumulate 2 --warmup 2 --decay constan
 
 
 @pytest.mark.full
-def test_tensor_parallel_to_one_and_back(tmp_path: Path) -> None:
+def test_parallel_to_one_and_back(tmp_path: Path) -> None:
     packages = {}
-    for name, mesh in (("one", "dp=*"), ("two", "dp=*,tp=2")):
+    for name, mesh in (("one", "dp=*"), ("tp", "dp=*,tp=2"), ("fsdp", "fsdp=2")):
         packages[name] = tmp_path / name
         compile_package(Recipe(model="dense-tiny", mesh=mesh, output=str(packages[name]), arch="none"))
-    placed = json.loads((packages["two"] / "manifest.json").read_text())["state"]
-    assert any("placement" in state for state in placed), "the comparison would prove little"
+        placed = json.loads((packages[name] / "manifest.json").read_text())["state"]
+        axes = {split["axis"] for state in placed for split in state.get("placement", ())}
+        assert axes == {name} - {"one"}, "the comparison would prove little"
 
     def train(name: str, out: str, steps: int) -> list[float]:
         options = [*OPTIONS.split(), "--steps", steps, "--out", tmp_path / out, "--resume"]
-        done = run_trainer(packages[name], *options, processes=2 if name == "two" else 0)
+        done = run_trainer(packages[name], *options, processes=0 if name == "one" else 2)
         assert done.returncode == 0, done.stderr
         return read_losses(tmp_path / out)
 
     expected = train("one", "whole", 8)
-    for name, steps in (("two", 3), ("one", 6), ("two", 8)):
+    for name, steps in (("fsdp", 2), ("tp", 4), ("one", 5), ("fsdp", 7), ("tp", 8)):
         found = train(name, "changing", steps)
     assert found == pytest.approx(expected, abs=1e-5)
