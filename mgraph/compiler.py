@@ -9,7 +9,7 @@ import dataclasses
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from mgraph.capture import CaptureReport, CheckpointForm, ModelSpec, capture_wit
 from mgraph.codegen.kernel_sites import kernel_sites
 from mgraph.codegen.package import PackageInfo, check_target, emit_package
 from mgraph.codegen.triton.builder import KernelBuilder
+from mgraph.errors import OptionError
 from mgraph.ir.collective_proof import prove
 from mgraph.ir.graph import Module
 from mgraph.ir.types import DType
@@ -43,9 +44,9 @@ from mgraph.recipe import MESH_AXES, Recipe
 
 RAISE = "raise-norm,raise-rope,raise-attention,raise-glu,raise-moe,raise-loss,cse,dce"
 TIMES = "compilation.json"
+"""The file in a package's graphs/ that keeps the seconds of each stage and the capture's report."""
 _SHARDING = ("dp", "tp", "fsdp")
 """The axes in the order of their passes: what is sharded is what tensor parallelism leaves of a tensor."""
-"""The file in a package's graphs/ that keeps the seconds of each stage and the capture's report."""
 _DTYPES = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}
 _ADAMW = ("beta1", "beta2", "eps", "weight_decay", "max_norm", "optimizer")
 
@@ -99,6 +100,8 @@ def pipeline_text(recipe: Recipe) -> str:
     specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]
     specs += [print_spec("expert-bias", {"rate": recipe.expert_bias_rate})] if recipe.expert_bias_rate else []
     derive = ",".join(specs)
+    if recipe.sequence_parallel and "tp" not in recipe.mesh_axes():
+        raise OptionError("the mesh has no axis tp", "--sequence-parallel", "--mesh dp=2,tp=2, or leave it out")
     shard = "".join(f"{_sharding(recipe, axis)}," for axis in _SHARDING if axis in recipe.mesh_axes())
     return f"{NORMALIZE},{RAISE},{derive},{shard}cse,dce,in-place"
 
@@ -108,6 +111,8 @@ def _sharding(recipe: Recipe, axis: str) -> str:
     options: dict[str, OptionValue] = {"axis": axis, "size": recipe.mesh_axes()[axis] or 0}
     if axis in recipe.placements():
         options["place"] = recipe.placements()[axis]
+    if axis == "tp":
+        options["sequence"] = recipe.sequence_parallel
     if axis == "fsdp":
         options |= {"level": recipe.zero, "reshard": not recipe.keep_gathered, "wide": recipe.wide_sums}
     return print_spec(MESH_AXES[axis], options)

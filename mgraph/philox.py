@@ -100,11 +100,20 @@ def sample_key(seed: Tensor, site: str, call: int) -> tuple[Tensor, Tensor]:
 
 
 def keep_by_sample(
-    shape: Sequence[int], samples: int, key: tuple[Tensor, Tensor], step: Tensor, first: Tensor, p: float
+    shape: Sequence[int],
+    samples: int,
+    key: tuple[Tensor, Tensor],
+    step: Tensor,
+    first: Tensor,
+    p: float,
+    part: int = 0,
 ) -> Tensor:
-    """True with probability 1 - p, in steps of 2**-24: bool of `shape`. Numbering as in `uniform_by_sample`."""
+    """True with probability 1 - p, in steps of 2**-24: bool of `shape`. Numbering as in `uniform_by_sample`.
+
+    Where `shape` has one of several equal stretches of each sample only, `part` is its number.
+    """
     threshold = round(p * 2**24)
-    return _by_sample(lambda words: (words >> 8) >= threshold, torch.bool, shape, samples, key, step, first)
+    return _by_sample(lambda words: (words >> 8) >= threshold, torch.bool, shape, samples, key, step, first, part)
 
 
 def uniform_by_sample(
@@ -127,23 +136,27 @@ def _by_sample(
     key: tuple[Tensor, Tensor],
     step: Tensor,
     first: Tensor,
+    part: int = 0,
 ) -> Tensor:
-    """Elements numbered within their sample, piece by piece."""
+    """Elements numbered within their sample, piece by piece; those that follow on `part` times as many."""
     out = torch.empty(tuple(shape), dtype=dtype, device=first.device)
     if out.numel() == 0:
         return out
     assert out.numel() % samples == 0, f"{tuple(shape)} is not made of {samples} equal samples"
     rows = out.view(samples, -1)
-    num_blocks = -(-rows.shape[1] // 4)
+    start = part * rows.shape[1]
+    num_blocks = -(-(start + rows.shape[1]) // 4) - start // 4
     chunk = _CHUNK.get(out.device.type, _CHUNK_ACCELERATOR) // 4
-    for row, column, num_rows, num_columns in _pieces(samples, num_blocks, chunk):
+    for row, piece, num_rows, num_columns in _pieces(samples, num_blocks, chunk):
+        column = start // 4 + piece
         size = num_rows, num_columns
         block = torch.arange(column, column + num_columns, device=out.device).repeat(num_rows, 1)
         sample = torch.arange(row, row + num_rows, device=out.device)[:, None].add(first) & _MASK
         counter = block, sample.expand(size).clone(), (step & _MASK).expand(size).clone(), torch.zeros_like(block)
         words = torch.stack(philox4x32(counter, key), -1).flatten(1)
-        begin, end = column * 4, min((column + num_columns) * 4, rows.shape[1])
-        rows[row : row + num_rows, begin:end] = transform(words[:, : end - begin])
+        begin, end = max(column * 4, start), min((column + num_columns) * 4, start + rows.shape[1])
+        made = transform(words[:, begin - column * 4 : end - column * 4])
+        rows[row : row + num_rows, begin - start : end - start] = made
     return out
 
 

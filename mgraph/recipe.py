@@ -54,6 +54,9 @@ class Recipe:
     place: tuple[str, ...] = option(
         (), "where parameters lie over a mesh axis, instead of as their use says: 'PATTERN|PATTERN: S(1)@tp' or R@tp"
     )
+    sequence_parallel: bool = option(
+        False, "with tp: between the blocks of a layer activations lie split along the sequence, which tp must divide"
+    )
     zero: int = option(
         3, "what ranks along fsdp share: 1 the optimizer's state, 2 gradients too, 3 parameters too", within=(1, 3)
     )

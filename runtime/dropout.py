@@ -29,6 +29,23 @@ def dropout(
     return (x * (1.0 / (1.0 - p) if p < 1 else 0.0)).mul_(keep)
 
 
+def dropout_part(
+    x: Tensor,
+    seed: Tensor,
+    step: Tensor,
+    sample: Tensor,
+    index: int,
+    *,
+    p: float,
+    site: str,
+    call: int = 0,
+    samples: int,
+) -> Tensor:
+    """`dropout` where x has of each sequence stretch `index` of several equal ones: the same as in the whole tensor."""
+    keep = philox.keep_by_sample(x.shape, samples, philox.sample_key(seed, site, call), step, sample, p, index)
+    return (x * (1.0 / (1.0 - p) if p < 1 else 0.0)).mul_(keep)
+
+
 def random(
     seed: Tensor,
     step: Tensor,

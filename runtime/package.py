@@ -195,11 +195,23 @@ class Package:
                 f"{flag} {value} is outside what this package was compiled for: {dim} is {allowed}",
                 hint=f"give a {flag} in this range, or compile the model again with another range of {dim}",
             )
+        number = self.multiple(dim)
+        if value % number:
+            below = value // number * number
+            near = f"{below} or {below + number}" if below else str(number)
+            raise OptionError(
+                f"{flag} {value} does not divide over the mesh: {dim} is split into {number} parts",
+                hint=f"{flag} {near}, or compile again without --sequence-parallel",
+            )
 
     def bounds(self, dim: str) -> tuple[int, int | None]:
         """Smallest and largest extent of a named dim; None means no limit."""
         bound = self.manifest["dims"].get(dim, [1, None])
         return (bound, bound) if isinstance(bound, int) else (bound[0], bound[1])
+
+    def multiple(self, dim: str) -> int:
+        """What extents of a named dim are multiples of."""
+        return int(self.manifest.get("multiples", {}).get(dim, 1))
 
 
 def load_package(path: Path | str, device: torch.device | str, strict: bool = False, jit: bool = False) -> Package:

@@ -24,6 +24,7 @@ def generate(
     *,
     window: int,
     least: tuple[int, int] = (1, 1),
+    multiple: int = 1,
     seed: int = 0,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -32,8 +33,8 @@ def generate(
     """The prompt and `length` tokens after it, as text.
 
     `predict` takes tokens i64[B, S] to logits [B, S, V]; the model must be causal. `window` is the longest context and
-    `least` the smallest (B, S) that predict takes: shorter contexts are padded behind, where a causal model does not
-    look. Temperature 0 takes the likeliest token.
+    `least` the smallest (B, S) that predict takes, of which S is a multiple of `multiple`: other contexts are padded
+    behind, where a causal model does not look. Temperature 0 takes the likeliest token.
     """
     ids: list[int] = tokenizer.encode(prompt).tolist()
     if not ids:
@@ -42,6 +43,7 @@ def generate(
     for index in range(length):
         context = ids[-window:]
         padded = context + [0] * (shortest - len(context))
+        padded += [0] * (-len(padded) % multiple)
         tokens = torch.tensor([padded] * rows, dtype=torch.int64, device=device)
         logits = predict(tokens)[0, len(context) - 1].double().cpu()
         # A model's vocabulary may be padded; ids that the tokenizer does not know are never drawn.

@@ -461,6 +461,7 @@ class Trainer:
             options.sample_length,
             window=options.seq_len,
             least=(self.package.bounds("B")[0], self.package.bounds("S")[0]),
+            multiple=self.package.multiple("S"),
             seed=options.seed,
             temperature=options.temperature,
             top_k=options.top_k,

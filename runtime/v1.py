@@ -24,7 +24,7 @@ from mgraph.runtime.collectives import (
     reduce_scatter_start,
     wait,
 )
-from mgraph.runtime.dropout import dropout, random
+from mgraph.runtime.dropout import dropout, dropout_part, random
 from mgraph.runtime.kernels import kernels
 from mgraph.runtime.moe import (
     expert_bias_update_,
@@ -91,6 +91,7 @@ __all__ = [
     "cross_entropy_part_grad",
     "device",
     "dropout",
+    "dropout_part",
     "embedding_grad_",
     "embedding_part",
     "embedding_part_grad",
@@ -131,6 +132,7 @@ __all__ = [
     "wait",
     "zero_",
 ]
+
 
 def axis_index(axis: str) -> int:
     """This rank's place along `axis`, from 0."""

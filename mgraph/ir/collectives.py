@@ -12,14 +12,13 @@ it is; any other sharded extent is divided by the size of the axis.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import sympy
 
-from mgraph.ir.dims import Dim, Extent, as_dim, dim_text, divide, names_in, product, substitute, symbol
-from mgraph.ir.facts import parse_fact
+from mgraph.ir.dims import Dim, Extent, as_dim, dim_text, names_in, product, substitute
+from mgraph.ir.facts import multiples, share
 from mgraph.ir.graph import Function, Module, Node
 from mgraph.ir.local import bound_dims
 from mgraph.ir.ops.cost import flops_of
@@ -205,7 +204,7 @@ class Shares:
         self._sizes = {axis.name: axis.size for axis in module.mesh}
         self._dims = module.dims
         self._bound = bound_dims(module)
-        self._multiples = _multiples((fact.text for fact in module.facts), self._sizes)
+        self._multiples = multiples((fact.text for fact in module.facts), self._sizes)
 
     def parts(self, axis: str) -> tuple[str, ...]:
         """The single axes that an axis is made of, itself if it is single."""
@@ -243,14 +242,7 @@ class Shares:
         size = self._sizes[axis]
         if size is None:
             raise ValueError(f"dim {dim} of {tensor} lies over {axis}, whose size is known at launch only")
-        if isinstance(extent, int):
-            divided = divide(extent, size)
-        else:
-            # What is a multiple of n is n times something, and that may take the divisor.
-            multiple = {name: n * symbol(name) for name, n in self._multiples.items()}
-            divided = divide(substitute(extent, multiple), size)
-            if divided is not None:
-                divided = _exact(divided, self._multiples)
+        divided = share(extent, size, self._multiples)
         if divided is None:
             raise ValueError(f"dim {dim} of {tensor}, {dim_text(extent)}, does not divide over {axis}={size}")
         return divided
@@ -264,24 +256,3 @@ class Shares:
                     raise ValueError(f"extent {name} of {tensor} is read back at run time, and may differ on each rank")
                 extent = substitute(extent, {name: dim.bound})
         return extent
-
-
-def _multiples(facts: Iterable[str], sizes: Mapping[str, int | None]) -> dict[str, int]:
-    """Named dims that a fact `S % n == 0` says are multiples of n."""
-    found: dict[str, int] = {}
-    for text in facts:
-        fact = parse_fact(text)
-        if fact.relation == "==" and fact.right == 0 and isinstance(fact.left, sympy.Mod):
-            dim, by = fact.left.args
-            number = int(by) if by.is_Integer else sizes.get(str(by))
-            if dim.is_Symbol and number is not None:
-                found[str(dim)] = number
-    return found
-
-
-def _exact(dim: Dim, multiples: Mapping[str, int]) -> Dim:
-    """The expression in the dims themselves, of one in their parts: `S/4` for the part of S that is a multiple of 4."""
-    if isinstance(dim, int):
-        return dim
-    parts = {symbol(name): symbol(name) / number for name, number in multiples.items()}
-    return as_dim(dim.xreplace(parts))

@@ -96,6 +96,9 @@ def _evaluate(expression: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(expression, sympy.floor | sympy.ceiling):
         above, below = (_evaluate(part, values) for part in sympy.fraction(sympy.together(expression.args[0])))
         return above // below if isinstance(expression, sympy.floor) else -(-above // below)
+    if isinstance(expression, sympy.Mul) and not expression.args[0].is_Integer and expression.args[0].is_Rational:
+        above, below = sympy.fraction(expression)  # a part of what is a multiple
+        return _evaluate(above, values) // int(below)
     arguments = [_evaluate(part, values) for part in expression.args]
     if isinstance(expression, sympy.Add):
         return functools.reduce(operator.add, arguments)

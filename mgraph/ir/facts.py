@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mgraph.ir.dims import Dim, dim_text, names_in, parse_dim, substitute
+import sympy
+
+from mgraph.ir.dims import Dim, as_dim, dim_text, divide, names_in, parse_dim, substitute, symbol
 
 RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,
@@ -46,3 +48,28 @@ def parse_fact(text: str) -> Relation:
     if len(found) != 1:
         raise ValueError(f"a fact is one relation between two dim expressions, such as S % 4 == 0, not {text!r}")
     return Relation(parse_dim(text[: found[0].start()]), found[0].group(), parse_dim(text[found[0].end() :]))
+
+
+def multiples(facts: Iterable[str], sizes: Mapping[str, int | None]) -> dict[str, int]:
+    """Named dims that a fact `S % n == 0` says are multiples of n, a number or an axis of `sizes`."""
+    found: dict[str, int] = {}
+    for text in facts:
+        fact = parse_fact(text)
+        if fact.relation == "==" and fact.right == 0 and isinstance(fact.left, sympy.Mod):
+            dim, by = fact.left.args
+            number = int(by) if by.is_Integer else sizes.get(str(by))
+            if dim.is_Symbol and number is not None:
+                found[str(dim)] = number
+    return found
+
+
+def share(extent: Dim, by: int, known: Mapping[str, int]) -> Dim | None:
+    """`extent / by` where it is exact for all values of the named dims, of which those in `known` are multiples of a
+    number; else `None`. With S a multiple of 4, a quarter of `B*S` is `B*S/4`."""
+    if isinstance(extent, int) or not known:
+        return divide(extent, by)
+    # What is a multiple of n is n times something, and that may take the divisor.
+    divided = divide(substitute(extent, {name: n * symbol(name) for name, n in known.items()}), by)
+    if divided is None or isinstance(divided, int):
+        return divided
+    return as_dim(divided.xreplace({symbol(name): symbol(name) / n for name, n in known.items()}))

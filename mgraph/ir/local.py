@@ -9,10 +9,11 @@ as that is placed. One axis may do both: fully sharded data parallelism binds `B
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mgraph.ir.dims import Dim, names_in
+from mgraph.ir.facts import multiples, share
 from mgraph.ir.graph import Axis, Function, Module, Node
 from mgraph.ir.types import Shard, TensorType
 
@@ -51,11 +52,14 @@ class Division:
 
     sizes: Mapping[str, int]
     bound: frozenset[tuple[str, str]]
+    multiples: Mapping[str, int] = field(default_factory=dict)
+    """Named dims that are known to be multiples of a number."""
 
     @staticmethod
     def of(module: Module, sizes: Mapping[str, int]) -> Division:
         """The division of a module's extents by axes; one of a single rank divides nothing."""
-        return Division({axis: size for axis, size in sizes.items() if size > 1}, bound_dims(module))
+        known = multiples((fact.text for fact in module.facts), sizes)
+        return Division({axis: size for axis, size in sizes.items() if size > 1}, bound_dims(module), known)
 
     def divides(self, extent: Dim, axis: str) -> bool:
         """Whether an extent that is sharded over an axis is divided by it."""
@@ -63,13 +67,14 @@ class Division:
 
     def local_type(self, type_: TensorType) -> TensorType:
         """The type with the extents of one rank's part; placements stay."""
-        split = tuple(
-            (axis, p) for axis, p in type_.placement if isinstance(p, Shard) and self.divides(type_.shape[p.dim], axis)
-        )
-        if not split:
-            return type_
-        shape = TensorType(type_.dtype, type_.shape, split).local_shape(dict(self.sizes))
-        return TensorType(type_.dtype, shape, type_.placement)
+        shape = list(type_.shape)
+        for axis, placement in type_.placement:
+            if isinstance(placement, Shard) and self.divides(type_.shape[placement.dim], axis):
+                part = share(shape[placement.dim], self.sizes[axis], self.multiples)
+                if part is None:
+                    raise ValueError(f"dim {placement.dim} of {type_} does not divide over {axis}={self.sizes[axis]}")
+                shape[placement.dim] = part
+        return type_ if shape == list(type_.shape) else TensorType(type_.dtype, tuple(shape), type_.placement)
 
     def local_attrs(self, node: Node) -> Mapping[str, Any]:
         """The attributes that one rank runs the node with."""

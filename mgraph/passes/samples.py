@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgraph.ir.dims import evaluate
+from mgraph.ir.facts import multiples
 from mgraph.ir.graph import Function, Module, Node, State, StateKind, Value
+from mgraph.ir.local import declared_sizes
 from mgraph.ir.mesh import mesh_sizes
 from mgraph.ir.opdef import op_def
 from mgraph.ir.ops.route import CHOOSING, moe_choices
@@ -44,7 +46,13 @@ class Shapes:
             for (name, dim), size in zip(module.dims.items(), itertools.chain(SIZES, itertools.repeat(2)), strict=False)
         }
         rows = [n.operands[0].tensor.shape[0] for _, n in module.walk() if n.op == "aten.embedding.default"]
-        return Shapes(dims, min((r for r in rows if isinstance(r, int)), default=2))
+        return Shapes(dims, min((r for r in rows if isinstance(r, int)), default=2)).fitting(module)
+
+    def fitting(self, module: Module) -> Shapes:
+        """These, but named dims that a fact of the module makes multiples of a number are the next ones."""
+        known = multiples((fact.text for fact in module.facts), declared_sizes(module))
+        more = {name: -size % known.get(name, 1) for name, size in self.dims.items()}
+        return Shapes({name: size + more[name] for name, size in self.dims.items()}, self.vocab)
 
 
 def generator(seed: int, name: str, rank: int = 0) -> Any:

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from mgraph.ir.builder import FunctionBuilder, rebuild
-from mgraph.ir.dims import evaluate
+from mgraph.ir.dims import evaluate, symbol
 from mgraph.ir.graph import Entry, Function, Module, Node, State, Value
 from mgraph.ir.signature import ShardingRule
 from mgraph.ir.types import DType, Partial, PendingType, Placement, Shard, TensorType, Type
@@ -21,15 +21,23 @@ from mgraph.passes.placing import rules_of
 
 _NOMINAL = 1024
 """The extent of named dims where bytes are compared."""
+_WEIGHT = 1e30
+"""The cost of gathering what has no named dim, where activations are to be gathered: any other way is better."""
 _EACH = ("adamw", "zero", "all_reduce", "all_reduce_start", "wait")
 """Ops that treat each operand alone: result i lies as operand i."""
 
 
 class Spreader:
-    """Spreads the functions of a module; `mapping` says what states have become, `counts` the collectives made."""
+    """Spreads the functions of a module; `mapping` says what states have become, `counts` the collectives made.
 
-    def __init__(self, module: Module, axis: str, size: int, made_by: str) -> None:
+    With the named dim `sequence`, a multiple of `size`, partial sums that have it are scattered along it, and what is
+    made of them lies so until an op needs the whole; else they are reduced on all ranks.
+    """
+
+    def __init__(self, module: Module, axis: str, size: int, made_by: str, sequence: str | None = None) -> None:
         self.module, self.axis, self.size, self.made_by = module, axis, size, made_by
+        self.sequence = None if sequence is None else symbol(sequence)
+        self.multiples = {} if sequence is None else {sequence: size}
         self.mapping: dict[Value, Value] = {}
         self.functions: dict[str, Function] = {}
         self.counts: Counter[str] = Counter()
@@ -72,7 +80,7 @@ class _Function:
                 self._node(node)
         results = [self.mapping.get(v, v) for v in self.source.results]
         with self.builder.at(self.source.nodes[-1]) if self.source.nodes else nullcontext():
-            targets = [_whole(self.owner.on(v)) for v in results] if wanted is None else wanted
+            targets = [self._settled(v) for v in results] if wanted is None else wanted
             moved = [self.to(v, place) for v, place in zip(results, targets, strict=True)]
         params, slots = ([self.mapping.get(v, v) for v in vs] for vs in (self.source.params, self.source.slots))
         return Function(
@@ -97,13 +105,31 @@ class _Function:
         here = self.owner.on(value)
         if here == placement:
             return value
+        if isinstance(here, Partial) and self._scattered(value) not in (None, placement):
+            return self.to(self.to(value, self._scattered(value)), placement)
         found = self._moved.get((value, placement))
         if found is None:
             found = self._moved[value, placement] = self._move(value, here, placement)
         return found
 
+    def _scattered(self, value: Value) -> Shard | None:
+        """Where the sum of a partial value goes, if it has the dim of the sequence."""
+        shape = value.tensor.shape
+        if self.owner.sequence is None or shape.count(self.owner.sequence) != 1:
+            return None
+        return Shard(shape.index(self.owner.sequence))
+
+    def _settled(self, value: Value) -> Placement | None:
+        """Where a value goes at the edge of a function: partial sums are reduced."""
+        here = self.owner.on(value)
+        return self._scattered(value) if isinstance(here, Partial) else here
+
     def _move(self, value: Value, here: Placement | None, placement: Placement | None) -> Value:
         axis = self.owner.axis
+        if isinstance(here, Partial) and isinstance(placement, Shard) and placement == self._scattered(value):
+            self.owner.counts["reduce_scatter"] += 1
+            attrs = {"axis": axis, "dim": placement.dim}
+            return self._emit("reduce_scatter", (value,), f"{value.name}_sum", attrs, placement)
         if isinstance(here, Partial) and placement is None:
             self.owner.counts["all_reduce"] += 1
             return self._emit("all_reduce", (value,), f"{value.name}_sum", {"axis": axis}, None)
@@ -134,12 +160,14 @@ class _Function:
         here = self.owner.on(value)
         if here == place or (here is None and isinstance(place, Shard)):
             return 0.0
-        if isinstance(place, Partial) or (isinstance(here, Partial) and place is not None):
+        if isinstance(place, Partial) or (isinstance(here, Partial) and place not in (None, self._scattered(value))):
             return float("inf")  # scattering the sums would only be followed by gathering them
         type_ = value.tensor
+        if self.owner.sequence is not None and isinstance(type_.numel, int):
+            return _WEIGHT  # what is split of it was split so that activations are gathered
         elements = evaluate(type_.numel, dict.fromkeys(self.owner.module.dims, _NOMINAL))
         moved = elements * type_.dtype.bits / 8 * (self.owner.size - 1) / self.owner.size
-        return float(2 * moved if isinstance(here, Partial) else moved)
+        return float(2 * moved if isinstance(here, Partial) and place is None else moved)
 
     # nodes
 
@@ -167,7 +195,9 @@ class _Function:
 
     def _latest(self, value: Value) -> Value:
         """A partial sum that was reduced before is read as its total: the reduction took its memory."""
-        return self._moved.get((value, None), value) if isinstance(self.owner.on(value), Partial) else value
+        if not isinstance(self.owner.on(value), Partial):
+            return value
+        return self._moved.get((value, self._scattered(value)), value)
 
     def _brought(self, operands: Sequence[Value], places: Sequence[Placement | None]) -> tuple[Value, ...]:
         return tuple(self.to(v, place) for v, place in zip(operands, places, strict=True))
@@ -190,10 +220,10 @@ class _Function:
             cost = sum(self._cost(v, place) for v, place in zip(node.operands, rule.operands, strict=True))
             return cost, goal is not None and rule.results[0] != goal
 
-        return min([whole, *rules_of(node, self.owner.size)], key=rank)
+        return min([whole, *rules_of(node, self.owner.size, self.owner.multiples)], key=rank)
 
     def _call(self, node: Node) -> None:
-        operands = [self.to(v, _whole(self.owner.on(v))) for v in node.operands]
+        operands = [self.to(v, self._settled(v)) for v in node.operands]
         body = self.owner.called(callee(node), [self.owner.on(v) for v in operands])
         places = [self.owner.on(v) for v in body.inputs()]
         self._keep(node, self._brought(operands, places), [self.owner.on(v) for v in body.results])
@@ -205,8 +235,9 @@ class _Function:
         partial = self.builder.emit(
             node.op, (x, weight), {}, types=[result.tensor.place(self.owner.axis, Partial())], names=["product"]
         )[0]
-        operands = (self.to(partial, None), self.to(node.operands[2], None))
-        self._keep(replace(node, op="aten.add.Tensor", attrs={}, made_by=self.owner.made_by), operands, [None])
+        place = self._settled(partial)
+        operands = (self.to(partial, place), self.to(node.operands[2], None))
+        self._keep(replace(node, op="aten.add.Tensor", attrs={}, made_by=self.owner.made_by), operands, [place])
 
     # ops that know of parts
 
@@ -280,6 +311,17 @@ class _Function:
         rest = self.builder.emit("square_sum", whole, types=[squares.type], names=["squares"])[0]
         return self.builder.emit("aten.add.Tensor", (squares, rest), types=[squares.type], names=["squares"])[0]
 
+    def _dropout(self, node: Node) -> bool:
+        """Where each sequence is split into stretches, a rank draws the numbers of its own."""
+        x, *numbers = node.operands
+        place, samples = self._settled(x), node.attrs["samples"]
+        shape = x.tensor.shape
+        if not isinstance(place, Shard) or place.dim != 1 or shape[0] != samples:
+            return False
+        operands = (self.to(x, place), *numbers, self._axis_index())
+        self._keep(self._as(node, "dropout_part", node.attrs), operands, [place])
+        return True
+
     def _repeat(self, node: Node) -> bool:
         """Each rank takes those of the repeated parts that are its own; where they do not divide, it has all."""
         whole, own = self.to(node.operands[0], None), self._repeated(node)
@@ -310,11 +352,6 @@ def _along(node: Node) -> Shard:
     return Shard(int(str(node.attrs["dim"])))
 
 
-def _whole(placement: Placement | None) -> Placement | None:
-    """Where a value goes at the edge of a function: partial sums are reduced."""
-    return None if isinstance(placement, Partial) else placement
-
-
 _SPECIAL: dict[str, Callable[[_Function, Node], bool]] = {
     "aten.embedding.default": _Function._embedding,
     "aten.embedding_dense_backward.default": _Function._embedding_grad,
@@ -322,6 +359,7 @@ _SPECIAL: dict[str, Callable[[_Function, Node], bool]] = {
     "cross_entropy_grad": _Function._cross_entropy_grad,
     "global_norm": _Function._global_norm,
     "square_sum": _Function._square_sum,
+    "dropout": _Function._dropout,
     "repeat_parts": _Function._repeat,
     "repeat_parts_grad": _Function._repeat_grad,
 }

@@ -10,6 +10,14 @@ as anything else:
     %down_sum = all_reduce(%down) {axis = "tp"}                       f32[B, S, 64]
     %y = aten.add(%x, %down_sum)
 
+With `sequence` (sequence parallelism) the sums of activations are scattered along the sequence instead, and lie so
+until they are gathered for the next split matrix product: norms, dropout and the residual are computed on shards, whose
+weights have partial gradients. The bytes sent are the same, and a layer holds a `size`-th of what lies in between:
+
+    %down_sum = reduce_scatter(%down) {axis = "tp", dim = 1}          f32[B, S, 64]{tp=S(1)}
+    %y = aten.add(%x, %down_sum)                                      f32[B, S, 64]{tp=S(1)}
+    %normed_all = all_gather(%normed) {axis = "tp", dim = 1}          f32[B, S, 64]
+
 An embedding, a cross entropy and a norm over parts become ops that know of parts (`mgraph/ir/ops/vocabulary.py`).
 Attributes keep speaking of whole tensors, as types do; who runs a node takes its part (`mgraph.ir.local`).
 """
@@ -21,7 +29,7 @@ from typing import ClassVar
 
 from mgraph.errors import OptionError, PassError
 from mgraph.ir.dims import dim_text, divide
-from mgraph.ir.graph import Axis, Function, Module, State, StateKind, Value
+from mgraph.ir.graph import Axis, Fact, Function, Module, State, StateKind, Value
 from mgraph.ir.types import Shard
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.parallel_sites import weight_placements
@@ -30,6 +38,8 @@ from mgraph.placement_rules import FLAG, KIND, PlacementRule, chosen
 
 _FORWARD = "evaluate"
 """The entry whose whole forward computation shows how weights are used."""
+SEQUENCE = "S"
+"""The named dim of the tokens of a sequence."""
 _FOLLOWING = (StateKind.GRAD, StateKind.MOMENT, StateKind.MASTER)
 """States that lie as the parameter whose name theirs extends."""
 
@@ -39,11 +49,13 @@ class TensorParallel(Pass):
     """Split weights and work over a mesh axis of `size` ranks.
 
     A rule of `place` (`PATTERN: S(1)@tp`, or `R@tp`) puts the parameters that it names elsewhere than their use would.
+    With `sequence` activations lie split along the sequence between the blocks of a layer.
     """
 
     axis: str = "tp"
     size: int = 2
     place: tuple[str, ...] = ()
+    sequence: bool = False
 
     name: ClassVar[str] = "tensor-parallel"
     stage: ClassVar[Stage] = Stage.SHARD
@@ -65,14 +77,18 @@ class TensorParallel(Pass):
         mesh = (*module.mesh, Axis(self.axis, self.size))
         placements = self._placements(module, report)
         state = {name: _placed(s, self.axis, _placement_of(s, placements)) for name, s in module.state.items()}
-        spreader = Spreader(module, self.axis, self.size, self.name)
+        sequence = SEQUENCE if self.sequence and self.size > 1 else None
+        if sequence is not None and sequence not in module.dims:
+            raise PassError(f"the model has no dim {sequence} that sequences are split along", "--sequence-parallel")
+        spreader = Spreader(module, self.axis, self.size, self.name, sequence)
         spreader.mapping.update({s.value: state[name].value for name, s in module.state.items()})
         for entry in module.entries.values():
             spreader.entry(entry, state)
         for name, count in sorted(spreader.counts.items()):
             report.count(name, count)
         functions: dict[str, Function] = {n: spreader.functions.get(n, f) for n, f in module.functions.items()}
-        return replace(module, mesh=mesh, state=state, functions=functions)
+        facts = (*module.facts, Fact(f"{sequence} % {self.axis} == 0")) if sequence is not None else module.facts
+        return replace(module, mesh=mesh, facts=facts, state=state, functions=functions)
 
     def _placements(self, module: Module, report: Report) -> dict[str, Shard]:
         """Where the weights lie that are split: as rules say, and as their use says."""

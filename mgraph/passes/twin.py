@@ -74,8 +74,9 @@ class NoTwin(Exception):
 def reduce(module: Module, ranks: int = 1, parts: int = 1) -> tuple[Module, Reduction]:
     """The twin of a captured module and how it was made.
 
-    Extents that `parts` divides keep to that, so that they can be split alike. With `ranks` that share the heads, numbers
-    that divide it do so still, and it divides numbers of heads where it did, so that keys and values are repeated alike.
+    Extents that `parts` divides keep to that, so that they can be split alike. With `ranks` that share the heads,
+    numbers that divide it do so still, and it divides numbers of heads where it did, so that keys and values are
+    repeated alike.
 
     Where no reduction is found, a small module is its own twin; otherwise NoTwin is raised.
     """

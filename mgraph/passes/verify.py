@@ -75,7 +75,7 @@ class TwinCheck(Instrument):
             self._twin, self.why_not = None, f"pass {self._pass.name!r} fails on the twin: {error}"
             raise Unverified(self.why_not) from error
         try:
-            evidence = check(self._pass, before, self._twin, self._shapes)
+            evidence = check(self._pass, before, self._twin, self._shapes.fitting(self._twin))
         except Mismatch as wrong:
             raise PassError(
                 f"pass '{self._pass.name}' changes the numbers: entry '{wrong.entry}', output '{wrong.output}': "

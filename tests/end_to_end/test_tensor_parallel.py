@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 
 from mgraph.compiler import compile_package
 from mgraph.recipe import Recipe
+from tests.sampling import sampled
 
 # With a large epsilon the update is smooth in the gradient: Adam's own magnifies what is near zero.
 EPSILON = 1e-2
 RUN = (
-    "--steps 3 --batch-size 3 --seq-len 17 --accumulate 2 --lr 1e-2 --device cpu --threads 1 "
+    "--steps 3 --batch-size 3 --seq-len 18 --accumulate 2 --lr 1e-2 --device cpu --threads 1 "
     "--eval-every 0 --eval-batches 1 --sample-length 0 --save-every 0"
 )
 
@@ -43,11 +44,12 @@ class Runs:
         self.directory = directory
         self.count = 0
 
-    def train(self, mesh: str, processes: int, *options: str) -> Result:
+    def train(self, mesh: str, processes: int, *options: str, sequence: bool = False) -> Result:
         """Train a package for a mesh, and export its weights."""
-        package = self.directory / mesh
+        package = self.directory / f"{mesh}{'-sequence' if sequence else ''}"
         if not package.exists():
-            compile_package(Recipe(model="dense-tiny", mesh=mesh, output=str(package), arch="none", eps=EPSILON))
+            recipe = Recipe(model="dense-tiny", mesh=mesh, output=str(package), arch="none", eps=EPSILON)
+            compile_package(replace(recipe, sequence_parallel=sequence))
         self.count += 1
         out, weights = self.directory / f"run{self.count}", self.directory / f"weights{self.count}"
         launch = [sys.executable]
@@ -71,8 +73,9 @@ def alone(runs: Runs) -> Result:
     return runs.train("dp=1", 1)
 
 
-def test_processes_train_as_one(runs: Runs, alone: Result) -> None:
-    found = runs.train("dp=2,tp=2", 4)
+@pytest.mark.parametrize("sequence", sampled([False, True], 1, always=[True]))
+def test_processes_train_as_one(runs: Runs, alone: Result, sequence: bool) -> None:
+    found = runs.train("dp=2,tp=2", 4, sequence=sequence)
     assert len(alone.steps) == len(found.steps) == 3
     for name in ("loss", "grad_norm"):
         assert found.numbers(name) == pytest.approx(alone.numbers(name), rel=1e-5)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mgraph.ir.facts import parse_fact
+from mgraph.ir.dims import evaluate, symbol
+from mgraph.ir.facts import multiples, parse_fact, share
 
 
 @pytest.mark.parametrize(
@@ -28,3 +29,19 @@ def test_facts(text: str, values: dict[str, int], holds: bool) -> None:
 def test_what_is_no_fact(text: str) -> None:
     with pytest.raises(ValueError, match="not"):
         parse_fact(text)
+
+
+def test_multiples_are_read_off_the_facts() -> None:
+    facts = ("S % tp == 0", "T % 3 == 0", "B % tp == 1", "B >= 2", "U % other == 0")
+    assert multiples(facts, {"tp": 4, "other": None}) == {"S": 4, "T": 3}
+
+
+def test_shares_of_extents() -> None:
+    batch, length = symbol("B"), symbol("S")
+    known = {"S": 4}
+    assert share(12, 4, known) == 3
+    assert share(6, 4, known) is None
+    assert share(batch * length, 4, known) == batch * length / 4
+    assert share(2 * length, 8, known) == length / 4
+    assert share(length, 8, known) is share(batch, 4, known) is share(length, 4, {}) is None
+    assert evaluate(share(3 * batch * length, 4, known) or 0, {"B": 5, "S": 8}) == 30

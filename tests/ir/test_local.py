@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from mgraph.ir.builder import FunctionBuilder
-from mgraph.ir.dims import symbol
-from mgraph.ir.graph import Axis, Entry, Module
+from mgraph.ir.dims import NamedDim, symbol
+from mgraph.ir.graph import Axis, Entry, Fact, Module
 from mgraph.ir.local import Division, bound_dims, data_axes, declared_sizes, part
 from mgraph.ir.types import DType, Shard, TensorType
 
@@ -52,3 +53,18 @@ def test_parts_of_a_tensor() -> None:
     tensor = torch.arange(24.0).reshape(4, 6)
     found = part(tensor, type_, {"tp": 3, "fsdp": 2}, {"tp": 2, "fsdp": 1})
     assert torch.equal(found, tensor[2:, 4:])
+
+
+def test_a_multiple_is_divided() -> None:
+    mesh = (Axis("tp", 4),)
+    length = symbol("S")
+    module = Module("m", dims={"S": NamedDim("S")}, mesh=mesh, facts=(Fact("S % tp == 0"),))
+    division = Division.of(module, declared_sizes(module))
+    whole = TensorType(DType.F32, (2, length, 3)).place("tp", Shard(1))
+    assert division.local_type(whole).shape == (2, length / 4, 3)
+    builder = FunctionBuilder("f", "test")
+    x = builder.param("x", TensorType(DType.F32, (2, length * 3)).place("tp", Shard(1)))
+    builder.emit("reshape", [x], {"shape": (2, length, 3)}, types=[whole])
+    assert division.local_attrs(builder.nodes[0])["shape"] == (2, length / 4, 3)
+    with pytest.raises(ValueError, match="does not divide over tp=4"):
+        Division({"tp": 4}, frozenset()).local_type(whole)

@@ -50,7 +50,7 @@ def worst_difference(before: Module, after: Module, axis: str, size: int, steps:
     parts = [{n: part(t, after.state[n].type, sizes, {axis: r}) for n, t in state.items()} for r in range(size)]
     worst = 0.0
     for step in range(steps):
-        batch = random_inputs(before.entry_function("microbatch"), Shapes.of(before), step)
+        batch = random_inputs(before.entry_function("microbatch"), Shapes.of(after), step)
         for entry in before.entries:
             names = [p.name for p in before.entry_function(entry).params]
             inputs = {n: torch.tensor(0.01) if n == "lr" else batch[n] for n in names}

@@ -108,7 +108,7 @@ def test_what_others_read_is_not_repeated() -> None:
 
 def test_verified_on_the_twin(dense: Module) -> None:
     derive = [RepeatHeads(4), Autodiff(), AdamW(), TensorParallel(size=4)]
-    results = run_pipeline(dense, derive, [TwinCheck(ranks=4)])[1]
+    results = run_pipeline(dense, derive, [TwinCheck(ranks=4, parts=2)])[1]
     assert {r.measured["verify"]["status"] for r in results} == {"verified"}
 
 

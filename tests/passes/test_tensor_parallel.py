@@ -129,12 +129,12 @@ class Forgetful(TensorParallel):
 def test_verify_measures_the_plan_on_the_twin() -> None:
     forward = trained("dense-tiny", after="raise-loss")
     derive = [Autodiff(), AdamW()]
-    *_, result = run_pipeline(forward, [*derive, TensorParallel(size=2)], [TwinCheck(ranks=2)])[1]
+    *_, result = run_pipeline(forward, [*derive, TensorParallel(size=2)], [TwinCheck(ranks=2, parts=2)])[1]
     found = result.measured["verify"]
     assert found["status"] == "verified"
     assert found["method"] == "the same step without tp"
     with pytest.raises(PassError, match="pass 'tensor-parallel' changes the numbers"):
-        run_pipeline(forward, [*derive, Forgetful(size=2)], [TwinCheck(ranks=2)])
+        run_pipeline(forward, [*derive, Forgetful(size=2)], [TwinCheck(ranks=2, parts=2)])
 
 
 RULES = [

@@ -36,6 +36,17 @@ def test_context_slides_and_is_padded_behind() -> None:
     assert seen == [[[97, 0]] * 2, [[97, 98]] * 2, [[97, 98, 99]] * 2, [[98, 99, 100]] * 2]
 
 
+def test_context_is_padded_to_a_multiple() -> None:
+    lengths: list[int] = []
+
+    def predict(tokens: Tensor) -> Tensor:
+        lengths.append(tokens.shape[1])
+        return counting(tokens)
+
+    assert generate(predict, ByteTokenizer(), "a", 5, window=4, multiple=2, temperature=0) == "abcdef"
+    assert lengths == [2, 2, 4, 4, 4]
+
+
 def test_seed_decides() -> None:
     def predict(tokens: Tensor) -> Tensor:
         return torch.zeros(*tokens.shape, 256)

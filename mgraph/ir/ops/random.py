@@ -83,6 +83,29 @@ def dropout(
     return rounded(promote(x) * (1.0 / (1.0 - p) if p < 1 else 0.0) * keep, x)
 
 
+def dropout_part(
+    x: Tensor,
+    seed: Tensor,
+    step: Tensor,
+    sample: Tensor,
+    index: Any,
+    *,
+    p: float,
+    site: str,
+    call: int = 0,
+    samples: int,
+) -> Tensor:
+    """`dropout` of one of the equal stretches that the dim behind the batch is split into, number `index` (i64[]).
+
+    The numbers are those that the stretch has in the whole tensor.
+    """
+    from mgraph import philox
+
+    key = philox.sample_key(seed, site, call)
+    keep = philox.keep_by_sample(x.shape, samples, key, step, sample, p, int(index))
+    return rounded(promote(x) * (1.0 / (1.0 - p) if p < 1 else 0.0) * keep, x)
+
+
 def _infer_random(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
     return (TensorType(attrs["dtype"], tuple(map(as_dim, attrs["shape"]))),)
 
@@ -100,6 +123,15 @@ define_op(
     attrs={"p": REQUIRED, **_PLACE},
     infer=lambda types, attrs: (TensorType(types[0].dtype, types[0].shape),),
     gradient=_dropout_gradient,
+    flops=per_element(2),
+    bytes=traffic,
+    compute_dtype="f32",
+)
+define_op(
+    "dropout_part",
+    dropout_part,
+    attrs={"p": REQUIRED, **_PLACE},
+    infer=lambda types, attrs: (TensorType(types[0].dtype, types[0].shape),),
     flops=per_element(2),
     bytes=traffic,
     compute_dtype="f32",

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from mgraph import philox
 from mgraph.ir.opdef import op_def
 from mgraph.runtime import v1 as rt
 
-PLACE = {"site": "layers.*.drop", "call": 3}
+SITE = "layers.*.drop"
+PLACE = {"site": SITE, "call": 3}
 
 
 def numbers(seed: int = 7, step: int = 2, sample: int = 0) -> list[Tensor]:
@@ -79,3 +81,23 @@ def test_the_runtime_draws_the_same(dtype: torch.dtype) -> None:
     assert noise.min() >= 0 and noise.max() < 1 and abs(float(noise.mean()) - 0.5) < 0.15
     kept = mask((3, 50), 0.3, 3) != 0
     assert torch.equal(noise >= 0.3, kept), "dropout keeps where the uniform number is at least p"
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 5), (2, 4, 8), (1, 10, 1), (2, 2, 3, 7)])
+def test_stretches_of_sequences_have_the_numbers_of_the_whole(shape: tuple[int, ...]) -> None:
+    whole, drawn = mask(shape, 0.5, shape[0]), numbers()
+    bodies: list[Any] = [op_def("dropout_part").body, rt.dropout_part]
+    for body in bodies:
+        parts = [
+            body(torch.ones_like(x), *drawn, i, p=0.5, samples=shape[0], site=SITE, call=3)
+            for i, x in enumerate(whole.chunk(2, 1))
+        ]
+        assert torch.equal(torch.cat(parts, 1), whole)
+
+
+def test_a_large_stretch_is_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = mask((2, 6, 35), 0.5, 2)
+    monkeypatch.setitem(philox._CHUNK, "cpu", 16)
+    seed, step, sample = numbers()
+    part = rt.dropout_part(torch.ones(2, 2, 35), seed, step, sample, 1, p=0.5, samples=2, site=SITE, call=3)
+    assert torch.equal(part, whole[:, 2:4])
