@@ -68,6 +68,11 @@ class Row:
         given = dict(part.split("=") for part in self.mesh.split(","))
         return {axis: int(given[axis]) for axis in MESH_AXES if axis in given}
 
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes.values())
+
     def recipe(self, directory: Path, **more: Any) -> Recipe:
         """The recipe of the row; files that its model needs are written to a directory."""
         model = self.model

@@ -8,6 +8,7 @@ import pytest
 
 from mgraph import compiler
 from tests.end_to_end.meshes import Row, Table, capture
+from tests.end_to_end.processes import Runs, assert_close
 from tests.families.configs import CONFIGS
 from tests.sampling import sampled
 
@@ -78,3 +79,28 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Table:
 def test_all_ranks_in_one_process(row: Row, table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "capture_with_report", capture)
     assert table.worst(row) <= 1e-9
+
+
+PROCESSES: list[tuple[str, str, dict[str, Any]]] = [
+    ("dense-tiny", "fsdp=2,tp=2", {}),
+    ("dense-tiny", "tp=4", {}),
+    ("dense-tiny", "dp=2,tp=2", {}),
+    ("dense-tiny", "fsdp=4", {"zero": 1}),
+    ("moe-tiny-losses", "dp=2,fsdp=2", {"zero": 2}),
+    ("moe-tiny-losses", "fsdp=4", {"recompute": "full", "keep_gathered": True}),
+    ("hf:llama3", "dp=2,fsdp=2", {}),
+    ("hf:llama3", "dp=2,fsdp=2,tp=2", {}),
+]
+RUN_ROWS = [Row(model, mesh, tuple(options.items())) for model, mesh, options in PROCESSES]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("row", sampled(RUN_ROWS, 0, always=RUN_ROWS[:1]), ids=str)
+def test_processes(row: Row, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over gloo, in f32."""
+    monkeypatch.setattr(compiler, "capture_with_report", capture)
+    assert_close(runs.alone(row), runs.train(row))
