@@ -161,8 +161,9 @@ class Recipe:
         axes: dict[str, int | None] = {}
         for part in filter(None, self.mesh.split(",")):
             name, equals, size = part.strip().partition("=")
-            if not equals or not (size == "*" or (size.isdigit() and int(size) > 0)):
-                raise OptionError(f"mesh axis {part!r}", where="--mesh", hint="write NAME=SIZE, e.g. dp=2 or dp=*")
+            if not equals or not (size == "*" or (size.isdecimal() and int(size) > 0)):
+                hint = "NAME=SIZE, with a size of at least 1, e.g. dp=2, or dp=*"
+                raise OptionError(f"mesh axis {part!r}", where="--mesh", hint=hint)
             if name not in MESH_AXES:
                 hint = "data-parallel dp, fully sharded fsdp and tensor-parallel tp"
                 raise OptionError(f"mesh axis {name!r} is not supported", where="--mesh", hint=hint)
@@ -171,7 +172,7 @@ class Recipe:
             if name != "dp" and self.purpose == "serve":
                 raise OptionError(f"the mesh axis {name} is for training", where="--mesh", hint="dp alone, to serve")
             if name in axes:
-                raise OptionError(f"mesh axis {name!r} is given twice", where="--mesh")
+                raise OptionError(f"mesh axis {name!r} is given twice", where="--mesh", hint="each axis once")
             axes[name] = None if size == "*" else int(size)
         return {name: axes[name] for name in MESH_AXES if name in axes}
 
