@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 from mgraph.codegen.bundles import ListType, expanded, is_list
 from mgraph.codegen.dim_text import DimScope, python_text
 from mgraph.codegen.kernel_sites import KernelSites
 from mgraph.codegen.liveness import Liveness, is_small
-from mgraph.codegen.loops import Carried, Loop, Slot, Stacked, find_loops, template
+from mgraph.codegen.loops import Carried, Loop, Operand, Slot, Stacked, find_loops, template
 from mgraph.codegen.names import NamePool, base_name, identifier, slot_names
 from mgraph.codegen.prepare import called
 from mgraph.codegen.source import SourceWriter
-from mgraph.codegen.state_tables import SHORT, StateTables
+from mgraph.codegen.state_tables import LAYER, SHORT, StateTables
 from mgraph.codegen.torch_provider import Site, Written, absorbable, overwritable, write, write_accumulated
 from mgraph.ir.graph import Entry, Function, Node, Origin, Value
 from mgraph.ir.local import Division
@@ -52,6 +53,7 @@ class FunctionText:
         self._texts: dict[Value, str] = {}  # by another expression: state
         self._pinned: set[Value] = set()
         self._stacks: dict[Stacked, str] = {}
+        self._popped = {place: stacked for loop in self._loops for place, stacked in loop.popped.items()}
         self._preferred = self._carried_names()
         self._loop: Loop | None = None
         self._place: dict[Node, int] = {}  # node of the loop's body → its position
@@ -233,7 +235,8 @@ class FunctionText:
     def _site(self, node: Node, index: int) -> Site:
         overwrite = next((i for i in overwritable(node) if self._may_take(node, i, index)), None)
         texts = [self._operand(node, i) for i in range(len(node.operands))]
-        return Site(node, texts, self._dims, self._context.kernels, self._device, self._tensors, overwrite)
+        tensors = partial(self._tensors, node)
+        return Site(node, texts, self._dims, self._context.kernels, self._device, tensors, overwrite)
 
     def _may_take(self, node: Node, operand: int, index: int) -> bool:
         value = node.operands[operand]
@@ -254,11 +257,13 @@ class FunctionText:
             place = self._place.get(node)
             kind = loop.operands.get((place, position)) if place is not None else None
             if isinstance(kind, Slot):
-                return f'state[f"{kind.template.format("{i}")}"]'
+                return f'state[f"{kind.template.format("{" + _number(kind) + "}")}"]'
             if isinstance(kind, Stacked):
                 return f"{self._stacks[kind]}.pop()"
             if isinstance(kind, Carried):
                 return self._names[loop.node(0, kind.node).results[kind.result]]
+        elif (node, position) in self._popped:
+            return f"{self._stacks[self._popped[node, position]]}.pop()"
         return self._text(value)
 
     def _text(self, value: Value) -> str:
@@ -268,9 +273,14 @@ class FunctionText:
             return self._texts[value]
         return f'state["{value.name}"]' if value.is_state else self._names[value]
 
-    def _tensors(self, values: Sequence[Value], hint: str) -> str:
+    def _tensors(self, node: Node, values: Sequence[Value], hint: str) -> str:
+        """The text of a list of operands of a node."""
         if len(values) == 1 and is_list(values[0]):
-            return self._text(values[0])
+            return self._operand(node, node.operands.index(values[0]))
+        if self._loop is not None:
+            places = [node.operands.index(v) for v in values]
+            kinds = [self._loop.operands[self._place[node], place] for place in places]
+            return self._slots(kinds) or f"[{', '.join(self._operand(node, place) for place in places)}]"
         names = [self._state_name(v) for v in values]
         if len(values) > SHORT and all(name is not None for name in names):
             return self._context.tables.tensors([n for n in names if n is not None], hint)
@@ -297,13 +307,17 @@ class FunctionText:
 
     def _slot_table(self, node: Node, slots: range, hint: str) -> str:
         """All slots of a call in a loop by one table of templates; empty where they are few or not all templates."""
-        if self._loop is None or len(slots) <= SHORT:
+        if self._loop is None:
             return ""
-        kinds = [self._loop.operands[self._place[node], i] for i in slots]
-        templates = [kind.template for kind in kinds if isinstance(kind, Slot)]
-        if len(templates) < len(kinds):
+        table = self._slots([self._loop.operands[self._place[node], i] for i in slots], hint)
+        return f"*{table}" if table else ""
+
+    def _slots(self, kinds: Sequence[Operand], hint: str = LAYER) -> str:
+        """The list of many slots of one layer in a loop; empty for any other operands."""
+        slots = [kind for kind in kinds if isinstance(kind, Slot)]
+        if len(slots) <= SHORT or len(slots) < len(kinds) or len({slot.shift for slot in slots}) > 1:
             return ""
-        return f"*[state[name.format(i)] for name in {self._context.tables.add(hint, templates)}]"
+        return self._context.tables.of_layer([slot.template for slot in slots], _number(slots[0]), hint)
 
     def _static(self, node: Node, static: str) -> str:
         site = self._site(node, -1)
@@ -367,7 +381,8 @@ class FunctionText:
             for o, operand in enumerate(node.operands):
                 kind = kinds.get((id(node), o))
                 is_mine = index in mine and isinstance(kind, Carried) and kind.initial is value
-                if operand is value and index >= loop.start and not is_mine and not isinstance(kind, Stacked):
+                popped = isinstance(kind, Stacked) or (node, o) in self._popped
+                if operand is value and index >= loop.start and not is_mine and not popped:
                     return False
         uses = {kind for (m, o), kind in loop.operands.items() if isinstance(kind, Carried) and kind.initial is value}
         return len(uses) == 1 and value not in self._function.results and value not in self._live.inlined
@@ -492,6 +507,11 @@ class FunctionText:
         text = self._text(value)
         if text != f'state["{name}"]':
             self._body.line(f'state["{name}"].copy_({text})')
+
+
+def _number(slot: Slot) -> str:
+    """The layer of a slot, where `i` is that of the iteration."""
+    return f"i {'-' if slot.shift < 0 else '+'} {abs(slot.shift)}" if slot.shift else "i"
 
 
 def _common(paths: Sequence[Sequence[str]]) -> list[str]:

@@ -72,7 +72,8 @@ def _hoist_accumulations(function: Function) -> Function:
 
 
 def _without_updates(functions: dict[str, Function], entries: set[str]) -> dict[str, Function]:
-    """Results that are slots written in place are not returned: their caller has the tensor already."""
+    """Results that are slots written in place are not returned: their caller has the tensor already. State that is
+    written in place is read as state ever after."""
     updated: dict[str, dict[int, int]] = {}
     made = {}
     for name, function in functions.items():
@@ -85,6 +86,9 @@ def _without_updates(functions: dict[str, Function], entries: set[str]) -> dict[
                 replaced |= {node.results[r]: node.operands[o] for r, o in slots.items()}
                 kept = tuple(v for r, v in enumerate(node.results) if r not in slots)
                 node = replace(node, results=kept)
+            count = written_operands(node)
+            written = zip(node.results[:count], node.operands[:count], strict=True)
+            replaced |= {result: state for result, state in written if state.is_state}
             nodes.append(node)
         results = [replaced.get(v, v) for v in function.results]
         updated[name] = {} if name in entries else _updated_slots(function, nodes, results)

@@ -11,6 +11,11 @@ from mgraph.codegen.source import SourceWriter
 SHORT = 3
 """Lists up to this length are written out where they are used."""
 
+_GRADIENT = ".grad"
+
+LAYER = "LAYER_PARAMETERS"
+"""The name of a table for the states of one layer."""
+
 _LAYER = re.compile(r"^(.*?\.)(\d+)(\..*)$")
 
 
@@ -32,8 +37,25 @@ class StateTables:
         self.tables[name] = tuple(names)
         return name
 
+    def of_layer(self, templates: Sequence[str], number: str, hint: str = LAYER) -> str:
+        """The text of the list of the tensors of one layer, by templates of their names, and the text of its number."""
+        whole = [table for table, held in self.tables.items() if len(held) == len(templates)]
+        table = next((t for t in whole if self._match(templates, 0, self.tables[t]) is not None), None)
+        if table is None:
+            are_gradients = all(t.endswith(_GRADIENT) for t in templates)
+            table = self.add(hint, [t.removesuffix(_GRADIENT) if are_gradients else t for t in templates])
+        key = f"name.format({number})"
+        ending = self._match(templates, 0, self.tables[table])
+        if ending:
+            key = f'f"{{{key}}}{ending}"'
+        return f"[state[{key}] for name in {table}]"
+
     def tensors(self, names: Sequence[str], hint: str) -> str:
         """The text of the list of these states' tensors."""
+        layers = [_LAYER.match(name) for name in names]
+        first = layers[0]
+        if first and all(m and m.groups()[:2] == first.groups()[:2] for m in layers):
+            return self.of_layer([f"{m[1]}{{}}{m[3]}" for m in layers if m], first[2])
         if hint and len(names) > SHORT and not any(self._match(names, 0, held) for held in self.tables.values()):
             self.add(hint, names)
         parts: list[str] = []
