@@ -11,12 +11,14 @@ import pytest
 _SEED = 20
 
 
-def sampled(cases: Sequence[Any], count: int, always: Sequence[Any] = ()) -> list[Any]:
+def sampled(cases: Sequence[Any], count: int, always: Sequence[Any] = (), never: Sequence[Any] = ()) -> list[Any]:
     """All cases as parameters; those that are neither among `count` drawn ones nor in `always` are marked `full`.
 
-    The draw depends on the cases alone, so it is the same in every run and every process.
+    Those in `never` take too long to be drawn. The draw depends on the cases alone, so it is the same in every run and
+    every process.
     """
-    drawn = random.Random(f"{_SEED} {list(cases)!r}").sample(range(len(cases)), min(count, len(cases)))
+    quick = [index for index, case in enumerate(cases) if case not in never]
+    drawn = random.Random(f"{_SEED} {list(cases)!r}").sample(quick, min(count, len(quick)))
     made = []
     for index, case in enumerate(cases):
         fast = index in drawn or case in always

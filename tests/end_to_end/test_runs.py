@@ -56,6 +56,7 @@ def test_two_processes_equal_one_with_both_microbatches(package: Path, tmp_path:
         assert second[step] == pytest.approx(loss, rel=1e-6), step
 
 
+@pytest.mark.full
 def test_an_interrupted_run_resumes_bit_for_bit(package: Path, tmp_path: Path) -> None:
     whole = run(*command(package, tmp_path / "whole", 1))
     assert whole.returncode == 0, whole.stderr

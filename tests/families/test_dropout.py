@@ -52,6 +52,7 @@ def test_evaluation_drops_nothing(gpt2: Family) -> None:
     torch.testing.assert_close(package.call("evaluate", state, tokens, labels)["loss_sum"], loss, rtol=1e-5, atol=0)
 
 
+@pytest.mark.full
 def test_two_processes_drop_what_one_drops(gpt2: Family, tmp_path: Path) -> None:
     one = run(*command(gpt2.path, tmp_path / "one", 1, "--accumulate", "2"))
     two = run(*command(gpt2.path, tmp_path / "two", 2))

@@ -458,6 +458,7 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_other_data(
         train(package_dir, out, text_file, "--steps", "4", "--resume")
 
 
+@pytest.mark.full
 def test_no_thread_of_the_process_group_outlives_the_run(
     package_dir: Path, text_file: Path, tmp_path: Path, trainer: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

@@ -21,6 +21,7 @@ def arguments(text_file: Path, out: Path, *more: str) -> list[str]:
     return [*small.split(), "--data", str(text_file), "--out", str(out), *more]
 
 
+@pytest.mark.full
 def test_two_processes(
     package_dir: Path,
     make_package: Callable[..., Path],
