@@ -9,8 +9,9 @@ After:
     %grad_w = accumulate_(@w.grad, %dw)
 
 An op may write over its first operands where they are old values of state (a slot, or a state) that nothing reads
-afterwards: neither later in the function, nor, for a slot, in a caller after the call. Until this pass the graph is
-functional.
+afterwards: neither later in the function, nor, for a slot, in a caller after the call. It may write over this rank's
+part of a state (`part_of`) for which the same holds, and of which nothing else is read: what becomes of the state is
+then made of the parts of all ranks. Until this pass the graph is functional.
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ class InPlace(Pass):
 
 def _rewrite(function: Function, read_later: set[int], report: Report) -> Function:
     last = _last_reads(function)
+    parts = _only_parts(function)
     blocked = {function.slots[i] for i in read_later} | (set(function.results) & set(function.slots))
     owned: set[Value] = set(function.slots)
     nodes: list[Node] = []
     for index, node in enumerate(function.nodes):
         if node.op in UPDATES:
             targets = node.operands[: len(node.results)]
-            free = [v for v in targets if v.is_state or v in owned]
-            late = [v for v in targets if last[v] > index or v in blocked]
+            free = [v for v in targets if (root := parts.get(v, v)).is_state or root in owned]
+            late = [v for v in targets if last[v] > index or parts.get(v, v) in blocked]
             if len(free) == len(targets) and not late:
                 report.match(function.name, node.id, node.op)
                 node = replace(node, op=f"{node.op}_")
@@ -68,6 +70,13 @@ def _rewrite(function: Function, read_later: set[int], report: Report) -> Functi
 
 def _last_reads(function: Function) -> dict[Value, int]:
     return {v: index for index, node in enumerate(function.nodes) for v in node.operands}
+
+
+def _only_parts(function: Function) -> dict[Value, Value]:
+    """Parts of values of which nothing else is read, and what they are parts of."""
+    times = Counter(v for node in function.nodes for v in node.operands)
+    made = {node.results[0]: node.operands[0] for node in function.nodes if node.op == "part_of"}
+    return {part: whole for part, whole in made.items() if times[whole] == 1 and whole not in function.results}
 
 
 def _slots_read_after_calls(module: Module) -> dict[str, set[int]]:

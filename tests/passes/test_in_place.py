@@ -10,6 +10,7 @@ import torch
 from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Entry, Module, Origin, State, StateKind, Value
 from mgraph.ir.interpreter import run
+from mgraph.ir.types import DType, TensorType
 from mgraph.passes.base import Report
 from mgraph.passes.in_place import InPlace
 from tests.passes.models import tensor
@@ -96,6 +97,24 @@ def test_sums_of_many_are_made_in_place_together() -> None:
     assert torch.equal(outputs["out0"], given["other"] + part.bfloat16()), "the sum is in the dtype of the total"
     with pytest.raises(ValueError, match="as many parts as totals, and was given 3 tensors"):
         main.emit("accumulate_each", [total.value, other.value, x])
+
+
+def test_a_part_of_state_is_written_over_where_nothing_else_of_it_is_read() -> None:
+    def updated(read_whole: bool, read_part: bool) -> tuple[Module, Module]:
+        total, main = State.make("total", tensor(2 * SIZE), StateKind.PARAM, init=(("zeros_",),)), started("step")
+        x, index = main.param("x", tensor(SIZE)), main.param("index", TensorType(DType.I64))
+        (part,) = main.emit("part_of", [total.value, index], {"dim": 0, "parts": 2}, types=[tensor(SIZE)])
+        made = main.one("accumulate", part, x)
+        whole = main.one("aten.repeat.default", made, repeats=(2,))
+        outs = [main.one("aten.mul.Scalar", total.value, other=2)] if read_whole else []
+        outs += [main.one("aten.mul.Scalar", part, other=2)] if read_part else []
+        module = module_of(main, [*outs, whole], total)
+        return module, InPlace().run(module, Report())
+
+    assert ops(updated(False, False)[1]) == ["part_of", "accumulate_", "aten.repeat.default"]
+    for read_whole, read_part in ((True, False), (False, True)):
+        before, after = updated(read_whole, read_part)
+        assert after is before
 
 
 def called_module(read_after: bool, twice: bool = False) -> Module:
