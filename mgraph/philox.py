@@ -116,6 +116,26 @@ def keep_by_sample(
     return _by_sample(lambda words: (words >> 8) >= threshold, torch.bool, shape, samples, key, step, first, part)
 
 
+def keep_part(
+    shape: Sequence[int],
+    samples: int,
+    key: tuple[Tensor, Tensor],
+    step: Tensor,
+    first: Tensor,
+    p: float,
+    *,
+    dim: int,
+    index: int,
+    parts: int,
+) -> Tensor:
+    """Part `index` of `parts` equal ones along `dim` of what `keep_by_sample` gives for all of them; `shape` is that of
+    the part, and its first dim has the samples."""
+    if dim == 1:  # a stretch of each sample
+        return keep_by_sample(shape, samples, key, step, first, p, index)
+    whole = [*shape[:dim], shape[dim] * parts, *shape[dim + 1 :]]
+    return keep_by_sample(whole, samples, key, step, first, p).narrow(dim, index * shape[dim], shape[dim])
+
+
 def uniform_by_sample(
     shape: Sequence[int], samples: int, key: tuple[Tensor, Tensor], step: Tensor, first: Tensor
 ) -> Tensor:

@@ -40,9 +40,12 @@ def dropout_part(
     site: str,
     call: int = 0,
     samples: int,
+    dim: int,
+    parts: int,
 ) -> Tensor:
-    """`dropout` where x has of each sequence stretch `index` of several equal ones: the same as in the whole tensor."""
-    keep = philox.keep_by_sample(x.shape, samples, philox.sample_key(seed, site, call), step, sample, p, index)
+    """`dropout` where x is part `index` of `parts` equal ones along `dim` (not the first): as in the whole tensor."""
+    key = philox.sample_key(seed, site, call)
+    keep = philox.keep_part(x.shape, samples, key, step, sample, p, dim=dim, index=index, parts=parts)
     return (x * (1.0 / (1.0 - p) if p < 1 else 0.0)).mul_(keep)
 
 

@@ -227,6 +227,12 @@ def _repeat(node: Node) -> Iterator[ShardingRule]:
     yield ShardingRule("parts", (None,), (Shard(int(str(node.attrs["dim"]))),))
 
 
+def _dropout(node: Node) -> Iterator[ShardingRule]:
+    """Any dim but the batch, by the op of parts that `mgraph.passes.spreading` has."""
+    for dim in range(1, len(shape_of(node, 0))):
+        yield ShardingRule(f"dim {dim}", (Shard(dim), None, None, None), (Shard(dim),))
+
+
 def _cast(node: Node) -> Iterator[ShardingRule]:
     for dim in range(len(shape_of(node, 0))):
         yield ShardingRule(f"dim {dim}", (Shard(dim),), (Shard(dim),))
@@ -238,6 +244,7 @@ _OWN: dict[str, Callable[[Node], Iterator[ShardingRule]]] = {
     "rope": _rope,
     "reshape": _reshape,
     "cast": _cast,
+    "dropout": _dropout,
     "repeat_parts": _repeat,
     "aten.add.Tensor": _linear_map,
     "aten.sub.Tensor": _linear_map,

@@ -312,14 +312,15 @@ class _Function:
         return self.builder.emit("aten.add.Tensor", (squares, rest), types=[squares.type], names=["squares"])[0]
 
     def _dropout(self, node: Node) -> bool:
-        """Where each sequence is split into stretches, a rank draws the numbers of its own."""
+        """Where sequences are split, a rank draws the numbers of its own part."""
         x, *numbers = node.operands
-        place, samples = self._settled(x), node.attrs["samples"]
-        shape = x.tensor.shape
-        if not isinstance(place, Shard) or place.dim != 1 or shape[0] != samples:
-            return False
-        operands = (self.to(x, place), *numbers, self._axis_index())
-        self._keep(self._as(node, "dropout_part", node.attrs), operands, [place])
+        place = self._settled(x)
+        if isinstance(place, Shard) and place.dim > 0 and x.tensor.shape[0] == node.attrs["samples"]:
+            operands = (self.to(x, place), *numbers, self._axis_index())
+            attrs = {**node.attrs, "dim": place.dim, "parts": self.owner.size}
+            self._keep(self._as(node, "dropout_part", attrs), operands, [place])
+        else:
+            self._keep(node, (self.to(x, None), *numbers), [None])
         return True
 
     def _repeat(self, node: Node) -> bool:

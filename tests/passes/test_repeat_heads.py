@@ -61,6 +61,14 @@ def test_only_weights_and_the_residual_are_reduced(dense: Module) -> None:
     assert not any(n.op == "all_gather" for n in after.functions["layer.bwd"].nodes)
 
 
+def test_adapters() -> None:
+    """What adapts a weight of keys is repeated with it, and dropout in front of one draws a rank's own numbers."""
+    alone, after = spread(trained("dense-tiny", after="lora", lora=("*attn.*: rank=3, dropout=0.2",)), 4)
+    assert not any(n.op == "all_gather" for n in after.functions["layer.fwd"].nodes)
+    assert any(n.op == "dropout_part" for n in after.functions["layer.fwd"].nodes)
+    assert worst_difference(alone, after, "tp", 4, steps=1) <= 1e-9
+
+
 @pytest.mark.parametrize(
     ("model", "mode"),
     sampled([("moe-tiny", "none"), ("dense-tiny-sinks", "none"), ("dense-tiny-geglu", "full")], 1),

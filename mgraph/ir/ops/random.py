@@ -94,15 +94,15 @@ def dropout_part(
     site: str,
     call: int = 0,
     samples: int,
+    dim: int,
+    parts: int,
 ) -> Tensor:
-    """`dropout` of one of the equal stretches that the dim behind the batch is split into, number `index` (i64[]).
-
-    The numbers are those that the stretch has in the whole tensor.
-    """
+    """`dropout` of one of `parts` equal parts along `dim`, number `index` (i64[]), with the numbers that it has in the
+    whole tensor. The first dim has the `samples`, and is not the one that is split."""
     from mgraph import philox
 
     key = philox.sample_key(seed, site, call)
-    keep = philox.keep_by_sample(x.shape, samples, key, step, sample, p, int(index))
+    keep = philox.keep_part(x.shape, samples, key, step, sample, p, dim=dim, index=int(index), parts=parts)
     return rounded(promote(x) * (1.0 / (1.0 - p) if p < 1 else 0.0) * keep, x)
 
 
@@ -130,7 +130,7 @@ define_op(
 define_op(
     "dropout_part",
     dropout_part,
-    attrs={"p": REQUIRED, **_PLACE},
+    attrs={"p": REQUIRED, **_PLACE, "dim": REQUIRED, "parts": REQUIRED},
     infer=lambda types, attrs: (TensorType(types[0].dtype, types[0].shape),),
     flops=per_element(2),
     bytes=traffic,

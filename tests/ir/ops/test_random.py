@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -84,20 +85,22 @@ def test_the_runtime_draws_the_same(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 6, 5), (2, 4, 8), (1, 10, 1), (2, 2, 3, 7)])
-def test_stretches_of_sequences_have_the_numbers_of_the_whole(shape: tuple[int, ...]) -> None:
+def test_parts_of_sequences_have_the_numbers_of_the_whole(shape: tuple[int, ...]) -> None:
     whole, drawn = mask(shape, 0.5, shape[0]), numbers()
     bodies: list[Any] = [op_def("dropout_part").body, rt.dropout_part]
-    for body in bodies:
+    for body, dim in itertools.product(bodies, [d for d in range(1, len(shape)) if shape[d] % 2 == 0]):
         parts = [
-            body(torch.ones_like(x), *drawn, i, p=0.5, samples=shape[0], site=SITE, call=3)
-            for i, x in enumerate(whole.chunk(2, 1))
+            body(torch.ones_like(x), *drawn, i, p=0.5, samples=shape[0], dim=dim, parts=2, **PLACE)
+            for i, x in enumerate(whole.chunk(2, dim))
         ]
-        assert torch.equal(torch.cat(parts, 1), whole)
+        assert torch.equal(torch.cat(parts, dim), whole)
 
 
 def test_a_large_stretch_is_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = mask((2, 6, 35), 0.5, 2)
     monkeypatch.setitem(philox._CHUNK, "cpu", 16)
     seed, step, sample = numbers()
-    part = rt.dropout_part(torch.ones(2, 2, 35), seed, step, sample, 1, p=0.5, samples=2, site=SITE, call=3)
+    part = rt.dropout_part(
+        torch.ones(2, 2, 35), seed, step, sample, 1, p=0.5, samples=2, site=SITE, call=3, dim=1, parts=3
+    )
     assert torch.equal(part, whole[:, 2:4])
