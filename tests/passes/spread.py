@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
-from mgraph.compiler import build_module
+from mgraph.compiler import Compilation, build_module
 from mgraph.ir.graph import Module
 from mgraph.ir.interpreter import run_ranks
 from mgraph.ir.local import part
@@ -17,9 +18,15 @@ from mgraph.recipe import Recipe
 Tensors = dict[str, Any]
 
 
+@functools.lru_cache(maxsize=2)
+def _built(recipe: Recipe) -> Compilation:
+    """Several test files begin with the same model."""
+    return build_module(recipe)
+
+
 def trained(model: str, after: str = "adamw", **options: Any) -> Module:
     """The training graph of a model on one rank, as it is after a pass: before it is spread."""
-    done = build_module(Recipe(model=model, arch="none", mesh="dp=1", disable="data-parallel", **options))
+    done = _built(Recipe(model=model, arch="none", mesh="dp=1", disable="data-parallel", **options))
     return done.snapshots.snapshots[[r.name for r in done.results].index(after) + 1].module
 
 

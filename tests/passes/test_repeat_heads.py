@@ -71,7 +71,7 @@ def test_adapters() -> None:
 
 @pytest.mark.parametrize(
     ("model", "mode"),
-    sampled([("moe-tiny", "none"), ("dense-tiny-sinks", "none"), ("dense-tiny-geglu", "full")], 1),
+    sampled([("moe-tiny", "none"), ("dense-tiny-sinks", "none"), ("dense-tiny-geglu", "full")], 0),
 )
 def test_zoo(model: str, mode: str) -> None:
     alone, after = spread(trained(model, after="raise-loss"), 4, mode)
