@@ -14,6 +14,7 @@ from typing import Any
 from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.dims import Dim, NamedDim, evaluate, product, symbol
 from mgraph.ir.graph import Entry, Function, Module, State, StateKind, Value
+from mgraph.ir.ops.random import STATES, sequences_in
 from mgraph.ir.types import DType, Shard
 from tests.passes.build import f32, i64, module_of, started
 
@@ -27,6 +28,8 @@ SPLIT = 0.7
 """How often a weight is split, where the axis divides it."""
 BATCH = 3
 """The extent of the named dim B."""
+STRETCH = 2
+"""How much of the named dim S each rank has where it is split."""
 
 
 @dataclass
@@ -36,12 +39,19 @@ class Drawing:
     source: random.Random
     size: int
     trained: bool = False
+    sequence: bool = False
+    """Whether there is the named dim S, a multiple of the size."""
     state: dict[str, State] = field(default_factory=dict)
     places: dict[str, Shard] = field(default_factory=dict)
     functions: dict[str, Function] = field(default_factory=dict)
     bounds: dict[str, int] = field(default_factory=dict)
     """Integer inputs by name (of another function than the entry's: `function.name`), and what they stay below."""
     number: int = 0
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The extents of the named dims."""
+        return {"B": BATCH, "S": STRETCH * self.size}
 
     def choose(self, options: Sequence[Any]) -> Any:
         """One of some options."""
@@ -97,7 +107,7 @@ class Scope:
 
 def count(shape: Sequence[Dim]) -> int:
     """The number of elements."""
-    return int(evaluate(product(shape), {"B": BATCH}))
+    return int(evaluate(product(shape), {"B": BATCH, "S": STRETCH * 4}))
 
 
 def ranks(*wanted: int) -> Callable[[tuple[Dim, ...]], bool]:
@@ -316,7 +326,7 @@ def where(s: Scope) -> None:
 
 def attention(s: Scope) -> None:
     """Projections, heads, perhaps rotation and sinks, attention, and back."""
-    x = s.pick(lambda shape: wide(3)(shape) and isinstance(shape[1], int) and count(shape[:2]) <= 64)
+    x = s.pick(lambda shape: wide(3)(shape) and "B" not in str(shape[1]) and count(shape[:2]) <= 64)
     if x is None:
         return
     size = s.drawing.size
@@ -330,7 +340,7 @@ def attention(s: Scope) -> None:
         return s.add("aten.permute.default", split, dims=(0, 2, 1, 3))
 
     q, k, v = project(heads), project(groups), project(groups)
-    if s.choose([False, True]):
+    if isinstance(length, int) and s.choose([False, True]):
         tables = [s.weight((length, width)) for _ in range(2)]
         q, k = (s.add("rope", value, *tables) for value in (q, k))
     extra = ("sinks",) if s.choose([False, True]) else ()
@@ -368,6 +378,20 @@ def experts(s: Scope) -> None:
     width = s.extent()
     made = s.add("grouped_matmul", rows, s.weight((number, inner, width)), offsets)
     s.add("moe_combine", made, weights, order, dtype=DType.F32)
+
+
+def drop(s: Scope) -> None:
+    """Dropout, in the entry's function: it reads the states of random numbers."""
+    x = s.pick(ranks(1, 2, 3))
+    samples = x and sequences_in(x.tensor.shape)
+    if x is None or samples is None or s.depth:
+        return
+    numbers = []
+    for name in STATES:
+        made = State.make(name, i64(), StateKind.SCALAR, persist=False)
+        numbers.append(s.drawing.state.setdefault(name, made).value)
+    s.add("dropout", x, *numbers, p=0.3, site=f"site{s.drawing.number}", samples=samples)
+    s.drawing.number += 1
 
 
 def constant(s: Scope) -> None:
@@ -444,6 +468,7 @@ MAKERS: list[Callable[[Scope], None]] = [
     split,
     where,
     constant,
+    drop,
     experts,
     cross_entropy,
 ]
@@ -455,9 +480,9 @@ def steps(s: Scope, most: int, makers: Sequence[Callable[[Scope], None]] = MAKER
         s.choose(makers)(s)
 
 
-def draw_forward(source: random.Random, size: int, most: int = 12) -> tuple[Drawing, Module]:
+def draw_forward(source: random.Random, size: int, *, sequence: bool = False, most: int = 12) -> tuple[Drawing, Module]:
     """A module with the entry `forward`: some values are its outputs, some are added to states."""
-    drawing = Drawing(source, size)
+    drawing = Drawing(source, size, sequence=sequence)
     scope = _entry(drawing, most)
     outputs = list(dict.fromkeys([scope.pool[-1], scope.choose(scope.pool)]))
     updates = []
@@ -468,9 +493,9 @@ def draw_forward(source: random.Random, size: int, most: int = 12) -> tuple[Draw
     return drawing, _module(drawing, scope, outputs, updates)
 
 
-def draw_trained(source: random.Random, size: int, most: int = 8) -> tuple[Drawing, Module]:
+def draw_trained(source: random.Random, size: int, *, sequence: bool = False, most: int = 8) -> tuple[Drawing, Module]:
     """A module with the entry `forward` that gives the loss sum and count which the training entries are derived of."""
-    drawing = Drawing(source, size, trained=True)
+    drawing = Drawing(source, size, trained=True, sequence=sequence)
     scope = _entry(drawing, most)
     # The input always counts, so that the entry's function keeps it, and with it the dim B.
     x = scope.builder.one("aten.add.Tensor", scope.pool[-1], scope.builder.one("aten.sum.default", scope.pool[0]))
@@ -489,7 +514,9 @@ def draw_trained(source: random.Random, size: int, most: int = 8) -> tuple[Drawi
 def _entry(drawing: Drawing, most: int) -> Scope:
     """The scope of the entry's function, drawn."""
     scope = Scope(drawing, started(), drawing.weight)
-    lead = drawing.choose([(symbol("B"),), (drawing.size,), (symbol("B"), 2 * drawing.size), (2, 5), (symbol("B"), 3)])
+    batch, tokens = symbol("B"), symbol("S")
+    leads = [(batch,), (drawing.size,), (batch, 2 * drawing.size), (2, 5), (batch, 3)]
+    lead = drawing.choose([(batch, tokens), (batch, tokens), (3, tokens), (tokens,)] if drawing.sequence else leads)
     scope.pool.append(scope.builder.param("x", f32(*lead, scope.extent())))
     steps(scope, most)
     if not scope.builder.nodes:
@@ -503,4 +530,5 @@ def _module(drawing: Drawing, scope: Scope, outputs: Sequence[Value], updates: S
     module = module_of(main, *drawing.functions.values(), state=drawing.state)
     names = ("loss_sum", "count") if drawing.trained else tuple(f"out{i}" for i in range(len(outputs)))
     entry = Entry("forward", main.name, names, tuple(name for name, _ in updates))
-    return replace(module, dims={"B": NamedDim("B")}, entries={"forward": entry})
+    dims = {name: NamedDim(name) for name in ("B", "S")}
+    return replace(module, dims=dims, entries={"forward": entry})

@@ -13,7 +13,7 @@ import torch
 
 from mgraph.ir.collective_proof import prove
 from mgraph.ir.dims import evaluate
-from mgraph.ir.graph import Axis, Function, Module, State, StateKind, Value
+from mgraph.ir.graph import Axis, Fact, Function, Module, State, StateKind, Value
 from mgraph.ir.interpreter import run_ranks
 from mgraph.ir.types import Partial, PendingType, Shard, TensorType
 from mgraph.ir.verifier import verify
@@ -23,21 +23,24 @@ from mgraph.passes.base import Report
 from mgraph.passes.samples import Margins
 from mgraph.passes.spreading import Spreader
 from tests.all_ranks import difference, joined, laid_out
-from tests.passes.random_graphs import BATCH, Drawing, draw_forward, draw_trained
+from tests.passes.random_graphs import Drawing, draw_forward, draw_trained
 from tests.sampling import sampled
 
 FOLLOWING = (StateKind.GRAD, StateKind.MOMENT)
 MADE_BY = "spread"
 LEAST = 1e-3
 """Values below it may be what is left of larger ones."""
-MOVES = ("all_gather", "all_reduce", "part_of")
+AXIS = "tp"
+MOVES = ("all_gather", "all_reduce", "reduce_scatter", "part_of")
 
 
-def spread(module: Module, places: Mapping[str, Shard], axis: str, size: int) -> Module:
-    """The module over one axis more, with states placed; gradients and moments lie as their parameters."""
-    state = {name: _placed(s, axis, places) for name, s in module.state.items()}
-    module = replace(module, mesh=(*module.mesh, Axis(axis, size)))
-    spreader = Spreader(module, axis, size, MADE_BY)
+def spread(module: Module, drawing: Drawing) -> Module:
+    """The module over the axis, with states placed; gradients and moments lie as their parameters."""
+    axis, size = AXIS, drawing.size
+    state = {name: _placed(s, axis, drawing.places) for name, s in module.state.items()}
+    facts = (Fact(f"S % {axis} == 0"),) if drawing.sequence else ()
+    module = replace(module, mesh=(Axis(axis, size),), facts=facts)
+    spreader = Spreader(module, axis, size, MADE_BY, "S" if drawing.sequence else None)
     spreader.mapping.update({s.value: state[name].value for name, s in module.state.items()})
     for entry in module.entries.values():
         spreader.entry(entry, state)
@@ -55,10 +58,11 @@ def _placed(state: State, axis: str, places: Mapping[str, Shard]) -> State:
 # values
 
 
-def check(before: Module, after: Module, sizes: Mapping[str, int], bounds: Mapping[str, int]) -> None:
+def check(before: Module, after: Module, drawing: Drawing) -> None:
     """One rank and all ranks, every entry once, on float64: outputs and updated states are equal."""
     verify(after)
     prove(after)
+    sizes = {AXIS: drawing.size}
     source = torch.Generator().manual_seed(0)
     state = {name: _state(s, source) for name, s in before.state.items()}
     held = [dict[str, Any]() for _ in range(_ranks(sizes))]
@@ -67,7 +71,7 @@ def check(before: Module, after: Module, sizes: Mapping[str, int], bounds: Mappi
     for entry in before.entries:
         for param in before.entry_function(entry).params:
             if param.name not in inputs:
-                inputs[param.name] = _input(param, bounds, source)
+                inputs[param.name] = _input(param, drawing, source)
         given = {p.name: inputs[p.name] for p in before.entry_function(entry).params}
         margins = Margins()
         outputs, updates = run_ranks(before, entry, [given], [state], {}, lifted=True, hook=margins)
@@ -97,39 +101,36 @@ def _ranks(sizes: Mapping[str, int]) -> int:
 def _state(state: State, source: torch.Generator) -> Any:
     shape = [int(d) for d in state.type.shape]
     if state.kind is not StateKind.PARAM:
-        return torch.zeros(shape, dtype=torch.float64 if state.type.dtype.is_float else torch.int64)
+        return torch.zeros(shape, dtype=torch.float64 if state.type.dtype.is_float else torch.int64)  # also of rng.*
     noise = torch.randn(shape, generator=source, dtype=torch.float64)
     return noise / max(shape[-1], 1) ** 0.5 if len(shape) > 1 else 1 + 0.3 * noise
 
 
-def _input(value: Value, bounds: Mapping[str, int], source: torch.Generator) -> Any:
-    shape = [int(evaluate(d, {"B": BATCH})) for d in value.tensor.shape]
+def _input(value: Value, drawing: Drawing, source: torch.Generator) -> Any:
+    shape = [int(evaluate(d, drawing.dims)) for d in value.tensor.shape]
     if value.tensor.dtype.is_float:
         return torch.full((), 0.01) if not shape else torch.randn(shape, generator=source, dtype=torch.float64)
-    return torch.randint(bounds[value.name], shape, generator=source)
+    return torch.randint(drawing.bounds[value.name], shape, generator=source)
 
 
 # bytes
 
 
-def sent(module: Module, function: Function, axis: str, size: int) -> tuple[float, float]:
-    """Bytes that a rank sends over the axis in a function and those it calls: by its collectives, and if each node
-    gathered all its operands that are split, and reduced those that are partial."""
-    moved = {
-        n.result: n.operands[0]
-        for n in function.nodes
-        if n.op in MOVES and n.made_by == MADE_BY and len(n.results) == 1
-    }
+def sent(module: Module, function: Function, drawing: Drawing) -> tuple[float, float]:
+    """Bytes that a rank sends in a function and those it calls: by its collectives, and if each node gathered all its
+    operands that are split, and reduced those that are partial."""
+    moves = [n for n in function.nodes if n.op in MOVES and n.made_by == MADE_BY and len(n.results) == 1]
+    moved = {n.result: n.operands[0] for n in moves}
     total = bound = 0.0
     for node in function.nodes:
         if node.op == "call":
-            own = sent(module, module.functions[str(node.attrs["callee"])], axis, size)
+            own = sent(module, module.functions[str(node.attrs["callee"])], drawing)
             total, bound = total + own[0], bound + own[1]
-        if node.op in ("all_gather", "all_reduce"):
-            total += sum(_bytes(v, axis, size) for v in node.operands)
-        if node.op not in MOVES or len(node.results) > 1:
-            bound += sum(_bytes(_source(v, moved), axis, size) for v in node.operands)
-    return total, bound + sum(_bytes(_source(v, moved), axis, size) for v in function.results)
+        if node.op in ("all_gather", "all_reduce", "reduce_scatter"):
+            total += sum(_bytes(v, drawing) for v in node.operands) / (2 if node.op == "reduce_scatter" else 1)
+        if node not in moves:
+            bound += sum(_bytes(_source(v, moved), drawing) for v in node.operands)
+    return total, bound + sum(_bytes(_source(v, moved), drawing) for v in function.results)
 
 
 def _source(value: Value, moved: Mapping[Value, Value]) -> Value:
@@ -138,13 +139,13 @@ def _source(value: Value, moved: Mapping[Value, Value]) -> Value:
     return value
 
 
-def _bytes(value: Value, axis: str, size: int) -> float:
+def _bytes(value: Value, drawing: Drawing) -> float:
     """What a rank sends to make a value whole: once if it is split, twice if it is a partial sum."""
     if isinstance(value.type, PendingType):
         return 0.0
     type_: TensorType = value.type
-    place = type_.on(axis)
-    once = evaluate(type_.numel, {"B": BATCH}) * type_.dtype.bits / 8 * (size - 1) / size
+    place = type_.on(AXIS)
+    once = evaluate(type_.numel, drawing.dims) * type_.dtype.bits / 8 * (drawing.size - 1) / drawing.size
     return float(2 * once if isinstance(place, Partial) else once if place is not None else 0)
 
 
@@ -153,21 +154,40 @@ def _bytes(value: Value, axis: str, size: int) -> float:
 
 def plan(drawing: Drawing, module: Module) -> None:
     """Spread a module over the axis, and check all ranks against one, and the bytes that they send."""
-    sizes = {"tp": drawing.size}
-    after = spread(module, drawing.places, "tp", drawing.size)
-    check(module, after, sizes, drawing.bounds)
+    after = spread(module, drawing)
+    check(module, after, drawing)
     for name in module.entries:
-        total, bound = sent(after, after.entry_function(name), "tp", drawing.size)
+        total, bound = sent(after, after.entry_function(name), drawing)
         assert total <= bound, f"{name} sends {total} bytes, and {bound} would gather all"
 
 
-@pytest.mark.parametrize("seed", sampled(range(400), 30))
-def test_forward(seed: int) -> None:
-    plan(*draw_forward(random.Random(seed), size=2 + seed % 3))
+def size_of(seed: int) -> int:
+    """The size of the axis: 2, 3 or 4."""
+    return 2 + seed % 3
 
 
-@pytest.mark.parametrize("seed", sampled(range(200), 10))
-def test_trained(seed: int) -> None:
+def trained(module: Module) -> Module:
     """Derived first, then spread: gradients, and what an optimizer makes of them."""
-    drawing, module = draw_trained(random.Random(seed), size=2 + seed % 3)
-    plan(drawing, AdamW().run(Autodiff().run(module, Report()), Report()))
+    return AdamW().run(Autodiff().run(module, Report()), Report())
+
+
+@pytest.mark.parametrize("seed", sampled(range(300), 25))
+def test_forward(seed: int) -> None:
+    plan(*draw_forward(random.Random(seed), size_of(seed)))
+
+
+@pytest.mark.parametrize("seed", sampled(range(200), 8))
+def test_trained(seed: int) -> None:
+    drawing, module = draw_trained(random.Random(seed), size_of(seed))
+    plan(drawing, trained(module))
+
+
+@pytest.mark.parametrize("seed", sampled(range(200), 8))
+def test_forward_with_sequences_split(seed: int) -> None:
+    plan(*draw_forward(random.Random(seed), size_of(seed), sequence=True))
+
+
+@pytest.mark.parametrize("seed", sampled(range(100), 4))
+def test_trained_with_sequences_split(seed: int) -> None:
+    drawing, module = draw_trained(random.Random(seed), size_of(seed), sequence=True)
+    plan(drawing, trained(module))
