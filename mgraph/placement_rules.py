@@ -54,6 +54,7 @@ def parse_placement(rule: str | Mapping[str, Any]) -> PlacementRule:
     patterns, values, shown = name_rules.read_rule(given, (PLACE,), KIND, _EXAMPLE)
     found = _PLACE.fullmatch(str(values[PLACE]).strip())
     if found is None:
+        shown = rule if isinstance(rule, str) else shown
         raise OptionError(f"the {KIND} '{shown}' says {values[PLACE]!r}", FLAG, _EXAMPLE)
     return PlacementRule(patterns, found[2], None if found[1] is None else int(found[1]))
 

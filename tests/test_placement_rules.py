@@ -32,7 +32,7 @@ def test_text_and_mapping(rule: Any, found: PlacementRule) -> None:
     ("rule", "says"),
     [
         ("a: S(-1)@tp", "says 'S(-1)@tp'"),
-        ("a: P@tp", "says 'P@tp'"),
+        ("a: P@tp", "the placement 'a: P@tp' says 'P@tp'"),
         ("a: S(1)", "says 'S(1)'"),
         (": R@tp", "names no parameters"),
         ("a", "names no effect"),
