@@ -206,6 +206,10 @@ class _Walk:
         if not may_alias(node.op) or not node.operands:
             return None
         operand = node.operands[0]
+        if node.op in ("all_gather", "reduce_scatter"):
+            operand = node.operands[position]
+            sizes = (self.memory.bytes(v.type) for v in (operand, result))
+            return operand if len(set(sizes)) == 1 else None  # an axis of one rank hands on what it gets
         if node.op in ("cast", "aten.type_as.default", "aten.to.dtype"):
             return operand if operand.tensor.dtype is result.tensor.dtype else None
         copies = node.op in ("reshape", "aten.reshape.default", "aten.contiguous.default") and operand in self.strided

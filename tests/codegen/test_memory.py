@@ -140,3 +140,17 @@ def test_tensor_parallel_ranks_have_less() -> None:
     halves = sum(one.bytes(s.type) for s in split) // 2
     assert halves and two.state()[StateKind.PARAM] == one.state()[StateKind.PARAM] - halves
     assert two.entry("microbatch").bytes < one.entry("microbatch").bytes
+
+
+def test_what_is_gathered_or_scattered_has_memory_of_its_own() -> None:
+    """Shards of a sequence are kept instead of whole activations, and what is gathered of them dies in the layer."""
+    whole = trained("dense-tiny")
+    sizes = extents(whole, {"B": 2, "S": 24})
+    kept = []
+    for sequence in (False, True):
+        memory = RankMemory(TensorParallel(sequence=sequence).run(whole, Report()), sizes, {"tp": 2})
+        memory.entry("microbatch")
+        kept.append(memory.functions()["layer.fwd"].kept)
+    activation = 4 * 2 * 24 * 64  # of a residual or a norm: two of each in a layer
+    rstd = 4 * 2 * 24
+    assert kept[0] - kept[1] == 4 * activation // 2 + 2 * rstd // 2
