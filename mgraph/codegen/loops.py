@@ -113,7 +113,8 @@ def _search(function: Function, banned: set[int]) -> list[Loop]:
             index += 1
             continue
         # What an iteration hands to the next lives all along: of the places to begin, the one that hands on least.
-        turned = [_longest(function, keys, index + shift, loops) for shift in range(1, loop.period)]
+        places = [place for place in range(index + 1, index + loop.period) if place not in banned]
+        turned = [_longest(function, keys, place, loops) for place in places]
         same = [other for other in turned if other and (other.period, other.count) == (loop.period, loop.count)]
         loop = min([loop, *same], key=_tensors_carried)
         for operand in loop.operands.values():
@@ -139,7 +140,7 @@ def _longest(function: Function, keys: list[tuple[object, ...]], start: int, ear
     best: Loop | None = None
     for period in range(1, MAX_PERIOD + 1):
         body = keys[start : start + period]
-        if len(body) < period or not any(key[0] == "call" for key in body):
+        if len(body) < period or not any(key[0] in ("call", "wait") for key in body):
             continue
         count = 1
         while keys[start + count * period : start + (count + 1) * period] == body:
