@@ -8,19 +8,19 @@ none: it runs on whole tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from types import MappingProxyType
 
 from mgraph.ir.dims import Dim, as_dim, divide
 from mgraph.ir.facts import share
 from mgraph.ir.graph import Node
+from mgraph.ir.local import Division
 from mgraph.ir.opdef import op_def
 from mgraph.ir.signature import ShardingRule, Signature, parse_signature
 from mgraph.ir.types import Partial, Placement, Shard, TensorType
 
-NO_MULTIPLES: Mapping[str, int] = MappingProxyType({})
-"""Of no named dim it is known that it is a multiple of a number."""
+UNDIVIDED = Division({}, frozenset())
+"""No other axis divides an extent, and of no named dim it is known that it is a multiple of a number."""
 
 SIGNATURES = {
     "aten.linear.default": "... k+, n k+, n -> ... n",
@@ -38,14 +38,12 @@ def shape_of(node: Node, operand: int) -> tuple[Dim, ...]:
     return node.operands[operand].tensor.shape
 
 
-def rules_of(node: Node, size: int, multiples: Mapping[str, int] = NO_MULTIPLES) -> list[ShardingRule]:
-    """The ways to split a node over an axis of `size` ranks: those whose dims it divides.
-
-    `multiples` are named dims that are known to be multiples of a number.
-    """
+def rules_of(node: Node, size: int, division: Division = UNDIVIDED) -> list[ShardingRule]:
+    """The ways to split a node over an axis of `size` ranks: those whose dims it divides, of what the other axes of
+    `division` leave of them."""
     if not all(isinstance(v.type, TensorType) for v in (*node.operands, *node.results)):
         return []
-    return [rule for rule in _rules(node) if _fits(node, rule, size, multiples)]
+    return [rule for rule in _rules(node) if _fits(node, rule, size, division)]
 
 
 def _rules(node: Node) -> Iterator[ShardingRule]:
@@ -90,10 +88,10 @@ def _from_front(placement: Placement | None, rank: int) -> Placement | None:
     return Shard(placement.dim % rank) if isinstance(placement, Shard) and placement.dim < 0 else placement
 
 
-def _fits(node: Node, rule: ShardingRule, size: int, multiples: Mapping[str, int]) -> bool:
+def _fits(node: Node, rule: ShardingRule, size: int, division: Division) -> bool:
     places = zip((*node.operands, *node.results), (*rule.operands, *rule.results), strict=True)
     return all(
-        p.factor is None and share(v.tensor.shape[p.dim], size, multiples) is not None
+        p.factor is None and share(division.local_type(v.tensor).shape[p.dim], size, division.multiples) is not None
         for v, p in places
         if isinstance(p, Shard)
     )

@@ -14,6 +14,7 @@ from dataclasses import replace
 from mgraph.ir.builder import FunctionBuilder, rebuild
 from mgraph.ir.dims import evaluate, symbol
 from mgraph.ir.graph import Entry, Function, Module, Node, State, Value
+from mgraph.ir.local import Division, declared_sizes
 from mgraph.ir.signature import ShardingRule
 from mgraph.ir.types import DType, Partial, PendingType, Placement, Shard, TensorType, Type
 from mgraph.passes.calls import callee
@@ -37,7 +38,9 @@ class Spreader:
     def __init__(self, module: Module, axis: str, size: int, made_by: str, sequence: str | None = None) -> None:
         self.module, self.axis, self.size, self.made_by = module, axis, size, made_by
         self.sequence = None if sequence is None else symbol(sequence)
-        self.multiples = {} if sequence is None else {sequence: size}
+        others = {name: ranks for name, ranks in declared_sizes(module).items() if name != axis}
+        before = Division.of(module, others)
+        self.division = replace(before, multiples={**before.multiples, **({sequence: size} if sequence else {})})
         self.mapping: dict[Value, Value] = {}
         self.functions: dict[str, Function] = {}
         self.counts: Counter[str] = Counter()
@@ -179,7 +182,7 @@ class _Function:
             return
         if node.op == "call":
             self._call(node)
-        elif node.attrs.get("axis") == self.owner.axis or node.op == "part_of":
+        elif node.attrs.get("axis") == self.owner.axis or (node.op == "part_of" and self.owner.on(node.result)):
             self._keep(node, operands, [self.owner.on(v) for v in node.results])  # spread before
         elif node.op in _EACH:
             self._keep(node, operands, [self.owner.on(v) for v in operands[: len(node.results)]])
@@ -220,7 +223,7 @@ class _Function:
             cost = sum(self._cost(v, place) for v, place in zip(node.operands, rule.operands, strict=True))
             return cost, goal is not None and rule.results[0] != goal
 
-        return min([whole, *rules_of(node, self.owner.size, self.owner.multiples)], key=rank)
+        return min([whole, *rules_of(node, self.owner.size, self.owner.division)], key=rank)
 
     def _call(self, node: Node) -> None:
         operands = [self.to(v, self._settled(v)) for v in node.operands]

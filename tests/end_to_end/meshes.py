@@ -25,11 +25,11 @@ from mgraph.recipe import MESH_AXES, Recipe
 from tests.all_ranks import Tensors, difference, joined, laid_out, places
 from tests.families.configs import write_config
 
-MESH_OPTIONS = ("place", "zero", "keep_gathered", "wide_sums")
+MESH_OPTIONS = ("place", "sequence_parallel", "zero", "keep_gathered", "wide_sums")
 """Fields of the recipe that only say how a mesh is used."""
 DATA_AXES = ("dp", "fsdp")
 """Axes whose ranks see different rows."""
-BATCH, SEQUENCE = 2, 8
+BATCH, SEQUENCE = 2, 12
 LEAST_MARGIN = 1e-6
 """How near the routers' choices may come to other ones."""
 THREES = '''

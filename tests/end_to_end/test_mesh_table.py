@@ -61,6 +61,11 @@ OPTIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("dense-tiny", "fsdp=2,tp=2", {"lora": ("*.q.*|*.down.*: rank=4, alpha=8",)}),
     ("dense-tiny", "dp=2,tp=2", {"place": ("embed.weight|head.weight: R@tp", "*.down.weight: S(0)@tp")}),
     ("dense-tiny", "fsdp=2,tp=2", {"packed": True}),
+    *[("dense-tiny", mesh, {"sequence_parallel": True}) for mesh in ("tp=2", "tp=4", "dp=2,fsdp=2,tp=2")],
+    ("moe-tiny-losses", "dp=2,tp=2", {"sequence_parallel": True}),
+    ("hf:llama3", "fsdp=2,tp=4", {"sequence_parallel": True, "recompute": "full"}),
+    ("hf:gpt2", "dp=2,tp=2", {"sequence_parallel": True}),
+    ("threes", "tp=3", {"sequence_parallel": True}),
 ]
 ROWS = [
     *[Row(model, mesh) for mesh in MESHES for model in MODELS],
@@ -82,12 +87,13 @@ def test_all_ranks_in_one_process(row: Row, table: Table, monkeypatch: pytest.Mo
 
 
 PROCESSES: list[tuple[str, str, dict[str, Any]]] = [
-    ("dense-tiny", "fsdp=2,tp=2", {}),
+    ("dense-tiny", "fsdp=2,tp=2", {"sequence_parallel": True}),
     ("dense-tiny", "tp=4", {}),
-    ("dense-tiny", "dp=2,tp=2", {}),
+    ("dense-tiny", "dp=2,tp=2", {"sequence_parallel": True}),
     ("dense-tiny", "fsdp=4", {"zero": 1}),
     ("moe-tiny-losses", "dp=2,fsdp=2", {"zero": 2}),
     ("moe-tiny-losses", "fsdp=4", {"recompute": "full", "keep_gathered": True}),
+    ("moe-tiny-losses", "dp=2,tp=2", {}),
     ("hf:llama3", "dp=2,fsdp=2", {}),
     ("hf:llama3", "dp=2,fsdp=2,tp=2", {}),
 ]
@@ -100,7 +106,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize("row", sampled(RUN_ROWS, 0, always=RUN_ROWS[:1]), ids=str)
-def test_processes(row: Row, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_train_as_one(row: Row, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over gloo, in f32."""
     monkeypatch.setattr(compiler, "capture_with_report", capture)
     assert_close(runs.alone(row), runs.train(row))
+
+
+@pytest.mark.full
+def test_weights_are_loaded_by_parts(runs: Runs) -> None:
+    """Ranks that begin with files of weights go on as the one that wrote them would."""
+    row = Row("dense-tiny", "tp=2")
+    alone = runs.alone(row)
+    one, two = (runs.train(r, "--init", str(alone.weights)) for r in (row.alone, row))
+    assert one.numbers("loss")[0] != pytest.approx(alone.numbers("loss")[0], rel=1e-3)
+    assert two.numbers("loss") == pytest.approx(one.numbers("loss"), rel=1e-5)

@@ -68,6 +68,18 @@ class Drawing:
         return state.value
 
 
+def places_beside(drawing: Drawing, size: int) -> dict[str, Shard]:
+    """Placements over one axis more, of what the first leaves of each state."""
+    found = {}
+    for name, state in drawing.state.items():
+        first = drawing.places.get(name)
+        left = [int(d) // (drawing.size if first == Shard(i) else 1) for i, d in enumerate(state.type.shape)]
+        dims = [i for i, extent in enumerate(left) if extent % size == 0]
+        if dims and drawing.source.random() < SPLIT:
+            found[name] = Shard(drawing.choose(dims))
+    return found
+
+
 class Scope:
     """One function while it is drawn: its builder, and the pool of float values."""
 

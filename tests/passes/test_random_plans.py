@@ -23,7 +23,7 @@ from mgraph.passes.base import Report
 from mgraph.passes.samples import Margins
 from mgraph.passes.spreading import Spreader
 from tests.all_ranks import difference, joined, laid_out
-from tests.passes.random_graphs import Drawing, draw_forward, draw_trained
+from tests.passes.random_graphs import Drawing, draw_forward, draw_trained, places_beside
 from tests.sampling import sampled
 
 FOLLOWING = (StateKind.GRAD, StateKind.MOMENT)
@@ -34,13 +34,12 @@ AXIS = "tp"
 MOVES = ("all_gather", "all_reduce", "reduce_scatter", "part_of")
 
 
-def spread(module: Module, drawing: Drawing) -> Module:
-    """The module over the axis, with states placed; gradients and moments lie as their parameters."""
-    axis, size = AXIS, drawing.size
-    state = {name: _placed(s, axis, drawing.places) for name, s in module.state.items()}
-    facts = (Fact(f"S % {axis} == 0"),) if drawing.sequence else ()
-    module = replace(module, mesh=(Axis(axis, size),), facts=facts)
-    spreader = Spreader(module, axis, size, MADE_BY, "S" if drawing.sequence else None)
+def spread(module: Module, places: Mapping[str, Shard], axis: str, size: int, sequence: bool = False) -> Module:
+    """The module over one axis more, with states placed; gradients and moments lie as their parameters."""
+    state = {name: _placed(s, axis, places) for name, s in module.state.items()}
+    facts = (Fact(f"S % {axis} == 0"),) if sequence else ()
+    module = replace(module, mesh=(*module.mesh, Axis(axis, size)), facts=facts)
+    spreader = Spreader(module, axis, size, MADE_BY, "S" if sequence else None)
     spreader.mapping.update({s.value: state[name].value for name, s in module.state.items()})
     for entry in module.entries.values():
         spreader.entry(entry, state)
@@ -58,11 +57,10 @@ def _placed(state: State, axis: str, places: Mapping[str, Shard]) -> State:
 # values
 
 
-def check(before: Module, after: Module, drawing: Drawing) -> None:
+def check(before: Module, after: Module, sizes: Mapping[str, int], drawing: Drawing) -> None:
     """One rank and all ranks, every entry once, on float64: outputs and updated states are equal."""
     verify(after)
     prove(after)
-    sizes = {AXIS: drawing.size}
     source = torch.Generator().manual_seed(0)
     state = {name: _state(s, source) for name, s in before.state.items()}
     held = [dict[str, Any]() for _ in range(_ranks(sizes))]
@@ -117,8 +115,8 @@ def _input(value: Value, drawing: Drawing, source: torch.Generator) -> Any:
 
 
 def sent(module: Module, function: Function, drawing: Drawing) -> tuple[float, float]:
-    """Bytes that a rank sends in a function and those it calls: by its collectives, and if each node gathered all its
-    operands that are split, and reduced those that are partial."""
+    """Bytes that a rank sends over the axis in a function and those it calls: by its collectives, and if each node
+    gathered all its operands that are split, and reduced those that are partial."""
     moves = [n for n in function.nodes if n.op in MOVES and n.made_by == MADE_BY and len(n.results) == 1]
     moved = {n.result: n.operands[0] for n in moves}
     total = bound = 0.0
@@ -154,8 +152,8 @@ def _bytes(value: Value, drawing: Drawing) -> float:
 
 def plan(drawing: Drawing, module: Module) -> None:
     """Spread a module over the axis, and check all ranks against one, and the bytes that they send."""
-    after = spread(module, drawing)
-    check(module, after, drawing)
+    after = spread(module, drawing.places, AXIS, drawing.size, drawing.sequence)
+    check(module, after, {AXIS: drawing.size}, drawing)
     for name in module.entries:
         total, bound = sent(after, after.entry_function(name), drawing)
         assert total <= bound, f"{name} sends {total} bytes, and {bound} would gather all"
@@ -191,3 +189,11 @@ def test_forward_with_sequences_split(seed: int) -> None:
 def test_trained_with_sequences_split(seed: int) -> None:
     drawing, module = draw_trained(random.Random(seed), size_of(seed), sequence=True)
     plan(drawing, trained(module))
+
+
+@pytest.mark.parametrize("seed", sampled(range(100), 5))
+def test_two_axes(seed: int) -> None:
+    """One after the other: the second splits what the first leaves."""
+    drawing, module = draw_forward(random.Random(seed), size_of(seed))
+    first = spread(module, drawing.places, AXIS, drawing.size)
+    check(module, spread(first, places_beside(drawing, 2), "ep", 2), {AXIS: drawing.size, "ep": 2}, drawing)
