@@ -30,6 +30,8 @@ MESH_OPTIONS = ("place", "sequence_parallel", "zero", "keep_gathered", "wide_sum
 DATA_AXES = ("dp", "fsdp")
 """Axes whose ranks see different rows."""
 BATCH, SEQUENCE = 2, 12
+LEAST = 1e-5
+"""Values below it may be zero but for rounding: softmax forgets a bias of the keys."""
 LEAST_MARGIN = 1e-6
 """How near the routers' choices may come to other ones."""
 THREES = '''
@@ -237,7 +239,7 @@ class Table:
         for expected, own in zip(self.expected(row, data_ranks), found, strict=True):
             assert expected.keys() == own.keys()
             for name, tensor in expected.items():
-                error = difference(tensor, own[name])
+                error = difference(tensor, own[name], LEAST)
                 assert error <= 1e-9, f"{row}: {name} differs by {error}"
                 worst = max(worst, error)
         return worst

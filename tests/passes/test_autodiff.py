@@ -8,6 +8,7 @@ import torch
 from mgraph.errors import PassError
 from mgraph.ir.graph import Module, StateKind
 from mgraph.ir.interpreter import run
+from mgraph.ir.verifier import verify
 from mgraph.passes.autodiff import Autodiff
 from mgraph.passes.base import Report
 from mgraph.passes.recompute import Recompute
@@ -74,6 +75,26 @@ def test_frozen_parameters_get_no_gradient() -> None:
     _, expected = reference_gradients(forward, {n: state[n] for n in forward.state}, random_batch())
     _, new = run(module, "microbatch", random_batch(), state)
     torch.testing.assert_close(new["layers.1.down.grad"], expected["layers.1.down"])
+
+
+def test_a_call_that_no_gradient_gets_through_is_not_called_backward() -> None:
+    from dataclasses import replace
+
+    from mgraph.ir.builder import FunctionBuilder
+
+    forward = mlp_module(1)
+    layer = forward.functions["layer"]
+    builder = FunctionBuilder("layer", "capture", layer.names())
+    with builder.at(layer.nodes[0]):
+        held = builder.one("aten.detach.default", layer.params[0])
+        out = builder.one("aten.mul.Tensor", held, held)
+    closed = replace(layer, slots=(), nodes=tuple(builder.nodes), results=(out,))
+    main = forward.functions["forward"]
+    nodes = (replace(n, operands=n.operands[:1]) if n.op == "call" else n for n in main.nodes)
+    forward = forward.with_function(closed).with_function(replace(main, nodes=tuple(nodes)))
+    module = Autodiff().run(forward, Report())
+    verify(module)
+    assert [n.attrs["callee"] for n in module.functions["microbatch"].nodes if n.op == "call"] == ["layer.fwd"]
 
 
 def test_a_loss_without_parameters_is_refused() -> None:
