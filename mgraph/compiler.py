@@ -20,7 +20,6 @@ from mgraph.capture import CaptureReport, CheckpointForm, ModelSpec, capture_wit
 from mgraph.codegen.kernel_sites import kernel_sites
 from mgraph.codegen.package import PackageInfo, check_target, emit_package
 from mgraph.codegen.triton.builder import KernelBuilder
-from mgraph.errors import OptionError
 from mgraph.ir.collective_proof import prove
 from mgraph.ir.graph import Module
 from mgraph.ir.types import DType
@@ -100,10 +99,9 @@ def pipeline_text(recipe: Recipe) -> str:
     specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]
     specs += [print_spec("expert-bias", {"rate": recipe.expert_bias_rate})] if recipe.expert_bias_rate else []
     derive = ",".join(specs)
-    if recipe.sequence_parallel and "tp" not in recipe.mesh_axes():
-        raise OptionError("the mesh has no axis tp", "--sequence-parallel", "--mesh dp=2,tp=2, or leave it out")
     shard = "".join(f"{_sharding(recipe, axis)}," for axis in _SHARDING if axis in recipe.mesh_axes())
-    return f"{NORMALIZE},{RAISE},{derive},{shard}cse,dce,in-place"
+    schedule = "overlap-gradients," if recipe.overlap else ""
+    return f"{NORMALIZE},{RAISE},{derive},{shard}{schedule}cse,dce,in-place"
 
 
 def _sharding(recipe: Recipe, axis: str) -> str:

@@ -31,6 +31,9 @@ MESH_AXES = {"dp": "data-parallel", "fsdp": "fully-shard", "tp": "tensor-paralle
 PLACING_AXES = ("tp",)
 """The axes for which rules of `place` say where parameters lie."""
 
+_OF_AXIS = {"zero": "fsdp", "keep_gathered": "fsdp", "wide_sums": "fsdp", "overlap": "dp", "sequence_parallel": "tp"}
+"""Fields that say how an axis is used."""
+
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(rf"\s*(\d+(?:\.\d*)?)\s*({'|'.join(_UNITS)})\s*")
 _BELOW_ONE = (0, 0.999999)
@@ -62,6 +65,9 @@ class Recipe:
     )
     keep_gathered: bool = option(
         False, "with fsdp: keep a layer's gathered parameters from its forward until its backward"
+    )
+    overlap: bool = option(
+        False, "with dp: reduce each layer's gradients while the backward goes on, in the last microbatch of a step"
     )
     wide_sums: bool = option(False, "with fsdp: sum gradients narrower than fp32 over the ranks in fp32")
     precision: str = option("fp32", "dtype of the parameters and of the computation", ("fp32", "bf16", "fp16"))
@@ -141,6 +147,10 @@ class Recipe:
             raise OptionError("max_length is 1", where="--max-length", hint="sequences of at least 2 tokens")
         if not self.mesh_axes():
             raise OptionError("the mesh is empty", where="--mesh", hint="dp=1 for one process, dp=* for any number")
+        for name, axis in _OF_AXIS.items():
+            if getattr(self, name) != default_of(name) and axis not in self.mesh_axes():
+                hint = f"--mesh {self.mesh},{axis}=2, or without {flag_of(name)}"
+                raise OptionError(f"the mesh {self.mesh} has no axis {axis}", where=flag_of(name), hint=hint)
 
     @property
     def directory(self) -> Path:
@@ -209,6 +219,11 @@ class Recipe:
 
 def _parts(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def default_of(field: str) -> Any:
+    """What a recipe field is where nothing is said."""
+    return next(f.default for f in dataclasses.fields(Recipe) if f.name == field)
 
 
 def flag_of(field: str) -> str:

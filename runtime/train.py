@@ -48,6 +48,8 @@ from mgraph.runtime.transfer import NOTES, export, export_adapter, initialise, i
 from mgraph.runtime.weights import model_tensors
 
 ENTRIES = ("microbatch", "finish", "evaluate", "predict")
+LAST = "last"
+"""The entry, where there is one, of the last microbatch of a step and its end."""
 """What a package must have to be trained."""
 
 FORM = "i64[B, S]"
@@ -369,17 +371,23 @@ class Trainer:
         return True
 
     def train_step(self) -> None:
-        """One optimizer step: this rank's microbatches, then finish."""
+        """One optimizer step: this rank's microbatches and its end, which may go with the last of them."""
         rank, num_ranks = self.mesh.data_rank, self.mesh.data_size
         torch.manual_seed(philox.key_from(self.options.seed, "step", self.step, rank)[0])
         batches = self.stream.microbatches(self.microbatches, rank, num_ranks)
-        for index, batch in enumerate(batches):
-            dropout.place(self.state, self.step, (index * num_ranks + rank) * self.options.batch_size)
-            self.call("microbatch", batch)
         options = self.options
         rate = learning_rate(self.step, options.steps, options.lr, options.min_lr, options.warmup, options.decay)
         lr = torch.tensor(rate, dtype=torch.float32, device=self.mesh.device)
-        outputs = self.package.call("finish", self.state, lr)
+        joined = LAST in self.package.manifest["entries"]
+        outputs: dict[str, Tensor] = {}
+        for index, batch in enumerate(batches):
+            dropout.place(self.state, self.step, (index * num_ranks + rank) * options.batch_size)
+            if joined and index + 1 == self.microbatches // num_ranks:
+                outputs = self.call(LAST, {**batch, "lr": lr})
+            else:
+                self.call("microbatch", batch)
+        if not joined:
+            outputs = self.package.call("finish", self.state, lr)
         self.step += 1
         # Outputs may be views of state that the next step writes.
         self.unread.append((self.step, rate, {name: value.detach().clone() for name, value in outputs.items()}))

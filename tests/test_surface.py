@@ -6,7 +6,8 @@ from mgraph.cli.app import command
 
 SURFACE = {
     "compile": "MODEL --for --mesh --place --sequence-parallel/--no-sequence-parallel --zero "
-    "--keep-gathered/--no-keep-gathered --wide-sums/--no-wide-sums --precision --target --arch --output/-o --recompute "
+    "--keep-gathered/--no-keep-gathered --overlap/--no-overlap --wide-sums/--no-wide-sums --precision --target --arch "
+    "--output/-o --recompute "
     "--memory-budget --batch --seq --optimizer --weight-decay --groups --lora --lora-train --beta1 --beta2 --eps "
     "--max-norm --expert-bias-rate "
     "--loss-scale --loss-scale-growth --loss-scale-backoff --loss-scale-interval --loss-mask/--no-loss-mask "

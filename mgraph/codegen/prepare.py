@@ -23,9 +23,10 @@ def prepare(module: Module) -> dict[str, Function]:
     """Functions by name, callees before callers, entry functions last."""
     module = localized(module)
     order = callees_first(module)
-    functions = {name: with_copies(_hoist_accumulations(module.functions[name])) for name in order}
     entries = {entry.function for entry in module.entries.values()}
-    functions = _hand_over(_without_updates(functions, entries), entries)
+    functions = {name: _hoist_accumulations(module.functions[name]) for name in order}
+    functions = {n: _reduced_state(with_copies(f)) for n, f in _without_updates(functions, entries).items()}
+    functions = _hand_over(functions, entries)
     return with_lists({name: with_handles(function) for name, function in functions.items()})
 
 
@@ -86,7 +87,7 @@ def _without_updates(functions: dict[str, Function], entries: set[str]) -> dict[
                 replaced |= {node.results[r]: node.operands[o] for r, o in slots.items()}
                 kept = tuple(v for r, v in enumerate(node.results) if r not in slots)
                 node = replace(node, results=kept)
-            count = written_operands(node)
+            count = _updated_operands(node)
             written = zip(node.results[:count], node.operands[:count], strict=True)
             replaced |= {result: state for result, state in written if state.is_state}
             nodes.append(node)
@@ -97,13 +98,34 @@ def _without_updates(functions: dict[str, Function], entries: set[str]) -> dict[
     return made
 
 
+def _updated_operands(node: Node) -> int:
+    """How many operands a node updates. A reduction may still turn out to need a copy."""
+    return 0 if node.op == "all_reduce" else written_operands(node)
+
+
+def _reduced_state(function: Function) -> Function:
+    """State that is reduced in place is read as state when the reduction has ended."""
+    started: dict[Value, Value] = {}
+    replaced: dict[Value, Value] = {}
+    nodes = []
+    for node in function.nodes:
+        node = node.with_values(tuple(replaced.get(v, v) for v in node.operands), node.results)
+        if node.op == "all_reduce_start":
+            started.update(zip(node.results, node.operands, strict=True))
+        elif node.op == "wait":
+            waited = zip(node.results, (started.get(v) for v in node.operands), strict=True)
+            replaced |= {result: state for result, state in waited if state is not None and state.is_state}
+        nodes.append(node)
+    return replace(function, nodes=tuple(nodes), results=tuple(replaced.get(v, v) for v in function.results))
+
+
 def _updated_slots(function: Function, nodes: Iterable[Node], results: Iterable[Value]) -> dict[int, int]:
     """Result index → input index, for results that are slots after in-place ops."""
     places = {v: i for i, v in enumerate(function.inputs()) if v in function.slots}
     roots: dict[Value, Value] = {v: v for v in function.slots}
     touched: set[Value] = set()
     for node in nodes:
-        count = written_operands(node)
+        count = _updated_operands(node)
         for result, operand in zip(node.results[:count], node.operands[:count], strict=True):
             if operand in roots:
                 roots[result] = roots[operand]

@@ -73,7 +73,9 @@ class _Sources:
     def last_reads(self) -> dict[Value, int]:
         """The last node that reads what a source made, the number of nodes where it is returned."""
         nodes = self.function.nodes
-        last = {source: len(nodes) for value in self.function.results for source in self.of(value)}
+        overwritten = {v for node in nodes if node.op in _OVERWRITING for v in node.operands}
+        returned = (value for value in self.function.results if value not in overwritten)
+        last = {source: len(nodes) for value in returned for source in self.of(value)}
         for index, node in enumerate(nodes):
             if node.op not in _OVERWRITING:
                 for value in node.operands:

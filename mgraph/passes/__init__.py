@@ -39,6 +39,7 @@ PASSES: dict[str, str] = {
     "tensor-parallel": "mgraph.passes.tensor_parallel:TensorParallel",
     "fully-shard": "mgraph.passes.fully_shard:FullyShard",
     # schedule
+    "overlap-gradients": "mgraph.passes.overlap_gradients:OverlapGradients",
     "in-place": "mgraph.passes.in_place:InPlace",
 }
 

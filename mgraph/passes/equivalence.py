@@ -32,6 +32,7 @@ from mgraph.parameter_groups import assign
 from mgraph.passes.autodiff import COUNT_TOTAL, EVALUATION, LOSS_SCALE, LOSS_TOTAL
 from mgraph.passes.base import Pass, Tier
 from mgraph.passes.derive_serve import START
+from mgraph.passes.overlap_gradients import LAST
 from mgraph.passes.samples import (
     CHOICES,
     Margins,
@@ -100,6 +101,9 @@ def check(pass_: Pass, before: Module, after: Module, shapes: Shapes) -> list[Ev
         if "finish" in new:
             evidence.append(_optimizer(pass_, after))
             covered.add("finish")
+        if LAST in new:
+            evidence.append(_last(before, after, shapes))
+            covered.add(LAST)
     missing = sorted(set(after.entries) - covered)
     if missing:
         raise Unverified(f"entry {missing[0]!r} has no independent reference")
@@ -388,6 +392,36 @@ def _after_step(
     for name in (*grads.values(), LOSS_TOTAL, COUNT_TOTAL):
         expected[name] = state[name].new_zeros(state[name].shape)
     return expected, {name: state[name] for name in expected}
+
+
+def _last(before: Module, after: Module, shapes: Shapes) -> Evidence:
+    """The last microbatch and the end of a step in one, against one after the other."""
+    sizes = mesh_of(after)
+    numbers = _data_ranks(after, sizes)
+    function = after.entry_function(LAST)
+
+    def given(seed: int) -> tuple[list[Tensors], list[Tensors]]:
+        inputs = [random_inputs(function, shapes, seed, number) for number in numbers]
+        return inputs, [random_state(before, seed, number) for number in numbers]
+
+    def named(ranks: Sequence[Tensors]) -> Tensors:
+        return {f"{name} on rank {rank}": t for rank, tensors in enumerate(ranks) for name, t in tensors.items()}
+
+    def apart(seed: int, lifted: bool, hook: Hook | None = None) -> Tensors:
+        inputs, states = given(seed)
+        _, updates = _Run(before, "microbatch", inputs, states, sizes).apart(lifted, hook)
+        states = [{**s, **u} for s, u in zip(states, updates, strict=True)]
+        outputs, new = _Run(before, "finish", inputs, states, sizes).apart(lifted)
+        return named([{**u, **n, **o} for u, n, o in zip(updates, new, outputs, strict=True)])
+
+    def joined(seed: int, lifted: bool) -> Tensors:
+        inputs, states = given(seed)
+        outputs, updates = _Run(after, LAST, inputs, states, sizes).apart(lifted)
+        return named([{**u, **o} for u, o in zip(updates, outputs, strict=True)])
+
+    seeds = _steady(before, lambda seed, hook: apart(seed, True, hook))
+    pair = functools.partial(_pair, apart, joined)
+    return judge(LAST, Tier.REASSOCIATING, "the microbatch, then the end of the step", seeds, pair)
 
 
 def _data_ranks(module: Module, sizes: Mapping[str, int]) -> list[int]:

@@ -55,7 +55,7 @@ def _rewrite(function: Function, read_later: set[int], report: Report) -> Functi
         if node.op in UPDATES:
             targets = node.operands[: len(node.results)]
             free = [v for v in targets if (root := parts.get(v, v)).is_state or root in owned]
-            late = [v for v in targets if last[v] > index or parts.get(v, v) in blocked]
+            late = [v for v in targets if last.get(v, -1) > index or parts.get(v, v) in blocked]
             if len(free) == len(targets) and not late:
                 report.match(function.name, node.id, node.op)
                 node = replace(node, op=f"{node.op}_")
@@ -69,7 +69,9 @@ def _rewrite(function: Function, read_later: set[int], report: Report) -> Functi
 
 
 def _last_reads(function: Function) -> dict[Value, int]:
-    return {v: index for index, node in enumerate(function.nodes) for v in node.operands}
+    """The last node that reads what a value holds; a reset does not."""
+    nodes = enumerate(function.nodes)
+    return {v: index for index, node in nodes if node.op != "zero" for v in node.operands}
 
 
 def _only_parts(function: Function) -> dict[Value, Value]:

@@ -25,7 +25,7 @@ from mgraph.recipe import MESH_AXES, Recipe
 from tests.all_ranks import Tensors, difference, joined, laid_out, places
 from tests.families.configs import write_config
 
-MESH_OPTIONS = ("place", "sequence_parallel", "zero", "keep_gathered", "wide_sums")
+MESH_OPTIONS = ("place", "sequence_parallel", "zero", "keep_gathered", "wide_sums", "overlap")
 """Fields of the recipe that only say how a mesh is used."""
 DATA_AXES = ("dp", "fsdp")
 """Axes whose ranks see different rows."""

@@ -98,7 +98,7 @@ PROCESSES: list[tuple[str, str, dict[str, Any]]] = [
     ("moe-tiny-losses", "dp=2,fsdp=2", {"zero": 2}),
     ("moe-tiny-losses", "fsdp=4", {"recompute": "full", "keep_gathered": True}),
     ("moe-tiny-losses", "dp=2,tp=2", {}),
-    ("hf:llama3", "dp=2,fsdp=2", {}),
+    ("hf:llama3", "dp=2,fsdp=2", {"overlap": True}),
     ("hf:llama3", "dp=2,fsdp=2,tp=2", {}),
 ]
 RUN_ROWS = [Row(model, mesh, tuple(options.items())) for model, mesh, options in PROCESSES]
