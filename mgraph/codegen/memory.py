@@ -241,7 +241,7 @@ class _Walk:
         """A handle: reductions are in place; else it holds what is received, and of several tensors a flat copy."""
         handle = node.result
         if handle in liveness.under_way:
-            self.lists[handle] = tuple(self.held[v] for v in node.operands)
+            self.lists[handle] = tuple(self.held.get(v, ()) for v in node.operands)
         else:
             types = handle.type.types  # type: ignore[union-attr]
             self.lists[handle] = tuple((self._storage(handle, node, type_),) for type_ in types)

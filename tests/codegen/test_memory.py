@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from mgraph.ir.parser import parse_module
 from mgraph.ir.types import DType, Shard, TensorType
 from mgraph.passes.activations import extents
 from mgraph.passes.base import Report
+from mgraph.passes.data_parallel import DataParallel
+from mgraph.passes.fully_shard import FullyShard
+from mgraph.passes.in_place import InPlace
 from mgraph.passes.tensor_parallel import TensorParallel
 from mgraph.recipe import Recipe
 from mgraph.runtime.package import load_package
@@ -154,3 +158,31 @@ def test_what_is_gathered_or_scattered_has_memory_of_its_own() -> None:
     activation = 4 * 2 * 24 * 64  # of a residual or a norm: two of each in a layer
     rstd = 4 * 2 * 24
     assert kept[0] - kept[1] == 4 * activation // 2 + 2 * rstd // 2
+
+
+def test_what_is_reduced_is_state_and_takes_no_more() -> None:
+    """Over a data axis `finish` sums the accumulators where they are."""
+    whole = trained("dense-tiny")
+    sizes = extents(whole, {"B": 2, "S": 24})
+    alone = RankMemory(InPlace().run(whole, Report()), sizes, {}).entry("finish")
+    spread = InPlace().run(DataParallel(size=2).run(whole, Report()), Report())
+    assert RankMemory(spread, sizes, {"dp": 2}).entry("finish").bytes == alone.bytes
+
+
+def test_two_layers_are_whole_at_a_time() -> None:
+    """In the backward of the last layer: that, and the one before it, with its shards side by side as they are sent."""
+    whole = trained("dense-tiny")
+    sizes = extents(whole, {"B": 1, "S": 2})
+    layer = sum(4 * math.prod(map(int, s.type.shape)) for n, s in whole.state.items() if _is_of_layer(n, s.kind))
+    peaks = []
+    for level in (2, 3):
+        sharded = InPlace().run(FullyShard(level=level).run(whole, Report()), Report())
+        peaks.append(RankMemory(sharded, sizes, {"fsdp": 2}).entry("microbatch"))
+    held = [
+        sum(h.bytes for h in p.alive if h.node is not None and h.node.op in ("all_gather_start", "wait")) for p in peaks
+    ]
+    assert held == [0, 2 * layer + layer // 2]
+
+
+def _is_of_layer(name: str, kind: StateKind) -> bool:
+    return name.startswith("layers.0.") and kind is StateKind.PARAM
