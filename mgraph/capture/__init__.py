@@ -1,6 +1,6 @@
 """Capture: from a model definition to a `Module` with one entry, `forward`.
 
-resolve (source) -> build (initialise, recorder) -> export (adapter) -> import (unsupported, shapes, rules, mutation)
+resolve (source) -> build (initialise, recorder) -> export (adapter, probe, replay) -> import (unsupported, shapes, rules, mutation)
 
 A model that draws random numbers while it is trained (dropout, noise) is traced a second time in evaluation mode: the
 entry `evaluation` has the same outputs.
@@ -29,12 +29,14 @@ __all__ = ["CaptureReport", "Captured", "CheckpointForm", "ModelSpec", "capture"
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What a capture did: seconds of each step, nodes that torch traced and that the module has, what was left out."""
+    """What a capture did: seconds of each step, nodes that torch traced and that the module has, what was left out, and
+    a line on each list of layers: how many were traced, and why not fewer."""
 
     seconds: dict[str, float]
     traced_nodes: int
     nodes: int
     dropped: dict[str, int]
+    layers: tuple[str, ...] = ()
 
     @property
     def total_seconds(self) -> float:
@@ -60,8 +62,11 @@ def capture(spec: ModelSpec | str) -> Module:
     return capture_with_report(spec).module
 
 
-def capture_with_report(spec: ModelSpec | str) -> Captured:
-    """As `capture`, with the report and the form of checkpoints."""
+def capture_with_report(spec: ModelSpec | str, replay: bool = True) -> Captured:
+    """As `capture`, with the report and the form of checkpoints.
+
+    With `replay`, layers that do the same are traced once; without, each is. The module is the same.
+    """
     spec = ModelSpec(spec) if isinstance(spec, str) else spec
     times = [time.perf_counter()]
     with _no_garbage_collection():
@@ -69,11 +74,12 @@ def capture_with_report(spec: ModelSpec | str) -> Captured:
         built = build(source.factory, source.where)
         form = checkpoint_form(built.module, list(built.inits), source.configuration)
         times.append(time.perf_counter())
-        exported = export(built.module, spec, source.inputs, source.loss, source.where)
+        exported = export(built.module, spec, source.inputs, source.loss, source.where, replay)
         times.append(time.perf_counter())
         module, dropped = import_program(exported, built, source.name)
         if spec.training and not STATES.keys().isdisjoint(module.state):
-            evaluation = export(built.module, replace(spec, training=False), source.inputs, source.loss, source.where)
+            evaluating = replace(spec, training=False)
+            evaluation = export(built.module, evaluating, source.inputs, source.loss, source.where, replay)
             module = _with_evaluation(module, import_program(evaluation, built, source.name)[0])
         times.append(time.perf_counter())
     seconds = {
@@ -82,9 +88,10 @@ def capture_with_report(spec: ModelSpec | str) -> Captured:
     }
     report = CaptureReport(
         seconds,
-        len(exported.program.graph.nodes),
+        exported.traced_nodes,
         len(module.functions["forward"].nodes),
         dict(sorted(dropped.items())),
+        exported.layers,
     )
     return Captured(module, report, form)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from mgraph.capture.adapter import Adapter, InputSpec
 from mgraph.capture.frames import error_frame
+from mgraph.capture.probe import Findings, probe
+from mgraph.capture.replay import NotReplayed, Replay
 from mgraph.capture.shapes import MINIMA
 from mgraph.capture.source import PACKED, InputsFunction, LossFunction, ModelSpec
 from mgraph.errors import CaptureError, MgraphError, ModelError
@@ -33,11 +35,14 @@ _HINTS = {"B": 2, "S": 16}  # below the length of any position table
 
 @dataclass(frozen=True)
 class Exported:
-    """A traced model: torch's program, the inputs in order, and the names of the outputs."""
+    """A traced model: torch's program, the inputs in order, the names of the outputs, and how its layers were traced:
+    per list, a line."""
 
     program: Any
     inputs: tuple[InputSpec, ...]
     outputs: tuple[str, ...]
+    traced_nodes: int
+    layers: tuple[str, ...]
 
 
 def input_specs(spec: ModelSpec, inputs: InputsFunction | None, where: str) -> tuple[InputSpec, ...]:
@@ -72,9 +77,17 @@ def _input(name: str, entry: Any, where: str, hint: str) -> InputSpec:
 
 
 def export(
-    model: nn.Module, spec: ModelSpec, inputs: InputsFunction | None, loss: LossFunction | None, where: str
+    model: nn.Module,
+    spec: ModelSpec,
+    inputs: InputsFunction | None,
+    loss: LossFunction | None,
+    where: str,
+    replay: bool = True,
 ) -> Exported:
-    """Trace a model. Raises CaptureError with the user's source line where it cannot be traced."""
+    """Trace a model; with `replay`, layers that do the same are traced once (`mgraph.capture.replay`).
+
+    Raises CaptureError with the user's source line where it cannot be traced.
+    """
     specs = input_specs(spec, inputs, where)
     adapter = Adapter(model.train(spec.training), specs, loss, where).train(spec.training)
     maximum = spec.max_length or getattr(getattr(model, "config", None), "max_position_embeddings", None)
@@ -88,9 +101,9 @@ def export(
     )
     shapes: Any = {"inputs": tuple({i: _torch_dim(d, dims) for i, d in enumerate(s.shape)} for s in specs)}
     with _quiet():
-        program = _export(adapter, arguments, shapes, where)
+        program, traced, layers = _Tracer(adapter, arguments, shapes, where).run(replay)
     made = len(program.graph_signature.user_outputs)
-    return Exported(program, specs, Adapter.OUTPUTS[:made])
+    return Exported(program, specs, Adapter.OUTPUTS[:made], traced, layers)
 
 
 def _torch_dim(dim: Any, dims: Mapping[str, Any]) -> Any:
@@ -104,29 +117,55 @@ def _torch_dim(dim: Any, dims: Mapping[str, Any]) -> Any:
     return int(factor) * dims[name] + int(offset) if offset else int(factor) * dims[name]
 
 
-def _export(adapter: Adapter, arguments: tuple[torch.Tensor, ...], shapes: Any, where: str) -> Any:
-    deferred = False
-    while True:
-        try:
-            return torch.export.export(
-                adapter,
-                arguments,
-                strict=False,
-                dynamic_shapes=shapes,
-                prefer_deferred_runtime_asserts_over_guards=deferred,
-            )
-        except MgraphError:
-            raise
-        except UserError as error:
-            narrowed = _narrowed(str(error), shapes)
-            if narrowed is not None and str(narrowed) != str(shapes):
-                shapes = narrowed
-            elif not deferred and "Constraints violated" in str(error):
-                deferred = True  # leave conditions that torch cannot prove in the trace: the importer proves them
-            else:
-                raise _explain(error, where) from error
-        except Exception as error:  # the user's forward may raise anything
-            raise _explain(error, where) from error
+@dataclass
+class _Tracer:
+    """Traces one adapter with these arguments; `shapes` are what torch.export calls dynamic shapes."""
+
+    adapter: Adapter
+    arguments: tuple[torch.Tensor, ...]
+    shapes: Any
+    where: str
+
+    def run(self, replay: bool) -> tuple[Any, int, tuple[str, ...]]:
+        """The program, the number of nodes that torch traced, and how layers were traced."""
+        found = probe(self.adapter, self.arguments) if replay else Findings({}, {}, {})
+        reason = ""
+        if found.kinds:
+            replayed = Replay(self.adapter, found.kinds)
+            try:
+                program = self.trace(replayed.active)
+                traced = len(program.graph.nodes)
+                return program, traced, found.lines(replayed.expand(program))
+            except (MgraphError, NotReplayed) as error:  # an error of the model's is one of the whole trace too
+                reason = str(error)
+        program = self.trace(nullcontext)
+        return program, len(program.graph.nodes), found.lines({}, reason)
+
+    def trace(self, active: Callable[[], AbstractContextManager[None]]) -> Any:
+        """Torch's program. Each trace runs within a context of its own."""
+        shapes, deferred = self.shapes, False
+        while True:
+            try:
+                with active():
+                    return torch.export.export(
+                        self.adapter,
+                        self.arguments,
+                        strict=False,
+                        dynamic_shapes=shapes,
+                        prefer_deferred_runtime_asserts_over_guards=deferred,
+                    )
+            except MgraphError:
+                raise
+            except UserError as error:
+                narrowed = _narrowed(str(error), shapes)
+                if narrowed is not None and str(narrowed) != str(shapes):
+                    shapes = narrowed
+                elif not deferred and "Constraints violated" in str(error):
+                    deferred = True  # leave conditions that torch cannot prove in the trace: the importer proves them
+                else:
+                    raise _explain(error, self.where) from error
+            except Exception as error:  # the user's forward may raise anything
+                raise _explain(error, self.where) from error
 
 
 def _narrowed(message: str, shapes: Any) -> Any:

@@ -200,7 +200,7 @@ class _Importer:
         if source.type == type_:
             self.dropped[name] += 1
             return source
-        return self.as_type(source, type_, node.name)
+        return self.as_type(source, type_, rules.base_name(node))
 
     def as_type(self, value: Value, type_: TensorType, name: str) -> Value:
         """A value cast, then reshaped, to a type."""

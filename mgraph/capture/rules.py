@@ -161,12 +161,22 @@ def _attr(item: Any, reader: ShapeReader) -> Any:
 
 
 def result_names(node: Any, count: int) -> list[str]:
-    """Names of a node's results: its own, with the schema's result names where there are several."""
+    """Names of a node's results: its own, with the schema's result names where there are several.
+
+    The number of a node's name is left out: it counts what was traced, not what a module has.
+    """
+    base = base_name(node)
     if count == 1:
-        return [node.name]
+        return [base]
     returns = node.target._schema.returns
     named = [r.name for r in returns] if len(returns) == count else []
-    return [f"{node.name}_{named[i] if i < len(named) and named[i] else i}" for i in range(count)]
+    return [f"{base}_{named[i] if i < len(named) and named[i] else i}" for i in range(count)]
+
+
+def base_name(node: Any) -> str:
+    """The name of a node without its number."""
+    stem, _, number = str(node.name).rpartition("_")
+    return stem if stem and number.isdecimal() else str(node.name)
 
 
 def slice_bounds(node: Any, extent: Dim, reader: ShapeReader) -> tuple[Dim, Dim]:

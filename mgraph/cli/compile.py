@@ -64,6 +64,7 @@ def report_lines(done: Compilation) -> list[str]:
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in captured.seconds.items())
     in_passes = sum(result.measured["seconds"] for result in done.results)
     lines = [f"{'capture':<18}{captured.total_seconds:8.3f} s        {parts}; {captured.nodes} nodes"]
+    lines += [f"  {line}" for line in captured.layers]
     for result in done.results:
         seconds = result.measured["seconds"]
         lines.append(f"  {result.name:<16}{seconds:8.3f} s {seconds / in_passes:5.0%}  {_summary(result)}".rstrip())
