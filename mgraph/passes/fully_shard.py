@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from mgraph.errors import PassError
@@ -63,8 +63,8 @@ class FullyShard(Pass):
             raise PassError(f"ZeRO has no level {self.level}", hint="1, 2 or 3")
 
     def on_twin(self, real: Module) -> Pass:
-        """Over two ranks, which divide what more ranks do."""
-        return replace(self, size=min(self.size, 2))
+        """Over two ranks, with states that lie as those of `real`."""
+        return _OnTwin(self.axis, min(self.size, 2), self.level, self.reshard, self.wide, self._shards(real, Report()))
 
     def run(self, module: Module, report: Report) -> Module:
         """Place states, then rewrite `finish` and the data entries."""
@@ -98,6 +98,17 @@ class FullyShard(Pass):
 
     def _placements(self, module: Module, report: Report) -> dict[str, Shard]:
         """Where states that may be sharded lie, by name: as the parameter whose they are."""
+        found = self._shards(module, report)
+        placements = {}
+        for state in module.state.values():
+            owner = state.name if state.name in found else state.name.rpartition(".")[0]
+            placement = found.get(owner)
+            if placement is not None and state.kind in _FIRST_LEVEL:
+                placements[state.name] = placement
+        return placements
+
+    def _shards(self, module: Module, report: Report) -> Mapping[str, Shard | None]:
+        """How parameters are sharded, by name; None: not at all."""
         sizes = {axis.name: axis.size or 1 for axis in module.mesh}
         owners = {s.name: s for s in module.state.values() if s.kind is StateKind.PARAM}
         found = {name: shard_of(owner.type, sizes, self.size) for name, owner in owners.items()}
@@ -116,13 +127,7 @@ class FullyShard(Pass):
             )
         report.count("sharded parameters", len(owners) - len(whole))
         report.count("whole parameters", len(whole))
-        placements = {}
-        for state in module.state.values():
-            owner = state.name if state.name in owners else state.name.rpartition(".")[0]
-            placement = found.get(owner)
-            if placement is not None and state.kind in _FIRST_LEVEL:
-                placements[state.name] = placement
-        return placements
+        return found
 
     def _placed(self, module: Module, placements: Mapping[str, Shard]) -> Module:
         """The module with its states placed that this level shards."""
@@ -134,6 +139,16 @@ class FullyShard(Pass):
         values = {old.value: state[name].value for name, old in module.state.items()}
         functions = {name: _renamed(function, values) for name, function in module.functions.items()}
         return replace(module, state=state, functions=functions)
+
+
+@dataclass(frozen=True)
+class _OnTwin(FullyShard):
+    """The pass on the twin of a module, whose parameters are sharded as given: small extents divide otherwise."""
+
+    given: Mapping[str, Shard | None] = field(default_factory=dict)
+
+    def _shards(self, module: Module, report: Report) -> Mapping[str, Shard | None]:
+        return self.given
 
 
 def shard_of(type_: TensorType, sizes: Mapping[str, int], size: int) -> Shard | None:

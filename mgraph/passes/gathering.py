@@ -185,7 +185,6 @@ class _Entry(_Body):
         self.units = self._units()
         self._started: list[tuple[Unit, tuple[Value, ...]]] = []
         self._whole: dict[str, Value] = {}
-        self._kept: set[str] = set()
         self._parts: dict[Value, Value] = {}  # accumulators → gradients of the unit at hand
         self._scattered: list[tuple[list[Value], tuple[Value, ...]]] = []  # accumulators, and what is under way
         self._totals: dict[Value, Value] = {}
@@ -218,15 +217,16 @@ class _Entry(_Body):
                 demands[-1] = position, False, tuple(dict.fromkeys((*before, *states)))
             elif states or is_call:
                 demands.append((index, is_call, states))
-        kept: set[str] = set()  # states that are whole from here on
+        always = {state for _, is_call, states in demands if not is_call for state in states}
+        whole: set[str] = set()  # states that are whole from here on
         units: dict[int, Unit] = {}
         for place, (index, is_call, states) in enumerate(demands):
-            wanted = tuple(s for s in states if s not in kept)
-            following = next((s for _, other, s in demands[place + 1 :] if other), ())
-            if not is_call or not self.sharded.reshard or following == states:
-                kept.update(wanted)
-            elif is_call:
-                kept.difference_update(states)
+            wanted = tuple(s for s in states if s not in whole)
+            whole.update(states)
+            if is_call and self.sharded.reshard:
+                # What the next call needs stays: the last layer's backward follows its forward.
+                following = next((s for _, other, s in demands[place + 1 :] if other and s), ())
+                whole.difference_update(set(states) - set(following) - always)
             if wanted:
                 units[index] = wanted
         return units
@@ -282,7 +282,7 @@ class _Entry(_Body):
         self._add_up()
         axis = self.sharded.axis
         for dim, pairs in by_dim(self._parts.items(), lambda pair: self.sharded.gradients[pair[0].name]).items():
-            gradients = [part for _, part in pairs]
+            gradients = [self._term(part) for _, part in pairs]
             attrs: dict[str, object] = {"axis": axis, "dim": dim}
             if self.sharded.wide:
                 attrs["wide"] = True
@@ -292,8 +292,15 @@ class _Entry(_Body):
             self._scattered.append(([total for total, _ in pairs], made))
         self._parts = {}
 
+    def _term(self, part: Value) -> Value:
+        """A gradient as a term of the sum over the ranks: one that no batch is in is the same on each, and counts for
+        each."""
+        if isinstance(part.tensor.on(self.sharded.axis), Partial):
+            return part
+        type_ = part.tensor.place(self.sharded.axis, Partial("sum"))
+        return self.builder.emit("aten.clone.default", (part,), types=[type_], names=["term"])[0]
+
     def _scattered_type(self, type_: TensorType, dim: int) -> TensorType:
-        assert isinstance(type_.on(self.sharded.axis), Partial), f"a gradient that no batch is in: {type_}"
         placed = type_.place(self.sharded.axis, Shard(dim))
         return placed.with_dtype(DType.F32) if self.sharded.wide and placed.dtype.bits < DType.F32.bits else placed
 

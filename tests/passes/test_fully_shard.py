@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,9 @@ from mgraph.ir.types import DType, PendingType, Shard, TensorType
 from mgraph.ir.verifier import verify
 from mgraph.passes.base import Report
 from mgraph.passes.data_parallel import DataParallel
+from mgraph.passes.equivalence import check
 from mgraph.passes.fully_shard import FullyShard, shard_of
+from mgraph.passes.samples import Shapes
 from mgraph.passes.tensor_parallel import TensorParallel
 from tests.passes.spread import trained
 
@@ -81,6 +84,13 @@ def test_units_are_gathered_ahead_and_gradients_scattered_behind() -> None:
     ]
 
 
+def test_the_last_layer_is_not_gathered_again_for_a_backward_that_needs_less() -> None:
+    """The backward does not read biases."""
+    function = sharded("dense-tiny-sinks").entry_function("microbatch")
+    gathered = [subject(node) for node in function.nodes if node.op == "all_gather_start"]
+    assert [name for name in gathered if name.isdigit()] == ["0", "1", "0"]
+
+
 def test_what_is_kept_gathered_is_gathered_once() -> None:
     gathered = [e for e in events(sharded(reshard=False).entry_function("microbatch")) if e.startswith("all_gather")]
     names = ["embed.weight", "0", "1", "norm.weight+head.weight"]
@@ -138,6 +148,48 @@ def test_a_small_tensor_that_does_not_divide_stays_whole() -> None:
     assert {miss.node.rpartition(".")[2] for miss in report.near_misses} == {"bias"}
     bias = module.state["layers.0.attn.k.bias.grad"]
     assert str(bias.type.on("fsdp")) == "P(sum)", "its gradient is summed in `finish`"
+
+
+def test_the_twin_is_sharded_as_the_model_is() -> None:
+    """Two ranks divide biases that 64 do not."""
+    model = trained_once("dense-tiny-sinks")
+    real = FullyShard(size=64)
+    states, twins = (p.run(model, Report()).state for p in (real, real.on_twin(model)))
+    assert {n: s.type.placement for n, s in twins.items()} == {n: s.type.placement for n, s in states.items()}
+
+
+PENALISED = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens)), self.head.weight.square().sum()
+
+
+def inputs(B, S):
+    return {"tokens": (torch.int64, (B, S)), "labels": (torch.int64, (B, S))}
+
+
+def loss(outputs, batch):
+    logits, penalty = outputs
+    labels = batch["labels"].flatten()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum") + penalty, (labels != -100).sum()
+"""
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_a_gradient_that_no_batch_is_in_counts_on_each_rank(level: int, tmp_path: Path) -> None:
+    """That of a penalty on weights is a term of each microbatch, and so of each rank's."""
+    (tmp_path / "penalised.py").write_text(PENALISED)
+    before = trained(f"{tmp_path}/penalised.py:Model")
+    after = sharded(over=before, level=level)
+    assert all(found.error <= 1e-12 for found in check(FullyShard(), before, after, Shapes.of(before)))
 
 
 def test_wide_sums_are_of_narrow_gradients() -> None:
