@@ -394,11 +394,16 @@ class FunctionText:
             for (m, o), kind in loop.operands.items():
                 node = loop.node(0, m)
                 if isinstance(kind, Carried) and node.op == "call":
-                    callee = self._context.functions[called(node)]
-                    if o < len(callee.params):
-                        name = base_name(callee.params[o].name)
-                        names[kind.initial] = names[loop.node(0, kind.node).results[kind.result]] = name
+                    name = self._param_name(node, o)
+                    names[kind.initial] = names[loop.node(0, kind.node).results[kind.result]] = name
         return names
+
+    def _param_name(self, call: Node, operand: int) -> str:
+        """What the function names an operand of a call; a list in the place of several params has its own name."""
+        value, function = call.operands[operand], self._context.functions[called(call)]
+        place = [position for position, _ in expanded(call, function)].index(operand)
+        param = function.inputs()[place]
+        return base_name(value.name if is_list(value) and not is_list(param) else param.name)
 
     def _results_after(self, loop: Loop) -> dict[Value, Value]:
         """Results of the first iteration whose name must outlive it → the last iteration's value."""
