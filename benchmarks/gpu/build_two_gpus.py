@@ -1,0 +1,48 @@
+"""Compiles the packages that `benchmarks.gpu.two_gpus` runs. Needs no GPU.
+
+python3 -m benchmarks.gpu.build_two_gpus DIRECTORY [--small]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.gpu import two_gpu_models
+from mgraph.compiler import compile_package
+from mgraph.recipe import Recipe
+
+MESHES: dict[str, tuple[str, dict[str, bool]]] = {
+    "one": ("dp=1", {}),
+    "dp2": ("dp=2", {"overlap": True}),
+    "fsdp2": ("fsdp=2", {}),
+    "tp2": ("tp=2", {}),
+    "tp2-sequence": ("tp=2", {"sequence_parallel": True}),
+}
+
+
+def main() -> None:
+    """Compile every model for every mesh."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--small", action="store_true", help="small models in fp32, for the CPU")
+    options = parser.parse_args()
+    for model in ("dense", "moe"):
+        name = f"small_{model}" if options.small else model
+        for mesh, (axes, more) in MESHES.items():
+            recipe = Recipe(
+                model=f"{two_gpu_models.__file__}:{name}",
+                mesh=axes,
+                precision="fp32" if options.small else "bf16",
+                max_norm=0.0,  # as the peers: no clipping, no decay
+                weight_decay=0.0,
+                target="cpu" if options.small else "h100",
+                output=str(options.directory / f"{model}-{mesh}"),
+                **more,
+            )
+            compile_package(recipe)
+            print(recipe.directory, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""Training on two GPUs: tp2, fsdp2 and dp2 beside DDP, FSDP2 and DTensor's tensor parallelism, in one process group.
+
+    torchrun --nproc-per-node 2 -m benchmarks.gpu.two_gpus PACKAGES RESULTS.json [--small] [--steps N] [dense] [moe]
+
+PACKAGES is what `benchmarks.gpu.build_two_gpus` made. Every variant trains the same weights on the same batches, with
+parameters and gradients in bf16 and AdamW on f32 masters (`--small`: all in f32). Its losses must agree with those of
+one GPU that trains on the batches of both ranks (1 % in bf16, 1e-4 in f32); only then is it timed: the median seconds
+of a step, tokens/s in all, the share of the time in which communication runs and no computation does (from the kernels
+that the profiler saw), and peak memory. Exit status 1 on any complaint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.gpu.two_gpu_models import SHAPES, Shape
+from mgraph.runtime import mesh
+from mgraph.runtime.package import load_package
+from mgraph.runtime.state import create_state
+
+LR, CHECKED = 1e-3, 5
+Batch = tuple[Tensor, Tensor]
+Step = Callable[[Sequence[Sequence[Batch]], int], float]
+"""Trains a step on the batches of both data ranks, of which it takes its own; the mean loss over all of them."""
+
+
+@dataclass
+class Measured:
+    """One variant: losses of the first steps, and what the timed ones took."""
+
+    model: str
+    variant: str
+    losses: list[float]
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    exposed: float | None = None
+    peak_bytes: int = 0
+
+
+def batches_of(shape: Shape, data_rank: int, count: int, device: torch.device) -> list[Batch]:
+    """The batches of a data rank: random walks, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(data_rank)
+    made = []
+    for _ in range(count):
+        steps = torch.randint(0, 4, (shape.batch, shape.length + 1), generator=generator)
+        rows = steps.cumsum(1) % shape.changes.get("vocab_size", 256)
+        made.append((rows[:, :-1].contiguous().to(device), rows[:, 1:].contiguous().to(device)))
+    return made
+
+
+# ours
+
+
+def packaged(path: Path, axes: Mapping[str, int], device: torch.device) -> tuple[Step, dict[str, Tensor]]:
+    """A package's step, and its state. Ranks along data axes take their batch, all others both."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if axes:
+        devices = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        here = mesh.Mesh(rank, world, device, dict(axes), devices)
+    else:
+        here = mesh.Mesh(0, 1, device, {})
+    mesh._current = here
+    package = load_package(path, device.type)
+    state = create_state(package.state_specs, 0, device, mesh=here)
+    lr = torch.tensor(LR, device=device)
+    entries = package.manifest["entries"]
+
+    def step(batches: Sequence[Sequence[Batch]], index: int) -> float:
+        mine = batches[rank : rank + 1] if here.data_size > 1 else batches
+        for number, of_rank in enumerate(mine):
+            if "last" in entries and number + 1 == len(mine):
+                return float(package.call("last", state, *of_rank[index], lr)["loss"])
+            package.call("microbatch", state, *of_rank[index])
+        return float(package.call("finish", state, lr)["loss"])
+
+    return step, state
+
+
+# peers
+
+
+class Masters:
+    """AdamW on f32 copies of low-precision parameters, as a package has it; on the parameters where they are f32."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+        self.parameters = list(parameters)
+        self.copies = [p.detach().float().clone() if p.dtype != torch.float32 else p for p in self.parameters]
+        self.optimizer = torch.optim.AdamW(
+            self.copies, lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda"
+        )
+
+    def step(self) -> None:
+        """One update from the gradients of the parameters, which are dropped."""
+        for copy, parameter in zip(self.copies, self.parameters, strict=True):
+            if copy is not parameter:
+                copy.grad = None if parameter.grad is None else parameter.grad.float()
+                parameter.grad = None
+        self.optimizer.step()
+        with torch.no_grad():
+            for copy, parameter in zip(self.copies, self.parameters, strict=True):
+                copy.grad = None
+                if copy is not parameter:
+                    parameter.copy_(copy)
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross entropy, in f32."""
+    logits = model(batch[0])
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten())
+
+
+def stepped(model: nn.Module, optimizer: Masters, *, shares_data: bool) -> Step:
+    """The step of a wrapped model. `shares_data`: all ranks run both batches."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def step(batches: Sequence[Sequence[Batch]], index: int) -> float:
+        mine = batches if shares_data else batches[rank : rank + 1]
+        total = torch.zeros((), device=next(model.parameters()).device)
+        for of_rank in mine:
+            loss = loss_of(model, of_rank[index])
+            (loss / len(mine)).backward()
+            total += loss.detach() / len(mine)
+        optimizer.step()
+        if not shares_data:
+            dist.all_reduce(total)
+            total /= world
+        return float(total)
+
+    return step
+
+
+def data_parallel(model: nn.Module, device: torch.device, *, compiled: bool) -> Step:
+    """DDP; compiled as a whole."""
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    run = torch.compile(wrapped) if compiled else wrapped
+    return stepped(run, Masters(model.parameters(), device), shares_data=False)
+
+
+def fully_sharded(model: nn.Module, device: torch.device, *, compiled: bool) -> Step:
+    """FSDP2: each layer, then the rest; compiled layer by layer. Its parameters are the f32 masters."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    low = next(model.parameters()).dtype
+    model.float()
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)
+    layers = model.layers
+    assert isinstance(layers, nn.ModuleList)
+    for layer in layers:
+        if compiled:
+            layer.compile()
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return stepped(model, Masters(model.parameters(), device), shares_data=False)
+
+
+def tensor_parallel(model: nn.Module, device: torch.device, *, compiled: bool) -> Step:
+    """DTensor's tensor parallelism: as `parallelize_module` documents it for a dense decoder."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    devices = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    plan: dict[str, Any] = {f"layers.*.attn.{name}": ColwiseParallel() for name in "qkv"}
+    plan |= {f"layers.*.ffn.{name}": ColwiseParallel() for name in ("gate", "up")}
+    plan |= {"layers.*.attn.o": RowwiseParallel(), "layers.*.ffn.down": RowwiseParallel()}
+    plan |= {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, devices, plan)
+    run = torch.compile(model) if compiled else model
+    return stepped(run, Masters(model.parameters(), device), shares_data=True)
+
+
+PEERS: dict[str, Callable[..., Step]] = {"DDP": data_parallel, "FSDP2": fully_sharded, "DTensor TP": tensor_parallel}
+OURS: dict[str, dict[str, int]] = {
+    "dp2": {"dp": 2},
+    "fsdp2": {"fsdp": 2},
+    "tp2": {"tp": 2},
+    "tp2-sequence": {"tp": 2},
+}
+
+
+# measuring
+
+
+def exposed_share(run: Callable[[], Any], device: torch.device) -> float | None:
+    """The share of the time in which kernels of NCCL run and no other does; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    sent, computed = [], []
+    for event in profiler.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0:
+            span = event.start_ns(), event.start_ns() + event.duration_ns()
+            (sent if "nccl" in event.name().lower() else computed).append(span)
+    spans = [*sent, *computed]
+    whole = max(end for _, end in spans) - min(begin for begin, _ in spans)
+    return (_covered(spans) - _covered(computed)) / whole
+
+
+def _covered(spans: Iterable[tuple[int, int]]) -> int:
+    """The length of the union of spans of time."""
+    total, reached = 0, -1
+    for begin, end in sorted(spans):
+        total += max(0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def measure(shape: Shape, found: Measured, step: Step, steps: int, device: torch.device) -> None:
+    """Train the checked steps, then time more of them."""
+    world = dist.get_world_size()
+    batches = [batches_of(shape, rank, CHECKED, device) for rank in range(world)]
+    found.losses = [step(batches, index) for index in range(CHECKED)]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    taken = []
+    for index in range(steps):
+        dist.barrier()
+        _synchronize(device)
+        begun = time.perf_counter()
+        step(batches, index % CHECKED)
+        _synchronize(device)
+        taken.append(time.perf_counter() - begun)
+    found.seconds = statistics.median(taken)
+    found.tokens_per_second = world * shape.batch * shape.length / found.seconds
+    found.exposed = exposed_share(lambda: step(batches, 0), device)
+    found.peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def variants(
+    name: str, shape: Shape, packages: Path, device: torch.device, forms: Sequence[bool]
+) -> Iterable[tuple[str, Callable[[], Step]]]:
+    """What to measure, made when it is its turn: one GPU first, which the others must agree with."""
+    weights: dict[str, Tensor] = {}
+
+    def one() -> Step:
+        step, state = packaged(packages / f"{name}-one", {}, device)
+        weights.update({n: t.detach().cpu().clone() for n, t in state.items()})
+        return step
+
+    def peer(make: Callable[..., Step], *, compiled: bool) -> Step:
+        torch._dynamo.reset()
+        model = shape.make().to(device)
+        model.load_state_dict({n: weights[n] for n, _ in model.named_parameters()}, strict=False)
+        low = weights[next(n for n, _ in model.named_parameters())].dtype
+        return make(model.to(low), device, compiled=compiled)
+
+    yield "one", one
+    for variant, axes in OURS.items():
+        yield variant, lambda v=variant, a=axes: packaged(packages / f"{name}-{v}", a, device)[0]  # type: ignore[misc]
+    for label, make in PEERS.items():
+        if name == "moe" and make is tensor_parallel:
+            continue  # DTensor has no plan for grouped products
+        for compiled in forms:
+            text = f"{label}, {'compiled' if compiled else 'eager'}"
+            yield text, lambda m=make, c=compiled: peer(m, compiled=c)  # type: ignore[misc]
+
+
+def main() -> int:
+    """Measure all variants of the models asked for, print the table, write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("packages", type=Path)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("models", nargs="*", default=["dense", "moe"])
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--eager", action="store_true", help="leave out the compiled peers")
+    options = parser.parse_args()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    rows: list[Measured] = []
+    complaints: list[str] = []
+    for name in options.models:
+        shape = SHAPES[f"small-{name}" if options.small else name]
+        expected: list[float] = []
+        for variant, make in variants(
+            name, shape, options.packages, device, (False,) if options.eager else (False, True)
+        ):
+            found = Measured(name, variant, [])
+            try:
+                measure(shape, found, make(), options.steps, device)
+            except Exception as error:  # a peer that does not run is a result, and the others go on
+                complaints.append(f"{name}, {variant}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+                continue
+            expected = expected or found.losses
+            allowed = 1e-4 if options.small else 1e-2
+            worst = max(abs(a / b - 1) for a, b in zip(found.losses, expected, strict=True))
+            if not worst <= allowed:
+                complaints.append(f"{name}, {variant}: losses differ by {worst:.1e}, allowed {allowed:.0e}")
+            rows.append(found)
+            if rank == 0:
+                exposed = "" if found.exposed is None else f"  exposed {found.exposed:.1%}"
+                print(
+                    f"{name:6} {variant:20} {found.seconds * 1e3:9.1f} ms {found.tokens_per_second:12,.0f} tokens/s"
+                    f"{exposed}  peak {found.peak_bytes / 2**30:.1f} GiB  losses within {worst:.1e}",
+                    flush=True,
+                )
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    if rank == 0:
+        card = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+        data = {"date": datetime.date.today().isoformat(), "card": card, "torch": torch.__version__}
+        data |= {"rows": [asdict(row) for row in rows], "complaints": complaints}
+        options.results.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        print("\n".join(complaints) or "all losses agree", flush=True)
+    dist.destroy_process_group()
+    return bool(complaints)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
