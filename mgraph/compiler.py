@@ -95,6 +95,7 @@ def pipeline_text(recipe: Recipe) -> str:
     specs = [print_spec("lora", {"rules": recipe.lora, "train": recipe.lora_train})] if recipe.lora else []
     specs += [print_spec("freeze", {"groups": recipe.groups})] if frozen else []
     if (ranks := recipe.mesh_axes().get("tp")) and ranks > 1:
+        specs += [print_spec("pad", {"size": ranks, **dict.fromkeys(recipe.padded, True)})] if recipe.pad else []
         specs += [print_spec("repeat-heads", {"size": ranks})]
     specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]
     specs += [print_spec("expert-bias", {"rate": recipe.expert_bias_rate})] if recipe.expert_bias_rate else []

@@ -31,7 +31,17 @@ MESH_AXES = {"dp": "data-parallel", "fsdp": "fully-shard", "tp": "tensor-paralle
 PLACING_AXES = ("tp",)
 """The axes for which rules of `place` say where parameters lie."""
 
-_OF_AXIS = {"zero": "fsdp", "keep_gathered": "fsdp", "wide_sums": "fsdp", "overlap": "dp", "sequence_parallel": "tp"}
+PADDABLE = ("heads", "vocab")
+"""What `pad` may name."""
+
+_OF_AXIS = {
+    "zero": "fsdp",
+    "keep_gathered": "fsdp",
+    "wide_sums": "fsdp",
+    "overlap": "dp",
+    "sequence_parallel": "tp",
+    "pad": "tp",
+}
 """Fields that say how an axis is used."""
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -60,6 +70,7 @@ class Recipe:
     sequence_parallel: bool = option(
         False, "with tp: between the blocks of a layer activations lie split along the sequence, which tp must divide"
     )
+    pad: str = option("", "with tp: what is made longer by zeros where tp does not divide it: heads, vocab, or both")
     zero: int = option(
         3, "what ranks along fsdp share: 1 the optimizer's state, 2 gradients too, 3 parameters too", within=(1, 3)
     )
@@ -127,6 +138,7 @@ class Recipe:
         object.__setattr__(self, "groups", tuple(parse_group(rule).text for rule in self.groups))
         object.__setattr__(self, "lora", tuple(parse_adapter(rule).text for rule in self.lora))
         object.__setattr__(self, "place", tuple(parse_placement(rule).text for rule in self.place))
+        object.__setattr__(self, "pad", ",".join(self.padded))
         if self.lora_train and not self.lora:
             raise OptionError("there is no adapter", where="--lora-train", hint="--lora says which linears get one")
         if (self.recompute == "selective") != bool(self.memory_budget):
@@ -211,6 +223,15 @@ class Recipe:
             hint = f"a number and one of {', '.join(_UNITS)}, e.g. 40GiB"
             raise OptionError(f"memory_budget is {self.memory_budget!r}", where="--memory-budget", hint=hint)
         return int(float(match[1]) * _UNITS[match[2]])
+
+    @property
+    def padded(self) -> tuple[str, ...]:
+        """What is padded, in the order of PADDABLE. Raises OptionError."""
+        for part in _parts(self.pad):
+            if part not in PADDABLE:
+                hint = did_you_mean(part, PADDABLE) or f"any of {', '.join(PADDABLE)}"
+                raise OptionError(f"{part!r} cannot be padded", where="--pad", hint=hint)
+        return tuple(what for what in PADDABLE if what in _parts(self.pad))
 
     def patterns(self) -> tuple[str, ...]:
         """Passes to leave out."""

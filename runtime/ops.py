@@ -125,11 +125,15 @@ def rope_table_grad(dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor, *, style: s
     return dcos.sum_to_size(cos.shape).to(cos.dtype), dsin.sum_to_size(sin.shape).to(sin.dtype)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, classes: int = 0
+) -> tuple[Tensor, Tensor]:
     """Sum over rows with `label != ignore_index` of `lse - logits[label]`, and lse = log sum exp (N).
 
-    logits [N, V], labels i64 [N]. Rows are taken in pieces, so that no second [N, V] tensor is made.
+    logits [N, V], labels i64 [N]; columns from `classes` on, if it is not 0, are padding. Rows are taken in pieces, so
+    that no second [N, V] tensor is made.
     """
+    logits = logits[:, : classes or None]
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     lse = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
     step = chunk_rows(logits)
@@ -142,13 +146,23 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -
 
 
 def cross_entropy_grad(
-    dsum: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, *, ignore_index: int = -100, out: Tensor | None = None
+    dsum: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    *,
+    ignore_index: int = -100,
+    classes: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of `cross_entropy`: `dsum * (exp(logits - lse) - onehot(label))`, zero in ignored rows.
+    """Gradient of `cross_entropy`: `dsum * (exp(logits - lse) - onehot(label))`, zero in ignored rows and padding.
 
     `out` may be `logits` itself, which is then overwritten.
     """
-    out = torch.empty_like(logits) if out is None else out
+    whole = torch.empty_like(logits) if out is None else out
+    classes = classes or logits.shape[1]
+    whole[:, classes:] = 0
+    logits, out = logits[:, :classes], whole[:, :classes]
     counted = labels != ignore_index
     scale = (dsum * counted)[:, None]
     columns = labels.where(counted, 0)[:, None]
@@ -159,7 +173,7 @@ def cross_entropy_grad(
         torch.sub(logits[rows], lse[rows, None], out=piece).exp_()
         piece.scatter_add_(1, columns[rows], piece.new_full((1, 1), -1.0).expand(piece.shape[0], 1))
         torch.mul(piece, scale[rows], out=out[rows])
-    return out
+    return whole
 
 
 def chunk_rows(logits: Tensor) -> int:

@@ -61,6 +61,7 @@ from mgraph.runtime.ops import (
     squared_relu_grad,
     zero_,
 )
+from mgraph.runtime.pad import pad_extent, pad_extent_grad, padded_part
 from mgraph.runtime.repeat import repeat_parts, repeat_parts_grad, repeated_part, repeated_part_grad
 from mgraph.runtime.vocabulary import (
     cross_entropy_join,
@@ -116,6 +117,9 @@ __all__ = [
     "moe_dispatch_grad",
     "moe_route",
     "moe_route_grad",
+    "pad_extent",
+    "pad_extent_grad",
+    "padded_part",
     "part_of",
     "random",
     "reduce_scatter",

@@ -40,16 +40,20 @@ def embedding_part_grad_(total: Tensor, grad: Tensor, tokens: Tensor, index: int
     return total.index_add_(0, row.reshape(-1), rows.reshape(-1, rows.shape[-1]))
 
 
-def cross_entropy_part(logits: Tensor, labels: Tensor, index: int, *, parts: int) -> tuple[Tensor, Tensor]:
+def cross_entropy_part(
+    logits: Tensor, labels: Tensor, index: int, *, parts: int, classes: int = 0
+) -> tuple[Tensor, Tensor]:
     """log sum exp of this part's logits [N, V], and the label's logit where it is of this part, else 0; each [N, 1].
 
-    `parts` is the number of ranks. Rows are taken in pieces, so that no second [N, V] tensor is made.
+    `parts` is the number of ranks; entries of the whole vocabulary from `classes` on, if it is not 0, are padding. Rows
+    are taken in pieces, so that no second [N, V] tensor is made.
     """
+    real = _real(logits, index, classes)
     lse = torch.empty(logits.shape[0], dtype=_wide_type(logits), device=logits.device)
     step = chunk_rows(logits)
     for start in range(0, logits.shape[0], step):
         rows = slice(start, start + step)
-        torch.logsumexp(wide(logits[rows]), -1, out=lse[rows])
+        torch.logsumexp(wide(logits[rows, :real]), -1, out=lse[rows])
     row, inside = _within(labels, index, logits.shape[1])
     picked = logits.gather(1, row[:, None]).to(lse.dtype).masked_fill_(~inside[:, None], 0)
     return lse[:, None], picked
@@ -71,9 +75,10 @@ def cross_entropy_part_grad(
     index: int,
     *,
     ignore_index: int = -100,
+    classes: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`dsum * (exp(logits - lse) - onehot(label))` for this part's logits [N, V]; zero in ignored rows.
+    """`dsum * (exp(logits - lse) - onehot(label))` for this part's logits [N, V]; zero in ignored rows and padding.
 
     `out` may be `logits` itself, which is then overwritten.
     """
@@ -87,7 +92,14 @@ def cross_entropy_part_grad(
         torch.sub(logits[rows], lse[rows, None], out=piece).exp_()
         piece.scatter_add_(1, row[rows, None], -inside[rows, None].to(piece.dtype))
         torch.mul(piece, scale[rows], out=out[rows])
+    out[:, _real(logits, index, classes) :] = 0
     return out
+
+
+def _real(logits: Tensor, index: int, classes: int) -> int:
+    """How many columns of a part are no padding."""
+    columns = logits.shape[1]
+    return min(max(classes - index * columns, 0), columns) if classes else columns
 
 
 def _wide_type(tensor: Tensor) -> torch.dtype:

@@ -17,6 +17,8 @@ from mgraph.ir.types import TensorType
 _MAY_ALIAS = {
     "all_gather",  # over an axis of one rank
     "cast",
+    "pad_extent_grad",  # the first of one part
+    "padded_part",
     "part_of",
     "reduce_scatter",
     "repeated_part",

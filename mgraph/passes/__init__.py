@@ -28,6 +28,7 @@ PASSES: dict[str, str] = {
     # derive
     "lora": "mgraph.passes.lora:Lora",
     "freeze": "mgraph.passes.freeze:Freeze",
+    "pad": "mgraph.passes.pad:Pad",
     "repeat-heads": "mgraph.passes.repeat_heads:RepeatHeads",
     "autodiff": "mgraph.passes.autodiff:Autodiff",
     "recompute": "mgraph.passes.recompute:Recompute",

@@ -18,11 +18,12 @@ from mgraph.ir.opdef import GradientRequest, op_def
 from mgraph.ir.types import DType, TensorType
 
 # Views of a saved value cost nothing to make again, and saving them would only lengthen the list of saved values.
-# Repeated parts are one where a rank takes its own.
+# Repeated and padded parts are one where a rank takes its own, or else copies of a weight.
 VIEWS = frozenset(
     {
         "reshape",
         "repeat_parts",
+        "pad_extent",
         "aten.t.default",
         "aten.transpose.int",
         "aten.permute.default",

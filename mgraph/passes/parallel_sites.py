@@ -192,15 +192,27 @@ def _walk(walk: Walk, node: Node) -> None:
 
 
 def heads(function: Function, node: Node) -> tuple[Walk, Walk]:
-    """What splitting an attention by heads splits, and the part of it that makes its keys and values.
+    """What splitting an attention by heads splits but for its keys and values, and what makes those.
 
     Raises NoSite where a weight cannot be found.
     """
-    all_, shared = Walk.of(function), Walk.of(function)
-    _walk(all_, node)
-    for operand in node.operands[1:3]:
-        shared.back(operand, Shard(1))
-    return all_, shared
+    own, shared = Walk.of(function), Walk.of(function)
+    rule = rules_of(node, 1)[0]
+    for index, (operand, place) in enumerate(zip(node.operands, rule.operands, strict=True)):
+        (shared if index in (1, 2) else own).back(operand, place)
+    own.rules[node] = rule
+    own.onward(node.results[0], Shard(1))
+    return own, shared
+
+
+def vocabulary(function: Function, node: Node) -> Walk:
+    """What splitting the vocabulary of an embedding or a cross entropy splits.
+
+    Raises NoSite where a weight cannot be found.
+    """
+    walk = Walk.of(function)
+    _walk(walk, node)
+    return walk
 
 
 def _is_weight(walk: Walk, value: Value) -> bool:
@@ -218,6 +230,8 @@ def _problem(walk: Walk, node: Node, what: str, axis: str, size: int) -> PassErr
         if divide(extent, size) is None:
             where = node.origin.path or walk.function.name
             kind, hint = "", f"a {axis} that divides {dim_text(extent)}"
+            if what in PADDED:
+                hint = f"{hint}, or --pad {PADDED[what]}"
             if value in shared:
                 # What could be repeated has been, by the pass repeat-heads.
                 kind, hint = "key/value ", f"{hint}, or a multiple of it that divides the query heads"
@@ -229,9 +243,12 @@ def _problem(walk: Walk, node: Node, what: str, axis: str, size: int) -> PassErr
     return None
 
 
+_HEADS, _ENTRIES = "heads", "entries of the vocabulary"
+PADDED = {_HEADS: "heads", _ENTRIES: "vocab"}
+"""What the pass `pad` makes divisible, and its name there."""
 _SITES = {
-    "attention": "heads",
-    "aten.embedding.default": "entries of the vocabulary",
-    "cross_entropy": "entries of the vocabulary",
+    "attention": _HEADS,
+    "aten.embedding.default": _ENTRIES,
+    "cross_entropy": _ENTRIES,
     **dict.fromkeys(INNER, "inner columns"),
 }

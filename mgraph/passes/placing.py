@@ -220,8 +220,8 @@ def _made(node: Node) -> Iterator[ShardingRule]:
         yield ShardingRule(f"dim {dim}", (), (Shard(dim),))
 
 
-def _repeat(node: Node) -> Iterator[ShardingRule]:
-    """The repeated parts of what is whole: `mgraph.passes.spreading` has the op that takes a rank's own."""
+def _view(node: Node) -> Iterator[ShardingRule]:
+    """Parts of a longer form of what is whole: `mgraph.passes.spreading` has the op that takes a rank's own."""
     yield ShardingRule("parts", (None,), (Shard(int(str(node.attrs["dim"]))),))
 
 
@@ -243,7 +243,8 @@ _OWN: dict[str, Callable[[Node], Iterator[ShardingRule]]] = {
     "reshape": _reshape,
     "cast": _cast,
     "dropout": _dropout,
-    "repeat_parts": _repeat,
+    "pad_extent": _view,
+    "repeat_parts": _view,
     "aten.add.Tensor": _linear_map,
     "aten.sub.Tensor": _linear_map,
     "aten.permute.default": _permute,

@@ -16,18 +16,17 @@ one head that its query heads read, and computes no other. The weight stays one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mgraph.errors import PassError
-from mgraph.ir.builder import FunctionBuilder, rebuild
+from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.dims import as_dim
 from mgraph.ir.graph import Function, Module, Node, Value
-from mgraph.ir.local import SHAPE_ATTRS
-from mgraph.ir.types import Placement, Shard
+from mgraph.ir.types import Shard
 from mgraph.passes.base import Pass, Report, Stage, Tier
-from mgraph.passes.parallel_sites import NoSite, Walk, heads
+from mgraph.passes.parallel_sites import NoSite, heads
+from mgraph.passes.widening import Widening
 
 
 @dataclass(frozen=True)
@@ -73,63 +72,11 @@ class RepeatHeads(Pass):
 
 def _repeated(function: Function, attention: Node, times: int, made_by: str) -> Function:
     """The function with the heads of one attention repeated. Raises NoSite where that cannot be."""
-    _, walk = heads(function, attention)
-    _refuse_other_readers(function, attention, walk)
     parts = int(str(attention.operands[1].tensor.shape[1]))
-    builder = rebuild(function, made_by)
-    weights: dict[Value, Value] = {}
-    for node in function.nodes:
-        rule = walk.rules.get(node)
-        if rule is None:
-            builder.keep(node)
-            continue
-        with builder.at(node):
-            operands = []
-            for value in node.operands:
-                if value in walk.weights and value not in weights:
-                    weights[value] = _repeated_weight(builder, value, walk.weights[value], parts, times)
-                operands.append(weights.get(value, builder.value(value)))
-        results = tuple(_wider(v, place, times) for v, place in zip(node.results, rule.results, strict=True))
-        builder.nodes.append(
-            replace(node, operands=tuple(operands), results=results, attrs=_attrs(node, rule.results, results))
-        )
-        for old, new in zip(node.results, results, strict=True):
-            builder.replace(old, new)
-    return builder.build(function.results)
 
+    def view(builder: FunctionBuilder, weight: Value, place: Shard) -> Value:
+        name = f"{weight.name.rpartition('.')[2]}_repeated"
+        return builder.one("repeat_parts", weight, name=name, dim=place.dim, parts=parts, times=times)
 
-def _repeated_weight(builder: FunctionBuilder, weight: Value, place: Shard, parts: int, times: int) -> Value:
-    name = f"{weight.name.rpartition('.')[2]}_repeated"
-    return builder.one("repeat_parts", weight, name=name, dim=place.dim, parts=parts, times=times)
-
-
-def _refuse_other_readers(function: Function, attention: Node, walk: Walk) -> None:
-    """What becomes wider must be read by nothing else."""
-    made = {value for node in walk.rules for value in node.results}
-    for value in made:
-        others = [n for n in walk.users.get(value, ()) if n is not attention and n not in walk.rules]
-        if others or value in function.results:
-            reader = f"{others[0].op} %{others[0].id}" if others else "the caller"
-            raise NoSite(f"%{value.name} is read by {reader}, too")
-
-
-def _wider(value: Value, place: Placement | None, times: int) -> Value:
-    """The value with more heads, under its name."""
-    if not isinstance(place, Shard):
-        return value
-    shape = list(value.tensor.shape)
-    shape[place.dim] = as_dim(shape[place.dim] * times)
-    return Value(value.name, value.tensor.with_shape(*shape))
-
-
-def _attrs(node: Node, places: tuple[Placement | None, ...], results: tuple[Value, ...]) -> Mapping[str, Any]:
-    """Attributes that repeat the shape of the only result follow it."""
-    place = places[0]
-    if len(results) != 1 or not isinstance(place, Shard):
-        return node.attrs
-    attrs: dict[str, Any] = dict(node.attrs)
-    for name in SHAPE_ATTRS:
-        shape = attrs.get(name)
-        if isinstance(shape, tuple) and shape[place.dim] == node.result.tensor.shape[place.dim]:
-            attrs[name] = (*shape[: place.dim], results[0].tensor.shape[place.dim], *shape[place.dim + 1 :])
-    return attrs
+    shared = heads(function, attention)[1]
+    return Widening(shared, {attention: {}}, lambda extent: as_dim(extent * times), view).function(made_by)

@@ -6,6 +6,7 @@ Inputs and results of functions are whole or split, never partial.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -270,13 +271,15 @@ class _Function:
         column = TensorType(DType.F32, (logits.tensor.shape[0], parts)).place(axis, Shard(1))
         operands = (logits, labels, self._axis_index())
         names = ("lse_part", "picked_part")
+        attrs = {name: value for name, value in node.attrs.items() if name == "classes"}
         placed = self.builder.emit(
-            "cross_entropy_part", operands, {"parts": parts}, types=[column, column], names=names
+            "cross_entropy_part", operands, {"parts": parts, **attrs}, types=[column, column], names=names
         )
         self.owner.counts["all_gather"] += 1
         names = ("lse_parts", "picked_parts")
         whole = self.builder.emit("all_gather", placed, {"axis": axis, "dim": 1}, names=names)
-        self._keep(self._as(node, "cross_entropy_join", node.attrs), (*whole, labels), [None, None])
+        attrs = {name: value for name, value in node.attrs.items() if name != "classes"}
+        self._keep(self._as(node, "cross_entropy_join", attrs), (*whole, labels), [None, None])
         return True
 
     def _cross_entropy_grad(self, node: Node) -> bool:
@@ -326,26 +329,25 @@ class _Function:
             self._keep(node, (self.to(x, None), *numbers), [None])
         return True
 
-    def _repeat(self, node: Node) -> bool:
-        """Each rank takes those of the repeated parts that are its own; where they do not divide, it has all."""
-        whole, own = self.to(node.operands[0], None), self._repeated(node)
+    def _longer(self, node: Node) -> bool:
+        """Each rank takes its own part of what is repeated or padded; where the axis does not divide it, it has all."""
+        whole, own = self.to(node.operands[0], None), self._own_part(node)
         if own is None:
             self._keep(node, (whole,), [None])
         else:
-            self._keep(self._as(node, "repeated_part", own), (whole, self._axis_index()), [_along(node)])
+            self._keep(self._as(node, _OWN_PART[node.op], own), (whole, self._axis_index()), [_along(node)])
         return True
 
     def _repeat_grad(self, node: Node) -> bool:
-        own, place = self._repeated(node), _along(node)
+        own, place = self._own_part(node), _along(node)
         if own is None or self.owner.on(node.operands[0]) != place:
             return False
         self._keep(self._as(node, "repeated_part_grad", own), (node.operands[0], self._axis_index()), [Partial()])
         return True
 
-    def _repeated(self, node: Node) -> dict[str, object] | None:
-        """The attributes of an op on a rank's own part of what is repeated; `None` where the axis does not divide."""
-        number = int(str(node.attrs["parts"])) * int(str(node.attrs["times"]))
-        return None if number % self.owner.size else {**node.attrs, "ranks": self.owner.size}
+    def _own_part(self, node: Node) -> dict[str, object] | None:
+        """The attributes of an op on a rank's own part of what is longer; `None` where the axis does not divide it."""
+        return None if _pieces(node) % self.owner.size else {**node.attrs, "ranks": self.owner.size}
 
     def _as(self, node: Node, op: str, attrs: Mapping[str, object]) -> Node:
         return replace(node, op=op, attrs=dict(attrs), made_by=self.owner.made_by)
@@ -356,6 +358,17 @@ def _along(node: Node) -> Shard:
     return Shard(int(str(node.attrs["dim"])))
 
 
+def _pieces(node: Node) -> int:
+    """Of how many equal pieces a repeated or padded dim is made."""
+    if "times" in node.attrs:
+        return int(str(node.attrs["parts"])) * int(str(node.attrs["times"]))
+    pieces = node.attrs["to"]
+    assert isinstance(pieces, tuple), f"{node!r} pads to {pieces}"
+    return math.prod(int(str(n)) for n in pieces)
+
+
+_OWN_PART = {"pad_extent": "padded_part", "repeat_parts": "repeated_part"}
+"""The ops by which a rank takes its own part of what is longer than a weight."""
 _SPECIAL: dict[str, Callable[[_Function, Node], bool]] = {
     "aten.embedding.default": _Function._embedding,
     "aten.embedding_dense_backward.default": _Function._embedding_grad,
@@ -364,6 +377,7 @@ _SPECIAL: dict[str, Callable[[_Function, Node], bool]] = {
     "global_norm": _Function._global_norm,
     "square_sum": _Function._square_sum,
     "dropout": _Function._dropout,
-    "repeat_parts": _Function._repeat,
+    "pad_extent": _Function._longer,
+    "repeat_parts": _Function._longer,
     "repeat_parts_grad": _Function._repeat_grad,
 }

@@ -37,8 +37,8 @@ CASES: list[tuple[str, list[str]]] = [
     ("dp=2,dp=4", ["'dp' is given twice", "each axis once"]),
     ("tp=2,dp=*,tp=2", ["'tp' is given twice"]),
     # what does not divide
-    ("tp=3", ["tp=3 does not divide the 256 entries of the vocabulary of embed", "models/decoder.py:", "divides 256"]),
-    ("tp=8", ["tp=8 does not divide the 4 heads of layers.*.attn", "models/attention.py:", "a tp that divides 4"]),
+    ("tp=3", ["tp=3 does not divide the 256 entries of the vocabulary of embed", "or --pad vocab"]),
+    ("tp=8", ["tp=8 does not divide the 4 heads of layers.*.attn", "attention.py:", "divides 4, or --pad heads"]),
     ("fsdp=3", ["fsdp=3 divides no dim of 21 parameters of 21", *DIVIDES]),
     ("dp=2,fsdp=1024,tp=2", ["fsdp=1024 divides no dim", *DIVIDES]),
 ]

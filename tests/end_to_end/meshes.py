@@ -25,7 +25,7 @@ from mgraph.recipe import MESH_AXES, Recipe
 from tests.all_ranks import Tensors, difference, joined, laid_out, places
 from tests.families.configs import write_config
 
-MESH_OPTIONS = ("place", "sequence_parallel", "zero", "keep_gathered", "wide_sums", "overlap")
+MESH_OPTIONS = ("place", "sequence_parallel", "pad", "zero", "keep_gathered", "wide_sums", "overlap")
 """Fields of the recipe that only say how a mesh is used."""
 DATA_AXES = ("dp", "fsdp")
 """Axes whose ranks see different rows."""
@@ -45,6 +45,16 @@ def model():
         "dense", "tiny", d_model=96, num_heads=12, num_kv_heads=6, d_ff=192, vocab_size=96, qk_norm=True, mlp_bias=True
     )
 '''
+ODD = '''
+"""A decoder whose heads and vocabulary no even number of ranks divides, or at most two."""
+
+from mgraph import models
+
+
+def model():
+    return models.get("dense", "tiny", d_model=48, num_heads=6, num_kv_heads=2, vocab_size=259, qk_norm=True)
+'''
+MODEL_FILES = {"threes": THREES, "odd": ODD}
 capture = functools.cache(capture_with_report)
 
 
@@ -78,9 +88,9 @@ class Row:
     def recipe(self, directory: Path, **more: Any) -> Recipe:
         """The recipe of the row; files that its model needs are written to a directory."""
         model = self.model
-        if model == "threes":
-            model = f"{directory}/threes.py:model"
-            (directory / "threes.py").write_text(THREES)
+        if model in MODEL_FILES:
+            (directory / f"{model}.py").write_text(MODEL_FILES[model])
+            model = f"{directory}/{model}.py:model"
         elif model.startswith("hf:"):
             model = write_config(model.removeprefix("hf:"), directory / model.removeprefix("hf:"))
         return Recipe(model=model, mesh=self.mesh, arch="none", **{**dict(self.options), **more})

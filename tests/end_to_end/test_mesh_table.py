@@ -66,6 +66,13 @@ OPTIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("hf:llama3", "fsdp=2,tp=4", {"sequence_parallel": True, "recompute": "full"}),
     ("hf:gpt2", "dp=2,tp=2", {"sequence_parallel": True}),
     ("threes", "tp=3", {"sequence_parallel": True}),
+    ("threes", "fsdp=2,tp=4", {"pad": "heads"}),
+    ("odd", "fsdp=2,tp=2", {"pad": "vocab"}),
+    *[("odd", mesh, {"pad": "heads,vocab"}) for mesh in ("tp=4", "dp=2,tp=4")],
+    ("odd", "dp=2,tp=4", {"pad": "heads,vocab", "sequence_parallel": True, "recompute": "full"}),
+    ("odd", "fsdp=2,tp=4", {"pad": "heads,vocab", "precision": "bf16", "zero": 1}),
+    ("odd", "tp=4", {"pad": "heads,vocab", "place": ("embed.weight|head.weight: S(1)@tp",)}),
+    ("odd", "tp=4", {"pad": "heads,vocab", "lora": ("*.q.*|*.o.*: rank=4, alpha=8",)}),
 ]
 ROWS = [
     *[Row(model, mesh) for mesh in MESHES for model in MODELS],
@@ -100,6 +107,7 @@ PROCESSES: list[tuple[str, str, dict[str, Any]]] = [
     ("moe-tiny-losses", "dp=2,tp=2", {}),
     ("hf:llama3", "dp=2,fsdp=2", {"overlap": True}),
     ("hf:llama3", "dp=2,fsdp=2,tp=2", {}),
+    ("odd", "tp=4", {"pad": "heads,vocab"}),
 ]
 RUN_ROWS = [Row(model, mesh, tuple(options.items())) for model, mesh, options in PROCESSES]
 

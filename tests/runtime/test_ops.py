@@ -64,6 +64,17 @@ def test_cross_entropy(rows: int, dtype: torch.dtype, monkeypatch: pytest.Monkey
     assert torch.equal(logits, expected)
 
 
+def test_cross_entropy_of_padded_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mgraph.runtime.ops._CHUNK_ELEMENTS", 50)
+    logits, labels = numbers(9, 11) * 5, torch.randint(8, (9,))
+    total, lse = rt.cross_entropy(logits, labels, classes=8)
+    torch.testing.assert_close((total, lse), rt.cross_entropy(logits[:, :8].clone(), labels))
+    check("cross_entropy_grad", torch.tensor(0.7), logits, labels, lse, classes=8)
+    expected = rt.cross_entropy_grad(torch.tensor(0.7), logits, labels, lse, classes=8)
+    assert not expected[:, 8:].any()
+    assert torch.equal(rt.cross_entropy_grad(torch.tensor(0.7), logits, labels, lse, classes=8, out=logits), expected)
+
+
 def test_embedding_grad() -> None:
     total, grad, indices = numbers(6, 3), numbers(2, 4, 3), torch.randint(6, (2, 4))
     expected = total + torch.ops.aten.embedding_dense_backward(grad, indices, 6, -1, False)

@@ -29,13 +29,13 @@ def test_embedding(index: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("index", [0, 2])
-def test_cross_entropy(index: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("index", "classes"), [(0, 0), (2, 0), (2, 12), (2, 7)])
+def test_cross_entropy(index: int, classes: int, dtype: torch.dtype) -> None:
     logits = (3 * torch.randn(9, 5)).to(dtype)
-    labels = torch.randint(15, (9,))
+    labels = torch.randint(classes or 15, (9,))
     labels[4] = -100
-    expected = op_def("cross_entropy_part").body(logits, labels, index, parts=3)
-    found = v1.cross_entropy_part(logits, labels, index, parts=3)
+    expected = op_def("cross_entropy_part").body(logits, labels, index, parts=3, classes=classes)
+    found = v1.cross_entropy_part(logits, labels, index, parts=3, classes=classes)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     lse, picked = torch.randn(9, 3).to(found[0].dtype), torch.randn(9, 3).to(found[0].dtype)
@@ -43,9 +43,9 @@ def test_cross_entropy(index: int, dtype: torch.dtype) -> None:
     for ours, theirs in zip(v1.cross_entropy_join(lse, picked, labels), joined, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     dsum, whole = torch.tensor(0.7), joined[1]
-    wanted = op_def("cross_entropy_part_grad").body(dsum, logits, labels, whole, index)
+    wanted = op_def("cross_entropy_part_grad").body(dsum, logits, labels, whole, index, classes=classes)
     for out in (None, logits.clone()):
         given = logits if out is None else out
-        made = v1.cross_entropy_part_grad(dsum, given, labels, whole, index, out=out)
+        made = v1.cross_entropy_part_grad(dsum, given, labels, whole, index, classes=classes, out=out)
         assert made.dtype == dtype
         torch.testing.assert_close(made, wanted, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)

@@ -16,15 +16,18 @@ if TYPE_CHECKING:
 
     from mgraph.ir.graph import Value
 
-ATTRS = {"ignore_index": -100}
+ATTRS = {"ignore_index": -100, "classes": 0}
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, classes: int = 0
+) -> tuple[Tensor, Tensor]:
     """`sum = Σ over rows with label ≠ ignore_index of (lse - logits[label])`, `lse = log Σ exp(logits)`.
 
-    logits [n, v], labels i64[n] → sum f32[], lse f32[n]. Computed in at least f32. All rows ignored gives 0.
+    logits [n, v], labels i64[n] → sum f32[], lse f32[n]. Computed in at least f32. All rows ignored gives 0. Where
+    `classes` is not 0, columns from it on are padding: they count for nothing, and their gradient is 0.
     """
-    wide = promote(logits)
+    wide = promote(logits)[:, : classes or None]
     lse = wide.logsumexp(-1)
     counted = labels != ignore_index
     picked = wide.gather(1, labels.where(counted, 0)[:, None])[:, 0]
@@ -32,7 +35,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -
 
 
 def cross_entropy_grad(
-    dsum: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, *, ignore_index: int = -100
+    dsum: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, *, ignore_index: int = -100, classes: int = 0
 ) -> Tensor:
     """Gradient of `cross_entropy`: `dsum · (exp(logits - lse) - onehot(label))`, 0 in ignored rows.
 
@@ -42,6 +45,8 @@ def cross_entropy_grad(
 
     counted = labels != ignore_index
     probabilities = (promote(logits) - lse[:, None]).exp()
+    if classes:
+        probabilities = probabilities.where(torch.arange(logits.shape[1], device=logits.device) < classes, 0)
     columns = labels.where(counted, 0)[:, None]
     grad = probabilities.scatter_add(1, columns, -torch.ones_like(probabilities[:, :1]))
     return rounded(grad * dsum * counted[:, None], logits)

@@ -49,14 +49,26 @@ def embedding_part_grad(dy: Tensor, tokens: Tensor, index: Any, *, shape: Sequen
     return dy.new_zeros(tuple(shape)).index_add(0, row.reshape(-1), parts)
 
 
-def cross_entropy_part(logits: Tensor, labels: Tensor, index: Any, *, parts: int) -> tuple[Tensor, Tensor]:
+def cross_entropy_part(
+    logits: Tensor, labels: Tensor, index: Any, *, parts: int, classes: int = 0
+) -> tuple[Tensor, Tensor]:
     """Of the logits of one part: `log Σ exp`, and the label's logit, 0 where the label is of another part.
 
-    logits [n, v], labels i64[n], index i64[] → f32[n, parts], of which a rank makes its column, twice.
+    logits [n, v], labels i64[n], index i64[] → f32[n, parts], of which a rank makes its column, twice. Where `classes`
+    is not 0, entries of the whole vocabulary from it on are padding.
     """
     wide = promote(logits)
     row, inside = _within(labels, index, logits.shape[1])
-    return wide.logsumexp(-1, keepdim=True), wide.gather(1, row[:, None]) * inside[:, None]
+    real = wide.where(_is_class(logits, index, classes), -float("inf"))
+    return real.logsumexp(-1, keepdim=True), wide.gather(1, row[:, None]) * inside[:, None]
+
+
+def _is_class(logits: Tensor, index: Any, classes: int) -> Tensor:
+    """Which columns of a part are no padding; bool [v]."""
+    import torch
+
+    columns: Tensor = torch.arange(logits.shape[1], device=logits.device) + index * logits.shape[1]
+    return columns < (classes or float("inf"))
 
 
 def cross_entropy_join(
@@ -68,11 +80,18 @@ def cross_entropy_join(
 
 
 def cross_entropy_part_grad(
-    dsum: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, index: Any, *, ignore_index: int = -100
+    dsum: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    index: Any,
+    *,
+    ignore_index: int = -100,
+    classes: int = 0,
 ) -> Tensor:
     """Gradient of `cross_entropy` for the logits of one part [n, v], from the whole vocabulary's lse f32[n]."""
     row, inside = _within(labels, index, logits.shape[1])
-    grad = (promote(logits) - lse[:, None]).exp()
+    grad = (promote(logits) - lse[:, None]).exp().where(_is_class(logits, index, classes), 0)
     grad = grad.scatter_add(1, row[:, None], -inside[:, None].to(grad.dtype))
     return rounded(grad * dsum * (labels != ignore_index)[:, None], logits)
 
@@ -93,7 +112,13 @@ define_op(
     infer=lambda types, attrs: (types[0].with_shape(*attrs["shape"]),),
     bytes=traffic,
 )
-define_op("cross_entropy_part", cross_entropy_part, attrs={"parts": REQUIRED}, infer=_infer_part, compute_dtype="f32")
+define_op(
+    "cross_entropy_part",
+    cross_entropy_part,
+    attrs={"parts": REQUIRED, "classes": 0},
+    infer=_infer_part,
+    compute_dtype="f32",
+)
 define_op(
     "cross_entropy_join",
     cross_entropy_join,
@@ -104,7 +129,7 @@ define_op(
 define_op(
     "cross_entropy_part_grad",
     cross_entropy_part_grad,
-    attrs={"ignore_index": -100},
+    attrs={"ignore_index": -100, "classes": 0},
     infer=lambda types, attrs: (types[1],),
     compute_dtype="f32",
 )

@@ -32,3 +32,16 @@ def test_own_ignore_index_and_low_precision(run_op: Any) -> None:
     assert lse.dtype == torch.float32
     (grad,) = torch.autograd.grad(2 * expected, wide)
     torch.testing.assert_close(dlogits, grad.bfloat16())
+
+
+def test_padded_columns_count_for_nothing(run_op: Any) -> None:
+    logits = torch.randn(5, 9, requires_grad=True)
+    labels = torch.tensor([0, 3, -100, 5, 2])
+    (total, lse), (dlogits, none) = run_op("cross_entropy", (logits, labels), {"classes": 6}, torch.tensor(2.0))
+    wide = logits.detach().clone().requires_grad_()
+    expected = functional.cross_entropy(wide[:, :6], labels, reduction="sum")
+    expected.backward(torch.tensor(2.0))
+    torch.testing.assert_close(total, expected.detach())
+    torch.testing.assert_close(lse, wide[:, :6].logsumexp(-1).detach())
+    torch.testing.assert_close(dlogits, wide.grad)
+    assert none is None
