@@ -10,13 +10,14 @@ After:
 
 An op may write over its first operands where they are old values of state (a slot, or a state) that nothing reads
 afterwards: neither later in the function, nor, for a slot, in a caller after the call. It may write over this rank's
-part of a state (`part_of`) for which the same holds, and of which nothing else is read: what becomes of the state is
+part of a state (`part_of`) for which the same holds, where that is the one part taken: what becomes of the state is
 then made of the parts of all ranks. Until this pass the graph is functional.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -55,7 +56,7 @@ def _rewrite(function: Function, read_later: set[int], report: Report) -> Functi
         if node.op in UPDATES:
             targets = node.operands[: len(node.results)]
             free = [v for v in targets if (root := parts.get(v, v)).is_state or root in owned]
-            late = [v for v in targets if last.get(v, -1) > index or parts.get(v, v) in blocked]
+            late = [v for v in targets if _last_read_of(v, parts, last) > index or parts.get(v, v) in blocked]
             if len(free) == len(targets) and not late:
                 report.match(function.name, node.id, node.op)
                 node = replace(node, op=f"{node.op}_")
@@ -75,10 +76,15 @@ def _last_reads(function: Function) -> dict[Value, int]:
 
 
 def _only_parts(function: Function) -> dict[Value, Value]:
-    """Parts of values of which nothing else is read, and what they are parts of."""
-    times = Counter(v for node in function.nodes for v in node.operands)
+    """The one part that is taken of a value which is not returned, and that value."""
     made = {node.results[0]: node.operands[0] for node in function.nodes if node.op == "part_of"}
+    times = Counter(made.values())
     return {part: whole for part, whole in made.items() if times[whole] == 1 and whole not in function.results}
+
+
+def _last_read_of(value: Value, parts: Mapping[Value, Value], last: Mapping[Value, int]) -> int:
+    """The last node that reads a value, or what it is a part of."""
+    return max(last.get(value, -1), last.get(parts.get(value, value), -1))
 
 
 def _slots_read_after_calls(module: Module) -> dict[str, set[int]]:

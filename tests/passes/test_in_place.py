@@ -99,19 +99,21 @@ def test_sums_of_many_are_made_in_place_together() -> None:
         main.emit("accumulate_each", [total.value, other.value, x])
 
 
-def test_a_part_of_state_is_written_over_where_nothing_else_of_it_is_read() -> None:
-    def updated(read_whole: bool, read_part: bool) -> tuple[Module, Module]:
+def test_a_part_of_state_is_written_over_where_nothing_of_it_is_read_afterwards() -> None:
+    def updated(read_whole: bool, read_part: bool, read_before: bool = False) -> tuple[Module, Module]:
         total, main = State.make("total", tensor(2 * SIZE), StateKind.PARAM, init=(("zeros_",),)), started("step")
         x, index = main.param("x", tensor(SIZE)), main.param("index", TensorType(DType.I64))
+        outs = [main.one("aten.mul.Scalar", total.value, other=2)] if read_before else []
         (part,) = main.emit("part_of", [total.value, index], {"dim": 0, "parts": 2}, types=[tensor(SIZE)])
         made = main.one("accumulate", part, x)
         whole = main.one("aten.repeat.default", made, repeats=(2,))
-        outs = [main.one("aten.mul.Scalar", total.value, other=2)] if read_whole else []
+        outs += [main.one("aten.mul.Scalar", total.value, other=2)] if read_whole else []
         outs += [main.one("aten.mul.Scalar", part, other=2)] if read_part else []
         module = module_of(main, [*outs, whole], total)
         return module, InPlace().run(module, Report())
 
     assert ops(updated(False, False)[1]) == ["part_of", "accumulate_", "aten.repeat.default"]
+    assert "accumulate_" in ops(updated(False, False, read_before=True)[1])
     for read_whole, read_part in ((True, False), (False, True)):
         before, after = updated(read_whole, read_part)
         assert after is before
