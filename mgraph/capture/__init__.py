@@ -1,6 +1,7 @@
 """Capture: from a model definition to a `Module` with one entry, `forward`.
 
-resolve (source) -> build (initialise, recorder) -> export (adapter, probe, replay) -> import (unsupported, shapes, rules, mutation)
+resolve (source) -> build (initialise, recorder) -> export (adapter, probe, replay)
+-> import (unsupported, shapes, rules, mutation)
 
 A model that draws random numbers while it is trained (dropout, noise) is traced a second time in evaluation mode: the
 entry `evaluation` has the same outputs.
