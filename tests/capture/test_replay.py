@@ -78,13 +78,6 @@ def test_families(family: str, training: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_router_logits_that_hooks_hand_out(tmp_path: Path) -> None:
-    changes = {"num_hidden_layers": 5, "output_router_logits": True}
-    report = replayed(ModelSpec(write_config("qwen3-moe", tmp_path, **changes)))
-    assert "0 copied" in report.layers[0]
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_packed_rows(family: str, tmp_path: Path) -> None:
     spec = ModelSpec(write_config(family, tmp_path, **_deep(family)), packed=True)
