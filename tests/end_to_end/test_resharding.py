@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mgraph.compiler import compile_package
-from mgraph.recipe import Recipe
+from tests.end_to_end.meshes import Row
 from tests.runtime.conftest import read_losses, run_trainer
 
 OPTIONS = "--batch-size 2 --seq-len 33 --accumulate 2 --warmup 2 --decay constant --eval-batches 1 --sample-length 0"
@@ -16,17 +16,19 @@ OPTIONS = "--batch-size 2 --seq-len 33 --accumulate 2 --warmup 2 --decay constan
 
 @pytest.mark.full
 def test_parallel_to_one_and_back(tmp_path: Path) -> None:
+    """Also where weights are padded, of which checkpoints know nothing."""
     packages = {}
-    for name, mesh in (("one", "dp=*"), ("tp", "dp=*,tp=2"), ("fsdp", "fsdp=2")):
+    for name, mesh, pad in (("one", "dp=*", ""), ("tp", "tp=4", "heads,vocab"), ("fsdp", "fsdp=2", "")):
         packages[name] = tmp_path / name
-        compile_package(Recipe(model="dense-tiny", mesh=mesh, output=str(packages[name]), arch="none"))
+        recipe = Row("odd", mesh).recipe(tmp_path, output=str(packages[name]), pad=pad)
+        compile_package(recipe)
         placed = json.loads((packages[name] / "manifest.json").read_text())["state"]
         axes = {split["axis"] for state in placed for split in state.get("placement", ())}
         assert axes == {name} - {"one"}, "the comparison would prove little"
 
     def train(name: str, out: str, steps: int) -> list[float]:
         options = [*OPTIONS.split(), "--steps", steps, "--out", tmp_path / out, "--resume"]
-        done = run_trainer(packages[name], *options, processes=0 if name == "one" else 2)
+        done = run_trainer(packages[name], *options, processes={"one": 0, "tp": 4, "fsdp": 2}[name])
         assert done.returncode == 0, done.stderr
         return read_losses(tmp_path / out)
 
