@@ -27,6 +27,7 @@ from mgraph.parameter_groups import parse_group
 from mgraph.passes.base import Report
 from mgraph.passes.instrument import Instrument, OpCounts, Snapshots, Timer, VerifyLater
 from mgraph.passes.lora import Lora
+from mgraph.passes.pad import Pad
 from mgraph.passes.pipeline import (
     NORMALIZE,
     PassResult,
@@ -255,6 +256,7 @@ def _compile(
         done.form.configuration,
         done.form.layout,
         _adapters(done, recipe),
+        [f"{m.function} %{m.node}: {m.detail}" for r in done.results if r.name == Pad.name for m in r.report.matches],
     )
     with collector_spared():
         done.package = emit_package(done.module, info, recipe.directory, force=force, builder=builder)

@@ -30,6 +30,7 @@ def manifest(
     fingerprint: Mapping[str, Any],
     weight_layout: Sequence[Mapping[str, Any]],
     adapters: Mapping[str, Mapping[str, Any]],
+    padded: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The manifest of a module, but for its `kernels` and its `files`, which are known last."""
     return {
@@ -48,6 +49,7 @@ def manifest(
         "state": [_state(state, adapters, module.mesh) for state in module.state.values()],
         "entries": _entries(module),
         "weight_layout": list(weight_layout),
+        "padded": list(padded),
     }
 
 

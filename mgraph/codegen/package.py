@@ -42,7 +42,7 @@ class PackageInfo:
     `unverified` (empty: --verify was not asked for); `configuration` the text of the model's config.json, as
     `transformers` reads it; `weight_layout` how the tensors of the model lie in files of weights, where they do not lie
     there as they are (`mgraph.capture.weight_layout`); `adapters` what is said of the adapter of a weight, by the
-    weight's name.
+    weight's name; `padded` what the step makes longer by zeros, in words.
     """
 
     kind: str
@@ -54,6 +54,7 @@ class PackageInfo:
     configuration: str | None = None
     weight_layout: Sequence[Mapping[str, Any]] = ()
     adapters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    padded: Sequence[str] = ()
 
 
 def emit_package(
@@ -110,7 +111,9 @@ def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBu
     text = info.write_graphs(directory / "graphs") if info.write_graphs is not None else print_module(module)
     check_step(module, step)
     mark = fingerprint(text, info.options)
-    data = manifest(module, info.kind, info.pipeline, info.verification, mark, info.weight_layout, info.adapters)
+    data = manifest(
+        module, info.kind, info.pipeline, info.verification, mark, info.weight_layout, info.adapters, info.padded
+    )
     items = manifest_items(data)
     (directory / f"{info.kind}.py").write_text(driver_text(info.kind, module.name), encoding="utf-8")
     if info.configuration is not None:

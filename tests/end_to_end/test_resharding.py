@@ -22,9 +22,10 @@ def test_parallel_to_one_and_back(tmp_path: Path) -> None:
         packages[name] = tmp_path / name
         recipe = Row("odd", mesh).recipe(tmp_path, output=str(packages[name]), pad=pad)
         compile_package(recipe)
-        placed = json.loads((packages[name] / "manifest.json").read_text())["state"]
-        axes = {split["axis"] for state in placed for split in state.get("placement", ())}
+        manifest = json.loads((packages[name] / "manifest.json").read_text())
+        axes = {split["axis"] for state in manifest["state"] for split in state.get("placement", ())}
         assert axes == {name} - {"one"}, "the comparison would prove little"
+        assert bool(manifest["padded"]) == bool(pad)
 
     def train(name: str, out: str, steps: int) -> list[float]:
         options = [*OPTIONS.split(), "--steps", steps, "--out", tmp_path / out, "--resume"]
