@@ -15,7 +15,7 @@ After (`f` ends in `pack`):
     %pending_1 = reduce_scatter_start(%parts)
 
 A list that a call takes in the place of several params is written with a star: the function that is called has them
-one by one.
+one by one. Where another call takes some of them afterwards, `pick` makes the list of these.
 """
 
 from __future__ import annotations
@@ -72,6 +72,13 @@ def expanded(node: Node, function: Function) -> list[tuple[int, int | None]]:
     return found
 
 
+def picked(node: Node) -> tuple[int, ...]:
+    """The places in its list that a `pick` takes."""
+    places = node.attrs["places"]
+    assert isinstance(places, tuple), f"{node!r} has no places"
+    return tuple(int(str(place)) for place in places)
+
+
 def with_handles(function: Function) -> Function:
     """One handle for what a collective in two halves starts."""
     if not any(node.op.endswith("_start") for node in function.nodes):
@@ -104,6 +111,7 @@ def _gathered(function: Function, functions: Mapping[str, Function]) -> Function
     """The function, with lists of what `wait` gives and only calls, or sums into state, take."""
     users = function.users()
     lists: dict[tuple[Value, ...], Value] = {}
+    picks: dict[Node, Node] = {}
     for node in function.nodes:
         if node.op == "wait" and len(node.results) > 1 and not set(node.results) & set(function.results):
             readers = users.get(node.results[0], [])
@@ -111,20 +119,46 @@ def _gathered(function: Function, functions: Mapping[str, Function]) -> Function
             if readers and same and all(_takes(reader, node.results) for reader in readers):
                 kind = "whole" if readers[0].op == "call" else "parts"
                 lists[node.results] = list_value(kind, set(), node.results)
+            elif not same and (pair := _taken_in_part(node.results, users)):
+                first, rest = pair
+                lists[node.results] = list_value("whole", set(), node.results)
+                lists[rest] = list_value("whole", set(), rest)
+                places = tuple(node.results.index(v) for v in rest)
+                picks[first] = Node("pick", (lists[node.results],), (lists[rest],), {"places": places}, made_by="emit")
     if not lists:
         return function
-    by_first = {values[0]: values for values in lists}
+    by_first: dict[Value, list[tuple[Value, ...]]] = {}
+    for values in lists:
+        by_first.setdefault(values[0], []).append(values)
     nodes = []
     for node in function.nodes:
         operands: list[Value] = []
         position = 0
         while position < len(node.operands):
-            values = by_first.get(node.operands[position])
-            operands.append(node.operands[position] if values is None else lists[values])
-            position += 1 if values is None else len(values)
+            known = by_first.get(node.operands[position], ())
+            values = next((v for v in known if node.operands[position : position + len(v)] == v), ())
+            operands.append(lists[values] if values else node.operands[position])
+            position += len(values) or 1
         results = (lists[node.results],) if node.results in lists else node.results
         nodes.append(node.with_values(tuple(operands), results))
+        if node in picks:
+            nodes.append(picks[node])
     return replace(function, nodes=tuple(nodes))
+
+
+def _taken_in_part(
+    values: tuple[Value, ...], users: Mapping[Value, Sequence[Node]]
+) -> tuple[Node, tuple[Value, ...]] | None:
+    """The call that takes all tensors, and those that one other call takes afterwards; None where it is otherwise."""
+    readers = list(dict.fromkeys(node for v in values for node in users.get(v, ())))
+    if len(readers) != 2 or any(node.op != "call" for node in readers):
+        return None
+    first, second = sorted(readers, key=lambda node: -len(set(node.operands) & set(values)))
+    rest = tuple(v for v in second.operands if v in set(values))
+    ordered = rest == tuple(v for v in values if v in set(rest))
+    if len(rest) < 2 or not ordered or not all(_takes(*taken) for taken in ((first, values), (second, rest))):
+        return None
+    return first, rest
 
 
 def _takes(node: Node, values: tuple[Value, ...]) -> bool:

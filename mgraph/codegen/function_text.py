@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
-from mgraph.codegen.bundles import ListType, expanded, is_list
+from mgraph.codegen.bundles import ListType, expanded, is_list, picked
 from mgraph.codegen.dim_text import DimScope, python_text
 from mgraph.codegen.kernel_sites import KernelSites
 from mgraph.codegen.liveness import Liveness, is_small
@@ -158,6 +158,8 @@ class FunctionText:
             written = Written(self._call_text(node), {})
         elif node.op == "wait":
             written = self._wait_text(node)
+        elif node.op == "pick":
+            written = Written(f"[{self._operand(node, 0)}[i] for i in {picked(node)}]", {})
         else:
             written = self._node_text(node, index)
         self._push(node, before=True)

@@ -130,7 +130,7 @@ class Liveness:
         return self._group_end[root] <= index
 
     def _alias(self, node: Node) -> None:
-        if node.op in ("call", "unpack"):
+        if node.op in ("call", "unpack", "pick"):
             # A callee may return its params; what a list holds is also known to whoever filled it.
             self._foreign.update(node.operands, node.results)
         written = written_operands(node)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from mgraph.codegen.bundles import ListType, expanded, is_list
+from mgraph.codegen.bundles import ListType, expanded, is_list, picked
 from mgraph.codegen.liveness import Liveness, may_alias, written_operands
 from mgraph.codegen.loops import find_loops
 from mgraph.codegen.prepare import called, prepare
@@ -176,6 +176,9 @@ class _Walk:
         elif node.op == "pack":
             self.lists[node.result] = tuple(self.held[v] for v in node.operands)
             self._hold(node.result, tuple(dict.fromkeys(h for held in self.lists[node.result] for h in held)))
+        elif node.op == "pick":
+            self.lists[node.result] = tuple(self.lists[node.operands[0]][place] for place in picked(node))
+            self._hold(node.result, _storages(self.lists[node.result]))
         elif node.op == "unpack":
             self._unpack(node)
         elif node.op.endswith("_start"):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from mgraph.codegen.prepare import prepare
+from mgraph.passes.base import Report
+from mgraph.passes.fully_shard import FullyShard
+from mgraph.passes.in_place import InPlace
 from tests.codegen.mlp import module
+from tests.passes.spread import trained
 
 
 def test_callees_come_first() -> None:
@@ -32,3 +36,16 @@ def test_accumulators_are_not_returned() -> None:
     entry = module().entries["microbatch"]
     states = [v.name for v in functions["microbatch"].results[len(entry.outputs) :] if v.is_state]
     assert states == list(entry.updates), "what is updated in place is the state itself"
+
+
+def test_of_a_list_some_are_picked_for_another_call() -> None:
+    """The last layer's backward reads no biases, and what it reads is whole still."""
+    sharded = FullyShard().run(trained("dense-tiny-sinks"), Report())
+    nodes = prepare(InPlace().run(sharded, Report()))["microbatch"].nodes
+    (pick,) = (node for node in nodes if node.op == "pick")
+    places = pick.attrs["places"]
+    readers = [node for node in nodes if node.op == "call" and {*pick.operands, *pick.results} & {*node.operands}]
+    assert [node.attrs["callee"] for node in readers] == ["layer.fwd", "layer.bwd"]
+    given = pick.operands[0].type.types  # type: ignore[union-attr]
+    assert isinstance(places, tuple) and 2 <= len(places) < len(given)
+    assert pick.result.type.types == tuple(given[place] for place in places)  # type: ignore[union-attr]
