@@ -230,11 +230,11 @@ def _problem(walk: Walk, node: Node, what: str, axis: str, size: int) -> PassErr
         if divide(extent, size) is None:
             where = node.origin.path or walk.function.name
             kind, hint = "", f"a {axis} that divides {dim_text(extent)}"
-            if what in PADDED:
-                hint = f"{hint}, or --pad {PADDED[what]}"
             if value in shared:
                 # What could be repeated has been, by the pass repeat-heads.
                 kind, hint = "key/value ", f"{hint}, or a multiple of it that divides the query heads"
+            if what in PADDED:
+                hint = f"{hint}, or --pad {PADDED[what]}"
             return PassError(
                 f"{axis}={size} does not divide the {dim_text(extent)} {kind}{what} of {where}",
                 where=str(node.origin),
