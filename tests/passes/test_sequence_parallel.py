@@ -144,7 +144,7 @@ def test_verified_on_the_twin(forward: Module) -> None:
 def test_recipe(dense: Module) -> None:
     recipe = Recipe(model="dense-tiny", mesh="dp=2,tp=2", sequence_parallel=True)
     assert "sequence=true" in pipeline_text(recipe)
-    with pytest.raises(OptionError, match="the mesh has no axis tp"):
+    with pytest.raises(OptionError, match="the mesh dp=2 has no axis tp"):
         pipeline_text(Recipe(model="dense-tiny", mesh="dp=2", sequence_parallel=True))
     lost = Module("m", entries=dense.entries, functions=dense.functions, state=dense.state)
     with pytest.raises(PassError, match="the model has no dim S"):

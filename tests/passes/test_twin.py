@@ -143,7 +143,7 @@ def test_the_shape_of_llama_3_8b_reduces() -> None:
 
 def test_even_extents_stay_even_for_ranks() -> None:
     module = attention_like()
-    twin, reduction = reduce(module, ranks=2)
+    twin, reduction = reduce(module, ranks=2, parts=2)
     verify(twin)
     assert isomorphic(twin, module)
     assert reduction.extents.keys() == {32, 64, 128, 4096}
