@@ -45,6 +45,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, capture_output=True, text=True, timeout=240, env=environment)
 
 
+@pytest.mark.full
 def test_two_processes_equal_one_with_both_microbatches(package: Path, tmp_path: Path) -> None:
     one = run(*command(package, tmp_path / "one", 1, "--accumulate", "2"))
     two = run(*command(package, tmp_path / "two", 2))
