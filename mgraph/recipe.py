@@ -160,7 +160,7 @@ class Recipe:
         if not self.mesh_axes():
             raise OptionError("the mesh is empty", where="--mesh", hint="dp=1 for one process, dp=* for any number")
         for name, axis in _OF_AXIS.items():
-            if getattr(self, name) != default_of(name) and axis not in self.mesh_axes():
+            if getattr(self, name) != getattr(Recipe, name) and axis not in self.mesh_axes():
                 hint = f"--mesh {self.mesh},{axis}=2, or without {flag_of(name)}"
                 raise OptionError(f"the mesh {self.mesh} has no axis {axis}", where=flag_of(name), hint=hint)
 
@@ -240,11 +240,6 @@ class Recipe:
 
 def _parts(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def default_of(field: str) -> Any:
-    """What a recipe field is where nothing is said."""
-    return next(f.default for f in dataclasses.fields(Recipe) if f.name == field)
 
 
 def flag_of(field: str) -> str:

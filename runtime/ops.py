@@ -134,12 +134,7 @@ def cross_entropy(
     that no second [N, V] tensor is made.
     """
     logits = logits[:, : classes or None]
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    lse = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
-    step = chunk_rows(logits)
-    for start in range(0, logits.shape[0], step):
-        rows = slice(start, start + step)
-        torch.logsumexp(wide(logits[rows]), -1, out=lse[rows])
+    lse = row_lse(logits)
     counted = labels != ignore_index
     picked = logits.gather(1, labels.where(counted, 0)[:, None])[:, 0]
     return (lse - picked).where(counted, 0).sum(), lse
@@ -176,10 +171,21 @@ def cross_entropy_grad(
     return whole
 
 
+def row_lse(logits: Tensor) -> Tensor:
+    """log sum exp of each row of logits [N, V], f32[N] (f64 of f64), made of some rows at a time."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    lse = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
+    step = chunk_rows(logits)
+    for start in range(0, logits.shape[0], step):
+        rows = slice(start, start + step)
+        torch.logsumexp(wide(logits[rows]), -1, out=lse[rows])
+    return lse
+
+
 def chunk_rows(logits: Tensor) -> int:
     """How many rows of logits are worked on at once."""
     elements = _CHUNK_ELEMENTS_CUDA if logits.is_cuda else _CHUNK_ELEMENTS
-    return max(1, elements // logits.shape[1])
+    return max(1, elements // max(1, logits.shape[1]))  # a part may be padding alone
 
 
 def embedding_grad_(total: Tensor, grad: Tensor, indices: Tensor) -> Tensor:

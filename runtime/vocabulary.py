@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mgraph.runtime.ops import chunk_rows, wide
+from mgraph.runtime.ops import chunk_rows, row_lse
 
 
 def _within(tokens: Tensor, index: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -48,12 +48,7 @@ def cross_entropy_part(
     `parts` is the number of ranks; entries of the whole vocabulary from `classes` on, if it is not 0, are padding. Rows
     are taken in pieces, so that no second [N, V] tensor is made.
     """
-    real = _real(logits, index, classes)
-    lse = torch.empty(logits.shape[0], dtype=_wide_type(logits), device=logits.device)
-    step = chunk_rows(logits)
-    for start in range(0, logits.shape[0], step):
-        rows = slice(start, start + step)
-        torch.logsumexp(wide(logits[rows, :real]), -1, out=lse[rows])
+    lse = row_lse(logits[:, : _real(logits, index, classes)])
     row, inside = _within(labels, index, logits.shape[1])
     picked = logits.gather(1, row[:, None]).to(lse.dtype).masked_fill_(~inside[:, None], 0)
     return lse[:, None], picked
@@ -100,7 +95,3 @@ def _real(logits: Tensor, index: int, classes: int) -> int:
     """How many columns of a part are no padding."""
     columns = logits.shape[1]
     return min(max(classes - index * columns, 0), columns) if classes else columns
-
-
-def _wide_type(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

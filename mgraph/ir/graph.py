@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from mgraph.ir.dims import Dim, NamedDim
-from mgraph.ir.types import DType, TensorType, Type
+from mgraph.ir.types import DType, Placement, TensorType, Type
 
 
 class Phase(StrEnum):
@@ -128,6 +128,16 @@ class Function:
         """Params, then slots: the operand order of a call."""
         return self.params + self.slots
 
+    def with_values(self, mapping: Mapping[Value, Value]) -> Function:
+        """The function with values exchanged; those that are not mentioned stay."""
+
+        def all_of(values: tuple[Value, ...]) -> tuple[Value, ...]:
+            return tuple([mapping.get(v, v) for v in values])
+
+        nodes = tuple(n.with_values(all_of(n.operands), all_of(n.results)) for n in self.nodes)
+        params, slots, results = map(all_of, (self.params, self.slots, self.results))
+        return replace(self, params=params, slots=slots, nodes=nodes, results=results)
+
     def names(self) -> set[str]:
         """Every value name taken in the function."""
         return {v.name for v in self.inputs()} | {v.name for n in self.nodes for v in n.results}
@@ -168,6 +178,10 @@ class State:
     def type(self) -> TensorType:
         """The state's tensor type."""
         return self.value.tensor
+
+    def placed(self, axis: str, placement: Placement | None) -> State:
+        """The state, with a value that lies so over a mesh axis."""
+        return replace(self, value=Value(self.name, self.type.place(axis, placement), is_state=True))
 
     @staticmethod
     def make(

@@ -95,9 +95,9 @@ def _place(module: Module, axis: str, partial: set[str]) -> Module:
     mapping: dict[Value, Value] = {}
     for name, state in module.state.items():
         if name in partial:
-            value = Value(name, state.type.place(axis, Partial("sum")), is_state=True)
-            mapping[state.value] = value
-            state = replace(state, value=value)
+            placed = state.placed(axis, Partial("sum"))
+            mapping[state.value] = placed.value
+            state = placed
         states[name] = state
     placer = _Placer(module, axis, mapping)
     for entry in module.entries.values():
@@ -117,7 +117,7 @@ def _place_reset(function: Function, mapping: dict[Value, Value]) -> Function:
             for old, state in zip(node.results, node.operands, strict=True):
                 if state in mapping:
                     mapping[old] = Value(old.name, mapping[state].type)
-    return _mapped(function, mapping)
+    return function.with_values(mapping)
 
 
 class _Placer:
@@ -143,7 +143,7 @@ class _Placer:
                 placements = [Partial("sum") if depends else None] * len(node.results)
             for value, placement in zip(node.results, placements, strict=True):
                 mapping[value] = self._retyped(value, placement)
-        self.placed[function.name] = _mapped(function, mapping)
+        self.placed[function.name] = function.with_values(mapping)
         return self.placed[function.name]
 
     def _on(self, value: Value) -> Placement | None:
@@ -161,22 +161,6 @@ class _Placer:
             placed = value.type if placement is None else value.type.place(self.axis, placement)
             self._types[key] = placed
         return value if placed is value.type else Value(value.name, placed, value.is_state)
-
-
-def _mapped(function: Function, mapping: dict[Value, Value]) -> Function:
-    """The function with values exchanged."""
-
-    def all_of(values: tuple[Value, ...]) -> tuple[Value, ...]:
-        return tuple([mapping.get(v, v) for v in values])
-
-    nodes = tuple(n.with_values(all_of(n.operands), all_of(n.results)) for n in function.nodes)
-    return replace(
-        function,
-        params=all_of(function.params),
-        slots=all_of(function.slots),
-        nodes=nodes,
-        results=all_of(function.results),
-    )
 
 
 @lru_cache(maxsize=4096)

@@ -23,6 +23,7 @@ from typing import ClassVar
 from mgraph.errors import PassError
 from mgraph.ir.builder import FunctionBuilder, rebuild
 from mgraph.ir.graph import Axis, Function, Module, Phase, State, StateKind, Value
+from mgraph.ir.local import bound_dims, data_axes
 from mgraph.ir.types import PendingType, Shard, TensorType
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.data_parallel import accumulators, with_batches_apart
@@ -69,8 +70,8 @@ class FullyShard(Pass):
     def run(self, module: Module, report: Report) -> Module:
         """Place states, then rewrite `finish` and the data entries."""
         placements = self._placements(module, report)
-        data = [axis.name for axis in module.mesh if axis.name == "dp"]
-        at = len(data)  # major first: replicas, then shards, then what divides a layer
+        # Major first: replicas, then shards, then what divides a layer.
+        at = len(data_axes(module.mesh, bound_dims(module)))
         module = replace(module, mesh=(*module.mesh[:at], Axis(self.axis, self.size), *module.mesh[at:]))
         totals = accumulators(module)
         reduced = [name for name in totals if name not in placements]
@@ -134,10 +135,9 @@ class FullyShard(Pass):
         state = dict(module.state)
         for name, placement in placements.items():
             if self.level >= _FIRST_LEVEL[state[name].kind]:
-                type_ = state[name].type.place(self.axis, placement)
-                state[name] = replace(state[name], value=Value(name, type_, is_state=True))
+                state[name] = state[name].placed(self.axis, placement)
         values = {old.value: state[name].value for name, old in module.state.items()}
-        functions = {name: _renamed(function, values) for name, function in module.functions.items()}
+        functions = {name: function.with_values(values) for name, function in module.functions.items()}
         return replace(module, state=state, functions=functions)
 
 
@@ -228,16 +228,6 @@ def _exchange(
 
 def _short(value: Value) -> str:
     return value.name.replace(".", "_")
-
-
-def _renamed(function: Function, values: Mapping[Value, Value]) -> Function:
-    """The function with other values of states."""
-
-    def all_of(old: tuple[Value, ...]) -> tuple[Value, ...]:
-        return tuple(values.get(v, v) for v in old)
-
-    nodes = tuple(node.with_values(all_of(node.operands), node.results) for node in function.nodes)
-    return replace(function, nodes=nodes, results=all_of(function.results))
 
 
 def _elements(type_: TensorType) -> int:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeVar
 
 from mgraph.ir.builder import FunctionBuilder, rebuild
@@ -234,15 +235,15 @@ class _Entry(_Body):
     def rewritten(self) -> Function:
         """The function with its collectives."""
         order = list(self.units)
+        ahead = dict(pairwise(order))
         for index, node in enumerate(self.function.nodes):
             with self.builder.at(node):
                 if index in self.units:
                     if not self._started:
                         self._start(self.units[index])
                     self._finish()
-                    following = order[order.index(index) + 1 :][:1]
-                    for other in following:
-                        self._start(self.units[other])
+                    if index in ahead:
+                        self._start(self.units[ahead[index]])
                 if node.op == "call":
                     self._scatter()
                 self.node(node)

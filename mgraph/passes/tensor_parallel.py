@@ -29,7 +29,7 @@ from typing import ClassVar
 
 from mgraph.errors import OptionError, PassError
 from mgraph.ir.dims import dim_text, divide
-from mgraph.ir.graph import Axis, Fact, Function, Module, State, StateKind, Value
+from mgraph.ir.graph import Axis, Fact, Function, Module, State, StateKind
 from mgraph.ir.types import Shard
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.parallel_sites import weight_placements
@@ -126,4 +126,4 @@ def _placement_of(state: State, placements: dict[str, Shard]) -> Shard | None:
 def _placed(state: State, axis: str, placement: Shard | None) -> State:
     if placement is None:
         return state
-    return replace(state, value=Value(state.name, state.type.place(axis, placement), is_state=True))
+    return state.placed(axis, placement)
