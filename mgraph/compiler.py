@@ -157,7 +157,7 @@ class KernelsAhead(Instrument):
     def after(self, result: PassResult, before: Module, after: Module) -> None:
         """Hand over the kernels that the pass brought in."""
         if after is not before:
-            self._builder.prepare(kernel_sites(after).specs)
+            self._builder.prepare(kernel_sites(after, gpu=True).specs)
 
 
 def build_module(

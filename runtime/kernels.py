@@ -6,8 +6,8 @@
 On the CPU a site is its torch twin from `reference.py`. On CUDA each site takes the first that fits: its cubins,
 launched through cuda-python; Triton's JIT on `kernels.py`, only if asked for; the twin, with one warning for the whole
 package, or an error under strict. A cubin fits if it was built for this GPU's architecture and the driver is new
-enough; what depends on the call (dtypes, shapes) is checked per call. Tensors that are not contiguous are copied, and
-this is said once.
+enough; what depends on the call (dtypes, shapes) is checked per call. Tensors that should be contiguous and are not are
+copied, and this is said once.
 
 The manifest's `kernels` list, which is all this module knows of a kernel, is described where it is written, in the code
 generator. Nothing of the compiler is imported here.
@@ -15,22 +15,20 @@ generator. Nothing of the compiler is imported here.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import json
 import math
-import re
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from mgraph.errors import MgraphError, PackageError
+from mgraph.runtime.launch import ALIGNMENT, CubinLauncher, CudaDevice, Device, JitLauncher, Launcher, Shape, runs_on
 
 DTYPES = {
     "f64": torch.float64,
@@ -39,10 +37,8 @@ DTYPES = {
     "f16": torch.float16,
     "i64": torch.int64,
     "i32": torch.int32,
+    "bool": torch.bool,
 }
-
-ALIGNMENT_MASK = 15
-"""Address bits that are zero on a 16-byte boundary, the only alignment binaries ask for."""
 
 MOST_PLANS = 4096
 """Launch plans kept per site, one per combination of input shapes; then all are dropped and made anew."""
@@ -51,7 +47,6 @@ LARGEST_INDEX = 2**31 - 1
 """Rows, grids and named extents are passed as 32-bit integers."""
 
 Site = Callable[..., tuple[torch.Tensor, ...]]
-Shape = tuple[int, ...]
 
 
 @dataclass
@@ -159,17 +154,6 @@ def refuse(entry: Mapping[str, Any], capability: tuple[int, int], cuda: int) -> 
     return None
 
 
-def runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """Whether a binary for `arch` runs on a GPU of this capability.
-
-    `sm_90a` holds instructions of exactly that GPU; `sm_80` also runs on later minor versions of the same major one.
-    """
-    match = re.fullmatch(r"sm_(\d+)(\d)(a?)", arch)
-    assert match is not None, f"unknown architecture {arch} in the manifest"
-    major, minor = int(match[1]), int(match[2])
-    return capability == (major, minor) if match[3] else capability[0] == major and capability[1] >= minor
-
-
 def evaluate(expression: Any, dims: Mapping[str, int]) -> int:
     """The value of an extent: an integer, a name of `dims`, or `[operator, left, right]`."""
     if isinstance(expression, int):
@@ -185,163 +169,32 @@ def evaluate(expression: Any, dims: Mapping[str, int]) -> int:
     return min(left, right) if operator == "min" else max(left, right)
 
 
-class Device(Protocol):
-    """What launching needs of a device; tests put a recording one in place of CUDA."""
-
-    torch_device: torch.device
-    capability: tuple[int, int]
-    cuda: int
-    multiprocessors: int
-
-    def load(self, cubin: bytes, symbol: str, shared: int) -> Any:
-        """Load a binary; the handle of its kernel `symbol`, prepared for `shared` bytes of shared memory."""
-
-    def launch(self, kernel: Any, grid: Shape, threads: int, shared: int, parameters: int) -> None:
-        """Launch on torch's current stream; `parameters` is the address of an array of pointers to the arguments."""
+def _fits(extents: Sequence[Any], shape: Shape, dims: dict[str, int]) -> bool:
+    """Whether a shape is as its extents say; names not known yet are bound."""
+    for extent, size in zip(extents, shape, strict=True):
+        if isinstance(extent, str):
+            dims.setdefault(extent, size)
+        if evaluate(extent, dims) != size:
+            return False
+    return True
 
 
-class CudaDevice:
-    """A CUDA device through cuda-python's driver bindings, which share torch's (primary) context."""
-
-    def __init__(self, device: torch.device) -> None:
-        try:
-            from cuda.bindings import driver
-        except ImportError:
-            raise MgraphError(
-                "running GPU kernels needs cuda-python, which is not installed", hint="pip install 'mgraph[gpu]'"
-            ) from None
-        self._driver: Any = driver
-        self.torch_device = device
-        self._index = device.index
-        torch.zeros(1, device=device)  # Makes torch create the context that binaries are loaded into.
-        properties = torch.cuda.get_device_properties(device)
-        self.capability = (properties.major, properties.minor)
-        self.multiprocessors = properties.multi_processor_count
-        self.cuda = self._checked(driver.cuDriverGetVersion()) // 1000
-        self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-        self._success = driver.CUresult.CUDA_SUCCESS
-        self._streams: dict[int, Any] = {}
-
-    def _checked(self, answer: tuple[Any, ...]) -> Any:
-        """The value in a driver answer `(code, value)`; PackageError for any code but success."""
-        code, *values = answer
-        if int(code) != 0:
-            raise PackageError(f"the CUDA driver says {code.name} for a kernel of this package")
-        return values[0] if values else None
-
-    def load(self, cubin: bytes, symbol: str, shared: int) -> Any:
-        """See `Device.load`."""
-        driver = self._driver
-        with torch.cuda.device(self._index):
-            library = self._checked(driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0))
-            kernel = self._checked(driver.cuLibraryGetKernel(library, symbol.encode()))
-            # Loads the code now: the driver would otherwise load it at the first launch, which may be under capture.
-            function = self._checked(driver.cuKernelGetFunction(kernel))
-            if shared > 48 * 1024:  # More than every GPU has must be asked for.
-                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                self._checked(driver.cuFuncSetAttribute(function, attribute, shared))
-        return function
-
-    def launch(self, kernel: Any, grid: Shape, threads: int, shared: int, parameters: int) -> None:
-        """See `Device.launch`."""
-        if torch.cuda.current_device() != self._index:
-            with torch.cuda.device(self._index):
-                self.launch(kernel, grid, threads, shared, parameters)
-            return
-        handle = self._current_stream(self._index)
-        stream = self._streams.get(handle)
-        if stream is None:
-            stream = self._streams[handle] = self._driver.CUstream(handle)
-        launch = self._driver.cuLaunchKernel
-        code = launch(kernel, *grid, threads, 1, 1, shared, stream, parameters, 0)[0]
-        if code == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            # A thread in which torch has not touched the device yet.
-            context = self._checked(self._driver.cuDevicePrimaryCtxRetain(self._index))
-            self._checked(self._driver.cuCtxSetCurrent(context))
-            code = launch(kernel, *grid, threads, 1, 1, shared, stream, parameters, 0)[0]
-        if code != self._success:
-            self._checked((code,))
-
-
-class Launcher(Protocol):
-    """One GPU launch of a site."""
-
-    def launch(self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], grid: Shape, aligned: bool) -> None:
-        """Launch with the tensors and dims its arguments name; `aligned`: all tensors start on a 16-byte boundary."""
-
-
-class CubinLauncher:
-    """Launches binaries: the first that fits the tensors' alignment. Arguments go into one array made at load."""
-
-    def __init__(self, launch: Mapping[str, Any], directory: Path, device: Device) -> None:
-        self._device = device
-        fitting = [
-            binary
-            for binary in launch["binaries"]
-            if runs_on(binary["arch"], device.capability) and binary["cuda"] <= device.cuda
-        ]
-        loaded = {binary["alignment"]: (self._load(directory, binary), binary) for binary in fitting}
-        assert 1 in loaded, f"launch {launch['function']} has no generic binary"
-        self._generic = loaded[1]
-        self._aligned = loaded.get(ALIGNMENT_MASK + 1, self._generic)
-        self._args: list[str] = launch["args"]
-        num_slots = len(self._args) + max(len(binary["hidden"]) for binary in fitting)
-        # Every argument is a pointer or a 32-bit integer, and either fits a slot of 8 bytes (little endian).
-        self._slots = (ctypes.c_uint64 * num_slots)()
-        start = ctypes.addressof(self._slots)
-        self._parameters = (ctypes.c_uint64 * num_slots)(*(start + 8 * index for index in range(num_slots)))
-        self._address = ctypes.addressof(self._parameters)
-        # The driver copies the arguments during the call, so the array is free again after it.
-        self._lock = threading.Lock()
-
-    def _load(self, directory: Path, binary: Mapping[str, Any]) -> Any:
-        path = directory / binary["file"]
-        if not path.is_file():
-            raise PackageError("a kernel binary is missing", where=str(path), hint="compile the package again")
-        return self._device.load(path.read_bytes(), binary["symbol"], binary["shared"])
-
-    def launch(self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], grid: Shape, aligned: bool) -> None:
-        """See `Launcher.launch`."""
-        kernel, binary = self._aligned if aligned else self._generic
-        slots = self._slots
-        # Kept until the launch is in the stream; from then on the allocator orders the reuse of their memory.
-        hidden = [
-            torch.empty(size * math.prod(grid), dtype=torch.uint8, device=self._device.torch_device) if size else None
-            for size in binary["hidden"]
-        ]
-        with self._lock:
-            index = 0
-            for name in self._args:
-                tensor = tensors.get(name)
-                slots[index] = dims[name] if tensor is None else tensor.data_ptr()
-                index += 1
-            for scratch in hidden:
-                slots[index] = 0 if scratch is None else scratch.data_ptr()
-                index += 1
-            self._device.launch(kernel, grid, binary["threads"], binary["shared"], self._address)
-
-
-class JitLauncher:
-    """Lets Triton compile a function of `kernels.py` at its first launch; it specialises by alignment itself."""
-
-    def __init__(self, launch: Mapping[str, Any], module: ModuleType) -> None:
-        self._function = getattr(module, launch["function"])
-        self._args: list[str] = launch["args"]
-        self._options = {"num_warps": launch["num_warps"], "num_stages": launch["num_stages"]}
-
-    def launch(self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], grid: Shape, aligned: bool) -> None:
-        """See `Launcher.launch`."""
-        values = [tensors[name] if name in tensors else dims[name] for name in self._args]
-        self._function[grid](*values, **self._options)
+def _strides(shape: Shape, like: Shape | None) -> Shape:
+    """The strides of a new tensor: contiguous, or as torch gives them to one like another."""
+    if like is None:
+        return torch.empty(shape, device="meta").stride()
+    return torch.empty_like(torch.empty_strided(shape, like, device="meta")).stride()
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """All that follows from the shapes of a call: dims, shapes of new tensors, and the grid of each launch."""
+    """All that follows from the shapes and strides of a call: dims and strides by name, shape and strides of each new
+    tensor, the grid of each launch, and whether the strides are multiples of 16."""
 
     dims: Mapping[str, int]
-    shapes: tuple[Shape, ...]
+    created: tuple[tuple[Shape, Shape], ...]
     grids: tuple[Shape, ...]
+    even: bool
 
 
 class GpuSite:
@@ -357,73 +210,87 @@ class GpuSite:
         self._launchers = launchers
         self._strict = strict
         self._said: set[str] = set()
-        self._inputs = [(item["name"], DTYPES[item["dtype"]]) for item in entry["inputs"]]
-        self._created = [(item["name"], DTYPES[item["dtype"]]) for item in (*entry["outputs"], *entry["scratch"])]
-        self._num_outputs = len(entry["outputs"])
-        self._plans: dict[tuple[torch.Size, ...], _Plan | str] = {}
+        written = {item.get("alias") for item in entry["outputs"]}
+        self._inputs = [
+            (item["name"], DTYPES[item["dtype"]], item.get("strided", False), item["name"] in written)
+            for item in entry["inputs"]
+        ]
+        self._new = [item for item in (*entry["outputs"], *entry["scratch"]) if not item.get("alias")]
+        self._created = [(item["name"], DTYPES[item["dtype"]]) for item in self._new]
+        self._results = [item.get("alias") or item["name"] for item in entry["outputs"]]
+        self._plans: dict[tuple[Any, ...], _Plan | str] = {}
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the site on `inputs`, in the order of the manifest; the outputs as a tuple."""
         tensors: dict[str, torch.Tensor] = {}
         bits = 0
-        for (name, dtype), tensor in zip(self._inputs, inputs, strict=True):
+        key: list[Any] = []
+        for (name, dtype, strided, written), tensor in zip(self._inputs, inputs, strict=True):
             if tensor.dtype is not dtype or tensor.device != self._device.torch_device:
                 return self._refused(f"{name} is {tensor.dtype} on {tensor.device}, not {dtype}", inputs)
-            if not tensor.is_contiguous():
+            if strided:
+                key.append(tensor.stride())
+            elif not tensor.is_contiguous():
+                if written:
+                    return self._refused(f"{name}, which is written in place, is not contiguous", inputs)
                 self._say(f"{name} is not contiguous and is copied")
                 tensor = tensor.contiguous()
+            key.append(tensor.shape)
             tensors[name] = tensor
             bits |= tensor.data_ptr()
-        key = tuple([tensor.shape for tensor in inputs])
-        plan = self._plans.get(key)
+        plan = self._plans.get(tuple(key))
         if plan is None:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self._plan(key)
+            plan = self._plans[tuple(key)] = self._plan(list(tensors.values()))
         if isinstance(plan, str):
             return self._refused(plan, inputs)
-        if plan.dims["rows"] == 0:
+        if any(0 in grid for grid in plan.grids):
             return self._twin(*inputs)  # A grid has at least one block; torch knows what nothing adds up to.
         device = self._device.torch_device
-        for (name, dtype), shape in zip(self._created, plan.shapes, strict=True):
-            tensors[name] = torch.empty(shape, dtype=dtype, device=device)
-        aligned = bits & ALIGNMENT_MASK == 0  # New tensors always are.
+        for (name, dtype), (shape, strides) in zip(self._created, plan.created, strict=True):
+            tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        aligned = plan.even and bits % ALIGNMENT == 0  # New tensors always are.
         for launcher, grid in zip(self._launchers, plan.grids, strict=True):
             launcher.launch(tensors, plan.dims, grid, aligned)
-        return tuple([tensors[name] for name, _ in self._created[: self._num_outputs]])
+        return tuple([tensors[name] for name in self._results])
 
-    def _plan(self, shapes: Sequence[Shape]) -> _Plan | str:
-        """The plan for input shapes, or why the kernel does not take them."""
+    def _plan(self, inputs: Sequence[torch.Tensor]) -> _Plan | str:
+        """The plan for inputs, or why the kernel does not take them."""
         leading: Shape | None = None
         dims = {"sms": self._device.multiprocessors}
-        for item, shape in zip(self._entry["inputs"], shapes, strict=True):
-            wanted = item["shape"]
+        strides: dict[str, Shape] = {}
+        for item, tensor in zip(self._entry["inputs"], inputs, strict=True):
+            wanted, shape = item["shape"], tuple(tensor.shape)
             free = wanted[:1] == ["*"]
-            fixed = tuple(evaluate(extent, dims) for extent in wanted[free:])
-            split = len(shape) - len(fixed)
-            if split < 0 or (split > 0 and not free) or tuple(shape[split:]) != fixed:
+            extents = wanted[free:]
+            split = len(shape) - len(extents)
+            if split < 0 or (split > 0 and not free) or not _fits(extents, shape[split:], dims):
                 return f"{item['name']} has shape {list(shape)}, not {wanted}"
             if free:
-                here = tuple(shape[:split])
+                here = shape[:split]
                 if leading is not None and here != leading:
                     return f"the leading dims of {item['name']} are {list(here)}, those before it {list(leading)}"
                 leading = here
+            strides[item["name"]] = tensor.stride()
         dims["rows"] = math.prod(leading or ())
         for name, expression in self._entry["dims"].items():
             dims[name] = evaluate(expression, dims)
-
-        def created(shape: Sequence[Any]) -> Shape:
-            free = shape[:1] == ["*"]
-            return (*(leading or ()) * free, *(evaluate(extent, dims) for extent in shape[free:]))
-
-        grids = []
-        for launch in self._entry["launches"]:
-            grid = tuple(evaluate(extent, dims) for extent in launch["grid"])
-            grids.append((*grid, 1, 1)[:3])
-        if max(dims.values()) > LARGEST_INDEX:
-            return f"{dims['rows']} rows are more than a 32-bit integer counts"
-        new = (*self._entry["outputs"], *self._entry["scratch"])
-        return _Plan(dims, tuple(created(item["shape"]) for item in new), tuple(grids))
+        created = []
+        for item in self._new:
+            free = item["shape"][:1] == ["*"]
+            shape = (*(leading or ()) * free, *(evaluate(extent, dims) for extent in item["shape"][free:]))
+            strides[item["name"]] = _strides(shape, strides.get(item.get("like", "")))
+            created.append((shape, strides[item["name"]]))
+        arguments = {name for launch in self._entry["launches"] for name in launch["args"]}
+        named = {f"{name}_stride_{i}": n for name, all_ in strides.items() for i, n in enumerate(all_)}
+        named = {name: stride for name, stride in named.items() if name in arguments}
+        grids = tuple(
+            (*(evaluate(extent, dims) for extent in launch["grid"]), 1, 1)[:3] for launch in self._entry["launches"]
+        )
+        if max(*dims.values(), *named.values(), 0) > LARGEST_INDEX:
+            return f"{max(*dims.values(), *named.values())} is more than a 32-bit integer counts"
+        return _Plan({**dims, **named}, tuple(created), grids, all(n % ALIGNMENT == 0 for n in named.values()))
 
     def _refused(self, reason: str, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run the twin for a call the kernel does not take; an error under strict."""

@@ -285,7 +285,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--eager", action="store_true", help="leave out the compiled peers")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")

@@ -2,48 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from mgraph.codegen.triton import rms_norm
 from mgraph.codegen.triton.kernel import KernelSpec
-from mgraph.codegen.triton.rms_norm import RmsNorm, backward, forward
 from mgraph.ir.graph import Module, Node
 
-KERNEL_OPS = ("rms_norm", "rms_norm_grad")
-"""Ops that every instance of is a kernel site."""
+
+class Template(NamedTuple):
+    """What makes the kernels of an op: `problem` gives the instance that a node is, or says why there is no kernel for
+    it; `build` makes the site of a name and an instance. Sites are called `stem` and a number."""
+
+    stem: str
+    problem: Callable[[Node], Any]
+    build: Callable[[str, Any], KernelSpec]
+
+
+ON_ALL_TARGETS: dict[str, Template] = {
+    "rms_norm": Template("rms_norm_fwd", rms_norm.problem_of, rms_norm.forward),
+    "rms_norm_grad": Template("rms_norm_bwd", rms_norm.problem_of, rms_norm.backward),
+}
+"""Ops that are kernel sites in every package: on the CPU their twin is faster than what torch has."""
+
+ON_GPUS: dict[str, Template] = {}
+"""Ops that are kernel sites in packages with binaries for a GPU."""
 
 
 class KernelSites:
-    """Collects the sites; equal instances (size, dtypes, attributes) share one."""
+    """Collects the sites; equal instances (size, dtypes, attributes) share one. `gpu`: there are binaries for GPUs."""
 
-    def __init__(self) -> None:
-        self._names: dict[tuple[str, RmsNorm], str] = {}
+    def __init__(self, *, gpu: bool = False) -> None:
+        self._templates = {**ON_ALL_TARGETS, **ON_GPUS} if gpu else ON_ALL_TARGETS
+        self._names: dict[tuple[str, Any], str] = {}
         self.specs: list[KernelSpec] = []
+        self.refusals: dict[str, str] = {}
 
-    def name(self, node: Node) -> str:
-        """The name of the site that runs a node."""
-        is_forward = node.op == "rms_norm"
-        x, weight = node.operands[:2] if is_forward else node.operands[1:3]
-        size = x.tensor.shape[-1]
-        assert isinstance(size, int), f"{node!r}: the normalised dim {size} is not a known number"
-        problem = RmsNorm(
-            size=size,
-            x=x.tensor.dtype.text,
-            weight=weight.tensor.dtype.text,
-            eps=float(node.attrs["eps"]),  # type: ignore[arg-type]
-            round=str(node.attrs.get("round", "product")),
-            offset=float(node.attrs.get("offset", 0.0)),  # type: ignore[arg-type]
-        )
-        key = (node.op, problem)
+    def name(self, node: Node) -> str | None:
+        """The name of the site that runs a node, or None if that is for torch."""
+        op = node.op.removesuffix("_")
+        template = self._templates.get(op)
+        if template is None:
+            return None
+        problem = template.problem(node)
+        if isinstance(problem, str):
+            self.refusals[f"{op} at {node.origin}"] = problem
+            return None
+        key = (op, problem)
         if key not in self._names:
-            direction, build = ("fwd", forward) if is_forward else ("bwd", backward)
-            number = sum(op == node.op for op, _ in self._names)
-            self._names[key] = f"rms_norm_{direction}_{number}"
-            self.specs.append(build(self._names[key], problem))
+            number = sum(other == op for other, _ in self._names)
+            self._names[key] = f"{template.stem}_{number}"
+            self.specs.append(template.build(self._names[key], problem))
         return self._names[key]
 
+    def spec(self, name: str) -> KernelSpec:
+        """The site of a name."""
+        return next(spec for spec in self.specs if spec.name == name)
 
-def kernel_sites(module: Module) -> KernelSites:
+
+def kernel_sites(module: Module, *, gpu: bool = False) -> KernelSites:
     """The sites of a module, in the order of its functions."""
-    sites = KernelSites()
+    sites = KernelSites(gpu=gpu)
     for _, node in module.walk():
-        if node.op in KERNEL_OPS:
-            sites.name(node)
+        sites.name(node)
     return sites

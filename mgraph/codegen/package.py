@@ -104,7 +104,7 @@ def check_target(target: Path, *, force: bool = False) -> list[str]:
 def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBuilder) -> None:
     """All files of the package, the manifest last; all else is made while the kernels are built."""
     directory.chmod(0o755)  # temporary directories are private; packages are not
-    sites = kernel_sites(module)
+    sites = kernel_sites(module, gpu=bool(info.archs))
     builder.start(sites.specs, directory)
     step = step_text(module, sites)
     (directory / "step.py").write_text(step, encoding="utf-8")

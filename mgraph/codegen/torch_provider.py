@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 
 from mgraph.codegen.dim_text import DimScope
-from mgraph.codegen.kernel_sites import KERNEL_OPS, KernelSites
+from mgraph.codegen.kernel_sites import KernelSites
 from mgraph.codegen.liveness import written_operands
 from mgraph.codegen.names import identifier
 from mgraph.codegen.torch_forms import COMMUTATIVE, OVERWRITING, Call, expression
@@ -78,13 +78,26 @@ def write(site: Site) -> Written:
         return _adamw(site)
     if name == "wait":  # of what is reduced in place there is no more to write, and that is not asked for
         return Written(_chosen(site, f"rt.wait({site.operands[0]})"), {})
-    if node.op in KERNEL_OPS:
-        return Written(f"K.{site.kernels.name(node)}({', '.join(site.operands)})", {})
+    if (kernel := site.kernels.name(node)) is not None:
+        return _kernel(site, kernel, in_place)
     if "." in node.op:
         return _write_aten(site, in_place)
     if name in _EXPRESSIONS:
         return Written(_EXPRESSIONS[name](site), in_place)
     raise PassError(f"there is no torch form of the op {node.op!r}", where=str(node.origin))
+
+
+def _kernel(site: Site, name: str, in_place: dict[int, int]) -> Written:
+    """A call of a kernel site. An operand that it writes in place is a copy, unless its memory may be taken."""
+    spec = site.kernels.spec(name)
+    places = {tensor.name: index for index, tensor in enumerate(spec.inputs)}
+    aliased = {i: places[tensor.alias] for i, tensor in enumerate(spec.outputs) if tensor.alias}
+    texts = list(site.operands)
+    for result, operand in aliased.items():
+        if result not in in_place and operand != site.overwrite:
+            texts[operand] += ".clone()"
+    written = {r: o for r, o in aliased.items() if r in in_place or o == site.overwrite}
+    return Written(f"K.{name}({', '.join(texts)})", written)
 
 
 def _write_aten(site: Site, in_place: dict[int, int]) -> Written:

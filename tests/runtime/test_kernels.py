@@ -14,6 +14,7 @@ import torch
 
 from mgraph.errors import MgraphError, PackageError
 from mgraph.runtime import kernels as runtime
+from mgraph.runtime.launch import runs_on
 
 BINARIES = [
     {"file": "cubin/scale.aligned.sm_90a.cubin", "alignment": 16},
@@ -196,7 +197,7 @@ def test_site_without_launches(package: Path) -> None:
     ],
 )
 def test_runs_on(arch: str, capability: tuple[int, int], fits: bool) -> None:
-    assert runtime.runs_on(arch, capability) is fits
+    assert runs_on(arch, capability) is fits
 
 
 def test_evaluate() -> None:
@@ -226,3 +227,50 @@ def test_set_device_refuses_what_packages_do_not_run_on(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(MgraphError, match="no CUDA device"):
         runtime.set_device("cuda")
+
+
+TURN: dict[str, Any] = {
+    "name": "turn",
+    "inputs": [
+        {"name": "x", "dtype": "f32", "shape": ["B", "H", "S", 16], "strided": True},
+        {"name": "table", "dtype": "f32", "shape": ["S", 16]},
+        {"name": "total", "dtype": "f32", "shape": ["B"]},
+    ],
+    "outputs": [
+        {"name": "y", "dtype": "f32", "shape": ["B", "H", "S", 16], "like": "x"},
+        {"name": "sum", "dtype": "f32", "shape": ["B"], "alias": "total"},
+    ],
+    "scratch": [],
+    "dims": {},
+    "launches": [
+        {
+            "function": "turn",
+            "args": ["x", "y", "S", "x_stride_1", "x_stride_2", "y_stride_1", "y_stride_2"],
+            "grid": ["S", "B"],
+            "num_warps": 4,
+            "num_stages": 1,
+            "binaries": [{**ABI, "hidden": [], **binary} for binary in BINARIES],
+        }
+    ],
+}
+
+
+def test_strides_and_names_and_results_in_place(package: Path) -> None:
+    """A permuted view is taken as it is, the result lies as it does, and what is written in place comes back."""
+    twins = types.ModuleType("reference")
+    exec("def turn(x, table, total):\n    return x, total\n", twins.__dict__)
+    device = Recorder()
+    site = runtime.bind([TURN], package, twins, device, strict=True, jit=False).turn
+    x, total = torch.ones(2, 5, 3, 16).permute(0, 2, 1, 3), torch.zeros(2)
+    y, summed = site(x, torch.ones(5, 16), total)
+    assert y.stride() == x.stride() == (240, 16, 48, 1) and summed is total
+    (launch,) = device.launches
+    assert launch["kernel"][0] == "aligned" and launch["grid"] == (5, 2, 1)
+    assert launch["values"][2:] == [5, 16, 48, 16, 48]
+    site(torch.ones(2, 3, 5, 17)[..., :16], torch.ones(5, 16), total)
+    assert device.launches[1]["kernel"][0] == "generic"
+    assert device.launches[1]["values"][2:] == [5, 85, 17, 80, 16]  # no gaps are handed on
+    with pytest.raises(PackageError, match="table has shape"):
+        site(x, torch.ones(4, 16), total)
+    with pytest.raises(PackageError, match="total, which is written in place, is not contiguous"):
+        site(x, torch.ones(5, 16), torch.ones(4)[::2])

@@ -1,13 +1,14 @@
 """Ahead-of-time compilation: Triton source text → cubins with their launch ABI, on a machine that needs no GPU.
 
 Each launch is compiled per architecture in up to two variants: `aligned`, which assumes that all tensors start on a
-16-byte boundary and so moves 16 bytes per access, emitted where the launch says that all rows keep that boundary; and
-the generic one, which assumes nothing. The runtime takes the first that fits the tensors it is given.
+16-byte boundary, with strides that are multiples of 16 elements, and so moves 16 bytes per access, emitted where the
+launch says that all rows keep that boundary; and the generic one, which assumes nothing. The runtime takes the first
+that fits the tensors it is given.
 
 An entry of the manifest's `kernels` list, as `build_kernels` returns it:
 
     name      site name; also the name of the twin in reference.py
-    inputs, outputs, scratch    tensors: {name, dtype, shape}, shapes as in `kernel.py`
+    inputs, outputs, scratch    tensors: {name, dtype, shape, strided, like, alias}, as in `kernel.py`
     dims      named extents, in order of evaluation
     launches  in order; each {function, args, grid, num_warps, num_stages, binaries}, each binary
         file, symbol          cubin path inside the package, name of the kernel in it
@@ -107,7 +108,8 @@ def import_kernels(path: Path) -> ModuleType:
 
 
 def compile_launch(module: ModuleType, spec: KernelSpec, launch: Launch, arch: str, aligned: bool) -> Binary:
-    """Compile one launch for one architecture; `aligned` promises that every tensor starts on a 16-byte boundary."""
+    """Compile one launch for one architecture; `aligned` promises that every tensor starts on a 16-byte boundary, and
+    that its strides are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -116,8 +118,8 @@ def compile_launch(module: ModuleType, spec: KernelSpec, launch: Launch, arch: s
     if match is None:
         raise OptionError(f"unknown GPU architecture {arch!r}", where="--arch", hint="one such as sm_80 or sm_90a")
     types = spec.argument_types(launch)
-    pointers = [index for index, kind in enumerate(types.values()) if kind.startswith("*")]
-    hints = {(index,): [["tt.divisibility", ALIGNMENT]] for index in pointers} if aligned else {}
+    even = [index for index, (n, kind) in enumerate(types.items()) if kind.startswith("*") or spec.is_stride(n)]
+    hints = {(index,): [["tt.divisibility", ALIGNMENT]] for index in even} if aligned else {}
     try:
         compiled = triton.compile(
             ASTSource(getattr(module, launch.function), types, {}, hints),

@@ -7,10 +7,11 @@ Extents are small expressions, kept as data so that the runtime can evaluate the
 
     8                      an integer
     "rows"                 a name: `rows` (product of the leading dims of the inputs), `sms` (multiprocessors of the
-                           device) or one of the kernel's own `dims`
+                           device), one of the kernel's own `dims`, or one that an input's shape binds
     ["cdiv", "rows", 4]    `mul`, `cdiv` (division rounded up), `min`, `max` of two expressions
 
-A tensor's shape is a tuple of expressions; `"*"` in first place stands for the leading dims, equal for all tensors.
+A tensor's shape is a tuple of expressions; `"*"` in first place stands for the leading dims, equal for all tensors. A
+name that is not known yet when an input is read is bound by that input's extent (`("B", "H", "S", 128)`).
 """
 
 from __future__ import annotations
@@ -22,28 +23,48 @@ from typing import Any
 
 Expression = int | str | Sequence[Any]
 
-TRITON_DTYPES = {"f32": "fp32", "bf16": "bf16", "f16": "fp16", "f64": "fp64", "i64": "i64", "i32": "i32"}
+TRITON_DTYPES = {
+    "f32": "fp32",
+    "bf16": "bf16",
+    "f16": "fp16",
+    "f64": "fp64",
+    "i64": "i64",
+    "i32": "i32",
+    "bool": "i1",
+}
 """mgraph's dtype name → the name in a Triton signature."""
 
-ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "f64": 8, "i64": 8, "i32": 4}
+ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "f64": 8, "i64": 8, "i32": 4, "bool": 1}
 """Bytes of one element, by mgraph's dtype name."""
+
+STRIDE = "_stride_"
+"""Between a tensor's name and the index of a dim in an argument that is a stride, in elements."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a kernel: its name in the source, its dtype (mgraph's name) and its shape of expressions."""
+    """One tensor of a kernel: its name in the source, its dtype (mgraph's name) and its shape of expressions.
+
+    A tensor is contiguous, unless an input is `strided`: then it has any strides, and the kernel takes those that it
+    needs as arguments `<name>_stride_<dim>`. An output has the strides of the input that `like` names (as
+    torch.empty_like gives them), or is the input that `alias` names, written in place.
+    """
 
     name: str
     dtype: str
     shape: tuple[Expression, ...]
+    strided: bool = False
+    like: str = ""
+    alias: str = ""
 
 
 @dataclass(frozen=True)
 class Launch:
     """One GPU launch: a function of `kernels.py`, its arguments in order, and its grid.
 
-    An argument is the name of a tensor (passed as a pointer) or of a dim (passed as an i32). `aligned` says that every
-    row of every tensor starts on a 16-byte boundary if the tensor does, so that a variant for aligned pointers pays.
+    An argument is the name of a tensor (passed as a pointer), of a dim or of a stride (passed as an i32). `aligned`
+    says that every row of every tensor starts on a 16-byte boundary if the tensor does and its strides are multiples
+    of 16 elements, so that a variant for aligned pointers and strides pays.
     """
 
     function: str
@@ -58,8 +79,9 @@ class Launch:
 class KernelSpec:
     """One kernel site: `name(*inputs) -> outputs`.
 
-    `source` is the text of its Triton functions, `twin` the text of a torch function of the same name and signature.
-    `scratch` tensors live for one call only. `dims` are named extents in the order in which they are evaluated.
+    `source` is the text of its Triton functions, `twin` the text of a torch function of the same name and signature,
+    which may call the runtime's ops as `rt`. `scratch` tensors live for one call only. `dims` are named extents in the
+    order in which they are evaluated.
     """
 
     name: str
@@ -79,11 +101,22 @@ class KernelSpec:
             if name in tensors:
                 types[f"{name}_ptr"] = "*" + TRITON_DTYPES[tensors[name].dtype]
             else:
-                assert name == "rows" or name in self.dims, (
-                    f"kernel {self.name}: argument {name} is no tensor and no dim"
+                assert name in self._bound() or self.is_stride(name), (
+                    f"kernel {self.name}: argument {name} is no tensor, no dim and no stride"
                 )
                 types[name] = "i32"
         return types
+
+    def is_stride(self, argument: str) -> bool:
+        """Whether an argument is the stride of a tensor that may have any strides."""
+        tensor, mark, dim = argument.rpartition(STRIDE)
+        strided = any(t.name == tensor and (t.strided or t.like) for t in (*self.inputs, *self.outputs))
+        return bool(mark) and dim.isdigit() and strided
+
+    def _bound(self) -> set[str]:
+        """All names that extents may be written with."""
+        extents = (extent for tensor in self.inputs for extent in tensor.shape)
+        return {"rows", "sms", *self.dims, *(e for e in extents if isinstance(e, str) and e != "*")}
 
     def to_data(self) -> dict[str, Any]:
         """The spec as JSON-ready data, texts included."""
@@ -95,7 +128,7 @@ class KernelSpec:
         """The inverse of `to_data`."""
 
         def tensors(key: str) -> tuple[TensorSpec, ...]:
-            return tuple(TensorSpec(item["name"], item["dtype"], _frozen(item["shape"])) for item in data[key])
+            return tuple(TensorSpec(**{**item, "shape": _frozen(item["shape"])}) for item in data[key])
 
         launches = tuple(
             Launch(**{**item, "args": tuple(item["args"]), "grid": _frozen(item["grid"])}) for item in data["launches"]
@@ -127,4 +160,6 @@ def kernels_text(specs: Sequence[KernelSpec]) -> str:
 def reference_text(specs: Sequence[KernelSpec]) -> str:
     """The whole text of a package's `reference.py`."""
     header = '"""Torch twins of this package\'s kernels: same names, arguments and results."""\n\nimport torch\n'
-    return header + "".join(f"\n\n{spec.twin.strip()}\n" for spec in specs)
+    body = "".join(f"\n\n{spec.twin.strip()}\n" for spec in specs)
+    runtime = "\nfrom mgraph.runtime import v1 as rt\n" if "rt." in body else ""
+    return header + runtime + body

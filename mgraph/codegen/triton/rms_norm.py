@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mgraph.codegen.triton.kernel import ITEM_BYTES, KernelSpec, Launch, TensorSpec
+from mgraph.ir.graph import Node
 
 TORCH_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 TRITON_LANGUAGE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
@@ -63,6 +64,22 @@ class RmsNorm:
     def aligned(self) -> bool:
         """Whether every row starts on a 16-byte boundary when the tensor does."""
         return all(self.size * ITEM_BYTES[dtype] % 16 == 0 for dtype in (self.x, self.weight))
+
+
+def problem_of(node: Node) -> RmsNorm | str:
+    """The instance that a node `rms_norm` or `rms_norm_grad` is."""
+    x, weight = node.operands[:2] if node.op == "rms_norm" else node.operands[1:3]
+    size = x.tensor.shape[-1]
+    if not isinstance(size, int):
+        return f"the normalised dim {size} is not a known number"
+    return RmsNorm(
+        size=size,
+        x=x.tensor.dtype.text,
+        weight=weight.tensor.dtype.text,
+        eps=float(node.attrs["eps"]),  # type: ignore[arg-type]
+        round=str(node.attrs.get("round", "product")),
+        offset=float(node.attrs.get("offset", 0.0)),  # type: ignore[arg-type]
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,193 @@
+"""Rotary position embedding and its inverse, as Triton source and torch twin, specialised by width, dtypes and layout.
+
+With the pairs (a, b) of the last dim of x, and the numbers that cos and sin have for the two elements of a pair,
+
+    y = (a * cos_a - b * sin_a,  b * cos_b + a * sin_b)          and of the inverse, which is also the gradient of x,
+    y = (a * cos_a + b * sin_b,  b * cos_b - a * sin_a)
+
+in f32, rounded once. A pair is element i of both halves (`half`) or two neighbours (`interleaved`). Tables of half the
+width have one number for both elements of a pair.
+
+x has up to three dims before the last. Tables are the same along one of them, the heads, and what they say of a
+position is read once for a tile of heads. Tiles follow the positions, so that programs beside each other work beside
+each other in memory where x is a permuted [B, S, H, D], as a projection gives it; in a contiguous [B, H, S, D] each row
+of D elements is still read in one piece. y has the strides of x.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mgraph.codegen.triton.kernel import ITEM_BYTES, Expression, KernelSpec, Launch, TensorSpec
+from mgraph.codegen.triton.rms_norm import TRITON_LANGUAGE_DTYPES
+from mgraph.ir.graph import Node
+
+LARGEST_WIDTH = 4096
+"""Above this a row no longer is a reasonable tile."""
+
+TILE_ELEMENTS = 2048
+"""Elements of x in a tile: 16 for each of 128 threads, two loads of 16 bytes in bf16."""
+
+HEADS = "H"
+"""The extent along which the tables are the same."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """One instance of the op.
+
+    `x` and `table` are dtypes, `width` and `table_width` the last extents. `axes` names the dims of x before the last:
+    `H` is the one along which tables are the same, `S` and `B` are the others. `table_axes` has for each dim of the
+    tables its name in `axes`, or "" where its extent is 1. `heads` is the extent of `H` if that is known: it chooses the
+    tile, but a rank may hold fewer.
+    """
+
+    x: str
+    table: str
+    width: int
+    table_width: int
+    axes: tuple[str, ...]
+    table_axes: tuple[str, ...]
+    heads: int = 0
+    style: str = "half"
+    inverse: bool = False
+
+    @property
+    def positions(self) -> tuple[str, ...]:
+        """The dims other than the heads, outer first."""
+        return tuple(axis for axis in self.axes if axis != HEADS)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs in a row."""
+        return self.width // 2
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether neighbours turn together."""
+        return self.style == "interleaved"
+
+    @property
+    def aligned(self) -> bool:
+        """Whether what a row is read in begins on a 16-byte boundary when the row does."""
+        piece = self.width if self.interleaved else self.pairs
+        return piece * ITEM_BYTES[self.x] % 16 == 0
+
+
+def problem_of(node: Node) -> Rope | str:
+    """The instance that a node `rope` is, or why there is no kernel for it."""
+    x, cos, sin = (value.tensor for value in node.operands)
+    width, table_width = x.shape[-1], cos.shape[-1]
+    if not isinstance(width, int) or not isinstance(table_width, int):
+        return f"the last dim {width} is not a known number"
+    if width > LARGEST_WIDTH:
+        return f"the last dim is {width}; the kernel takes up to {LARGEST_WIDTH}"
+    for role, dtype in (("x", x.dtype.text), ("cos", cos.dtype.text)):
+        if dtype not in TRITON_LANGUAGE_DTYPES:
+            return f"{role} is {dtype}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
+    if sin.dtype is not cos.dtype:
+        return f"cos is {cos.dtype.text} but sin is {sin.dtype.text}"
+    rank = len(x.shape) - 1
+    if not 1 <= rank <= 3 or len(cos.shape) > len(x.shape):
+        return f"x has {len(x.shape)} dims and cos {len(cos.shape)}; the kernel takes 2 to 4, and no more in cos"
+    missing = rank + 1 - len(cos.shape)
+    same = [axis < missing or cos.shape[axis - missing] == 1 for axis in range(rank)]
+    if not any(same):
+        return f"cos {list(cos.shape)} differs in every row of x {list(x.shape)}"
+    head = max(axis for axis in range(rank) if same[axis])
+    names = iter(("B", "S")[3 - rank :])
+    axes = tuple(HEADS if axis == head else next(names) for axis in range(rank))
+    heads = x.shape[head]
+    return Rope(
+        x=x.dtype.text,
+        table=cos.dtype.text,
+        width=width,
+        table_width=table_width,
+        axes=axes,
+        table_axes=tuple("" if same[axis] else axes[axis] for axis in range(missing, rank)),
+        heads=heads if isinstance(heads, int) else 0,
+        style=str(node.attrs.get("style", "half")),
+        inverse=bool(node.attrs.get("inverse", False)),
+    )
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a kernel is cut: positions and heads per tile (powers of two), and warps."""
+
+    positions: int
+    heads: int
+    num_warps: int = 4
+
+
+def tuning(problem: Rope) -> Tuning:
+    """Tiles of about `TILE_ELEMENTS`: all heads, or the largest power of two that divides them; then positions.
+
+    Heads that only 1 or 2 divide are taken with some lanes idle.
+    """
+    row = _power_of_two(problem.width)
+    heads = problem.heads or 8
+    dividing = heads & -heads
+    tile = dividing if dividing >= 4 else _power_of_two(heads)
+    tile = max(1, min(tile, TILE_ELEMENTS // row))
+    return Tuning(max(1, TILE_ELEMENTS // (row * tile)), tile)
+
+
+def rotate(name: str, problem: Rope, cut: Tuning | None = None) -> KernelSpec:
+    """The site `y = name(x, cos, sin)`: x [B, H, S, width] or with its dims in other order, tables as broadcast."""
+    cut = cut or tuning(problem)
+    shape: tuple[Expression, ...] = (*problem.axes, problem.width)
+    table: tuple[Expression, ...] = (*(axis or 1 for axis in problem.table_axes), problem.table_width)
+    positions = problem.positions
+    count: Expression = 1
+    for axis in positions:
+        count = axis if count == 1 else ("mul", count, axis)
+    launch = Launch(
+        name,
+        _arguments(problem),
+        (("cdiv", "positions", cut.positions), ("cdiv", HEADS, cut.heads)),
+        cut.num_warps,
+        num_stages=1,
+        aligned=problem.aligned,
+    )
+    return KernelSpec(
+        name=name,
+        source=_source(name, problem, cut),
+        twin=_twin(name, problem),
+        inputs=(
+            TensorSpec("x", problem.x, shape, strided=True),
+            TensorSpec("cos", problem.table, table, strided=True),
+            TensorSpec("sin", problem.table, table, strided=True),
+        ),
+        outputs=(TensorSpec("y", problem.x, shape, like="x"),),
+        scratch=(),
+        launches=(launch,),
+        dims={"positions": count},
+    )
+
+
+def _power_of_two(number: int) -> int:
+    """The number rounded up to a power of two."""
+    return 1 << (number - 1).bit_length()
+
+
+def _arguments(problem: Rope) -> tuple[str, ...]:
+    """Tensors, extents, and the strides of all dims but the last, which is contiguous."""
+    strides = [f"x_stride_{axis}" for axis in range(len(problem.axes))]
+    for table in ("cos", "sin"):
+        strides += [f"{table}_stride_{axis}" for axis, name in enumerate(problem.table_axes) if name]
+    strides += [f"y_stride_{axis}" for axis in range(len(problem.axes))]
+    extents = [HEADS, *(problem.positions[1:]), *(["positions"] if problem.positions else [])]
+    return ("x", "cos", "sin", "y", *extents, *strides)
+
+
+def _sum(terms: list[str]) -> str:
+    return " + ".join(terms) if terms else "0"
+
+
+def _places(problem: Rope) -> tuple[str, dict[str, str]]:
+    """The lines that take a position apart, and the variable of each dim."""
+    if len(problem.positions) < 2:
+        return "    place = position.to(tl.int64)\n", {"S": "place", HEADS: "head"}
+    lines = "    batch = (position // S).to(tl.int64)\n    place = (position % S).to(tl.int64)\n"
+    return lines, {"B": "batch", "S": "place", HEADS: "head"}
