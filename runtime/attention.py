@@ -13,6 +13,7 @@ lse' that counts it; every gradient kernel starts from out and lse, and so needs
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -243,6 +244,26 @@ class _Flash(_Form):
         return grads
 
 
+class _Cudnn(_Form):
+    """cuDNN's kernel for GPUs from Hopper on: no mask but causal. Keys and values may have fewer heads."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Tensor]:
+        out, lse = _aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, block.causal, scale=block.mask.scale
+        )[:2]
+        return out, lse.reshape(q.shape[:3])
+
+    def backward(
+        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: _Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        unused = torch.empty((), dtype=torch.int64, device=q.device)
+        state = (unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0, block.causal)
+        grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse[..., None], *state, scale=block.mask.scale
+        )
+        return grads
+
+
 class _Efficient(_Form):
     """The memory-efficient kernel for GPUs: keys and values with a head for each query head, no mask but causal.
 
@@ -310,7 +331,7 @@ class _Plain(_Form):
         return lse.masked_fill(lse == _HIDDEN, 0.0)
 
 
-_PLAIN, _CPU, _FLASH, _EFFICIENT = _Plain(), _Cpu(), _Flash(), _Efficient()
+_PLAIN, _CPU, _FLASH, _CUDNN, _EFFICIENT = _Plain(), _Cpu(), _Flash(), _Cudnn(), _Efficient()
 
 
 def _form(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> _Form:
@@ -323,8 +344,20 @@ def _form(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> _Form:
     if not (even and aligned and square and mask.simple):
         return _PLAIN
     if q.dtype in (torch.float16, torch.bfloat16):
-        return _FLASH
+        return _CUDNN if _takes_cudnn(q, k) else _FLASH
     return _EFFICIENT if q.dtype == torch.float32 else _PLAIN
+
+
+def _takes_cudnn(q: Tensor, k: Tensor) -> bool:
+    """Whether cuDNN's kernel runs, and is the faster one: it is on Hopper, and has no gradient above width 128."""
+    usable = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    return usable and q.shape[3] <= 128 and min(q.shape[2], k.shape[2]) > 1 and _hopper(q.device.index)
+
+
+@functools.cache
+def _hopper(index: int) -> bool:
+    """Whether a device is Hopper or later, with cuDNN at hand."""
+    return torch.cuda.get_device_capability(index) >= (9, 0) and torch.backends.cudnn.is_available()
 
 
 def _grouped(heads: Tensor, k: Tensor) -> Tensor:

@@ -188,6 +188,17 @@ def chunk_rows(logits: Tensor) -> int:
     return max(1, elements // max(1, logits.shape[1]))  # a part may be padding alone
 
 
+def addmm_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Add left [M, K] @ right [K, N] to total [M, N] in place. On a GPU the product of low-precision matrices enters an
+    f32 total as it was summed; elsewhere it is rounded to their dtype before."""
+    if total.dtype == left.dtype:
+        return total.addmm_(left, right)
+    if total.is_cuda and total.dtype == torch.float32:
+        _aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
+        return total
+    return total.add_(left @ right)
+
+
 def embedding_grad_(total: Tensor, grad: Tensor, indices: Tensor) -> Tensor:
     """Add each row of grad [..., N] to the row of total [V, N] that its index names, in place."""
     return total.index_add_(0, indices.reshape(-1), grad.reshape(-1, grad.shape[-1]).to(total.dtype))

@@ -42,6 +42,7 @@ from mgraph.runtime.moe import (
 from mgraph.runtime.norm import layer_norm, layer_norm_grad
 from mgraph.runtime.ops import (
     accumulate_each_,
+    addmm_,
     all_finite,
     copy_,
     cross_entropy,
@@ -76,6 +77,7 @@ __all__ = [
     "Pending",
     "accumulate_each_",
     "adamw_",
+    "addmm_",
     "all_finite",
     "all_gather",
     "all_gather_start",

@@ -142,16 +142,25 @@ def overwritable(node: Node) -> tuple[int, ...]:
 
 def absorbable(part: Node, total: Value) -> bool:
     """Whether `accumulate(total, part)` has a form that adds a product to the total without making it apart."""
-    if part.result.tensor.dtype is not total.tensor.dtype:
+    dtypes = part.result.tensor.dtype, total.tensor.dtype
+    if dtypes[0] is not dtypes[1] and not _widens(part, dtypes):
         return False
     if part.op == "aten.embedding_dense_backward.default":
         return part.attrs.get("padding_idx", -1) == -1 and not part.attrs.get("scale_grad_by_freq", False)
     return part.op in ("aten.mm.default", "embedding_part_grad", "grouped_outer")
 
 
+def _widens(part: Node, dtypes: tuple[DType, DType]) -> bool:
+    """Whether the sum of a low-precision product, or of rows, has a form that takes it unrounded into an f32 total."""
+    low = dtypes[0] in (DType.BF16, DType.F16) and dtypes[1] is DType.F32
+    return low and part.op in ("aten.mm.default", "aten.embedding_dense_backward.default")
+
+
 def write_accumulated(part: Site, total: str) -> str:
     """The statement that adds an absorbable node to `total`."""
     operands = ", ".join(part.operands)
+    if part.node.op == "aten.mm.default" and part.node.result.tensor.dtype in (DType.BF16, DType.F16):
+        return f"rt.addmm_({total}, {operands})"
     if part.node.op == "aten.mm.default":
         return f"{total}.addmm_({operands})"
     if part.node.op == "embedding_part_grad":

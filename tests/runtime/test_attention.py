@@ -95,3 +95,29 @@ def test_a_window_reads_only_the_keys_it_reaches() -> None:
     mask = attention_module.Mask(1.0, True, 4, None, None, (), None)
     assert mask.reach(slice(128, 256), 300) == slice(125, 256)
     assert mask.reach(slice(0, 128), 300) == slice(0, 128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sizes", [(2, 4, 2, 77, 77, 64), (1, 16, 8, 512, 512, 128), (3, 6, 6, 129, 129, 72)])
+@pytest.mark.parametrize("form", ["cudnn", "flash"])
+def test_fused_kernels_of_gpus(form: str, sizes: tuple[int, ...], causal: bool) -> None:
+    """Permuted views of [B, S, H, D] as a step has them, bf16, against float64."""
+    batch, heads, groups, queries, keys, width = sizes
+    torch.manual_seed(0)
+    shapes = [(batch, queries, heads, width), (batch, keys, groups, width), (batch, keys, groups, width)]
+    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16).permute(0, 2, 1, 3) for s in shapes)
+    dout = torch.randn(batch, queries, heads, width, device="cuda", dtype=torch.bfloat16).permute(0, 2, 1, 3)
+    how: dict[str, Any] = {"scale": width**-0.5, "causal": causal}
+    torch.backends.cuda.enable_cudnn_sdp(form == "cudnn")
+    try:
+        out, lse = rt.attention(q, k, v, **how)
+        grads = rt.attention_grad(dout, q, k, v, out, lse, **how)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    expected, expected_lse = rt.attention(*(t.detach() for t in exact), **how)
+    reference = rt.attention_grad(dout.double(), *(t.detach() for t in exact), expected, expected_lse, **how)
+    assert (lse.double() - expected_lse).abs().max() < 1e-2
+    for got, want in zip((out, *grads), (expected, *reference), strict=True):
+        assert (got.double() - want).norm() / want.norm() < 1e-2
