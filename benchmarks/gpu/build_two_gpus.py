@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.gpu import two_gpu_models
+from benchmarks.gpu import training_models
 from mgraph.compiler import compile_package
 from mgraph.recipe import Recipe
 
@@ -31,7 +31,7 @@ def main() -> None:
         name = f"small_{model}" if options.small else model
         for mesh, (axes, more) in MESHES.items():
             recipe = Recipe(
-                model=f"{two_gpu_models.__file__}:{name}",
+                model=f"{training_models.__file__}:{name}",
                 mesh=axes,
                 precision="fp32" if options.small else "bf16",
                 max_norm=0.0,  # as the peers: no clipping, no decay

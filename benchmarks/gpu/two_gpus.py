@@ -28,13 +28,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.gpu.two_gpu_models import SHAPES, Shape
+from benchmarks.gpu.peers import LR, Masters, loss_of
+from benchmarks.gpu.training_models import SHAPES, Batch, Shape
 from mgraph.runtime import mesh
 from mgraph.runtime.package import load_package
 from mgraph.runtime.state import create_state
 
-LR, CHECKED = 1e-3, 5
-Batch = tuple[Tensor, Tensor]
+CHECKED = 5
 Step = Callable[[Sequence[Sequence[Batch]], int], float]
 """Trains a step on the batches of both data ranks, of which it takes its own; the mean loss over all of them."""
 
@@ -50,17 +50,6 @@ class Measured:
     tokens_per_second: float = 0.0
     exposed: float | None = None
     peak_bytes: int = 0
-
-
-def batches_of(shape: Shape, data_rank: int, count: int, device: torch.device) -> list[Batch]:
-    """The batches of a data rank: random walks, so that there is something to learn."""
-    generator = torch.Generator().manual_seed(data_rank)
-    made = []
-    for _ in range(count):
-        steps = torch.randint(0, 4, (shape.batch, shape.length + 1), generator=generator)
-        rows = steps.cumsum(1) % shape.changes.get("vocab_size", 256)
-        made.append((rows[:, :-1].contiguous().to(device), rows[:, 1:].contiguous().to(device)))
-    return made
 
 
 # ours
@@ -92,36 +81,6 @@ def packaged(path: Path, axes: Mapping[str, int], device: torch.device) -> tuple
 
 
 # peers
-
-
-class Masters:
-    """AdamW on f32 copies of low-precision parameters, as a package has it; on the parameters where they are f32."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-        self.parameters = list(parameters)
-        self.copies = [p.detach().float().clone() if p.dtype != torch.float32 else p for p in self.parameters]
-        self.optimizer = torch.optim.AdamW(
-            self.copies, lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda"
-        )
-
-    def step(self) -> None:
-        """One update from the gradients of the parameters, which are dropped."""
-        for copy, parameter in zip(self.copies, self.parameters, strict=True):
-            if copy is not parameter:
-                copy.grad = None if parameter.grad is None else parameter.grad.float()
-                parameter.grad = None
-        self.optimizer.step()
-        with torch.no_grad():
-            for copy, parameter in zip(self.copies, self.parameters, strict=True):
-                copy.grad = None
-                if copy is not parameter:
-                    parameter.copy_(copy)
-
-
-def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross entropy, in f32."""
-    logits = model(batch[0])
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten())
 
 
 def stepped(model: nn.Module, optimizer: Masters, *, shares_data: bool) -> Step:
@@ -224,7 +183,7 @@ def _covered(spans: Iterable[tuple[int, int]]) -> int:
 def measure(shape: Shape, found: Measured, step: Step, steps: int, device: torch.device) -> None:
     """Train the checked steps, then time more of them."""
     world = dist.get_world_size()
-    batches = [batches_of(shape, rank, CHECKED, device) for rank in range(world)]
+    batches = [shape.batches(rank, CHECKED, device) for rank in range(world)]
     found.losses = [step(batches, index) for index in range(CHECKED)]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

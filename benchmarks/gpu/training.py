@@ -1,0 +1,203 @@
+"""Training on one GPU against eager PyTorch, torch.compile and transformers with Liger: E1a, E1b, E2a.
+
+    python3 -m benchmarks.gpu.training PACKAGES RESULTS.jsonl [dense] [llama8] [moe] [--peers eager,default,...]
+
+PACKAGES is what `benchmarks.gpu.build_training` made. All train the same weights on the same batches, with parameters
+in bf16 and AdamW on f32 masters and moments. First the losses of some steps: those of the package may be 1.5 times as
+far (root mean square of the relative differences) from an f32 run of eager PyTorch as those of eager bf16 are. Then the
+median seconds of a step. `copy` and `matmul` are this card's ceilings, measured in this run; `fraction` is the model's
+floating-point operations per second over the rate of a bf16 product of 8192^3. Exit status 1 on any complaint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import peers
+from benchmarks.gpu.training_models import SHAPES, Batch, Shape
+from mgraph.runtime import mesh
+from mgraph.runtime.package import load_package
+from mgraph.runtime.state import create_state
+
+IDS = {"dense": "E1a", "llama8": "E1b", "moe": "E2a"}
+CHECKED = 8
+PEERS = ("eager", "default", "max-autotune-no-cudagraphs", "liger")
+
+
+def packaged(path: Path, device: torch.device, weights: dict[str, Tensor]) -> peers.Step:
+    """The step of a package; `weights` takes its parameters as they were drawn, in f32."""
+    mesh._current = mesh.Mesh(0, 1, device, {})
+    package = load_package(path, device.type)
+    state = create_state(package.state_specs, 0, device)
+    for name, tensor in state.items():
+        if name.endswith(".master"):
+            weights[name.removesuffix(".master")] = tensor.cpu().clone()
+    lr = torch.tensor(peers.LR, device=device)
+
+    def step(batch: Batch) -> Tensor:
+        package.call("microbatch", state, *batch)
+        return package.call("finish", state, lr)["loss"]
+
+    return step
+
+
+def losses_of(step: peers.Step, batches: Sequence[Batch]) -> list[float]:
+    """The losses of training on some batches."""
+    return [float(step(batch)) for batch in batches]
+
+
+def timed(step: peers.Step, batches: Sequence[Batch], steps: int) -> tuple[float, int]:
+    """Median seconds of a step, and peak memory."""
+    torch.cuda.reset_peak_memory_stats()
+    taken = []
+    for index in range(steps):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        step(batches[index % len(batches)])
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken), torch.cuda.max_memory_allocated()
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """Bytes per second of a copy (read and written), and floating-point operations per second of a bf16 product."""
+    source = torch.randn(2**29, device=device, dtype=torch.float32)
+    target = torch.empty_like(source)
+    left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return {
+        "copy": 8 * source.numel() / _seconds(lambda: target.copy_(source)),
+        "matmul": 2 * 8192**3 / _seconds(lambda: left @ right),
+    }
+
+
+def _seconds(run: Callable[[], Any], times: int = 20) -> float:
+    for _ in range(3):
+        run()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(times):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / times
+
+
+def distance(found: Sequence[float], exact: Sequence[float]) -> float:
+    """Root mean square of the relative differences."""
+    return math.sqrt(statistics.fmean((a / b - 1) ** 2 for a, b in zip(found, exact, strict=True)))
+
+
+def released() -> None:
+    """Give memory back that nothing holds."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def compare(
+    name: str, shape: Shape, path: Path, wanted: Sequence[str], steps: int, checked: bool
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of a model, and complaints."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    batches = shape.batches(0, CHECKED, device)
+    weights: dict[str, Tensor] = {}
+    complaints: list[str] = []
+    rows: list[dict[str, Any]] = []
+
+    def row(variant: str, make: Callable[[], peers.Step]) -> list[float]:
+        released()
+        begun = time.perf_counter()
+        step = make()
+        first = float(step(batches[0]))
+        started = time.perf_counter() - begun
+        losses = [first, *losses_of(step, batches[1:])]
+        seconds, peak = timed(step, batches, steps)
+        rows.append(
+            {
+                "id": IDS[name],
+                "workload": f"{name} B{shape.batch} S{shape.length} bf16",
+                "variant": variant,
+                "seconds": seconds,
+                "tokens_per_second": shape.batch * shape.length / seconds,
+                "flops_per_second": shape.flops() / seconds,
+                "peak_bytes": peak,
+                "until_first_step": started,
+                "losses": losses,
+            }
+        )
+        print(
+            f"{name:7} {variant:28} {seconds * 1e3:8.2f} ms {rows[-1]['tokens_per_second']:10,.0f} tokens/s "
+            f"{rows[-1]['flops_per_second'] / 1e12:6.1f} TFLOP/s peak {peak / 2**30:.1f} GiB first {started:.1f} s",
+            flush=True,
+        )
+        return losses
+
+    ours = row("ours", lambda: packaged(path, device, weights))
+    kinds: dict[str, Callable[[], peers.Step]] = {
+        mode: lambda m=mode: peers.plain(shape, weights, torch.bfloat16, device, "" if m == "eager" else m)  # type: ignore[misc]
+        for mode in PEERS[:-1]
+    }
+    kinds["liger"] = lambda: peers.liger(shape, weights, torch.bfloat16, device)
+    others: dict[str, list[float]] = {}
+    for kind in wanted:
+        try:
+            others[kind] = row(kind, kinds[kind])
+        except Exception as error:  # a peer that does not run is a result, and the others go on
+            complaints.append(f"{name}, {kind}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+    if checked:
+        released()
+        torch.backends.cuda.matmul.allow_tf32 = False
+        exact = losses_of(peers.plain(shape, weights, torch.float32, device, ""), batches)
+        found, noise = distance(ours, exact), distance(others["eager"], exact)
+        print(f"{name}: from f32 by {found:.2e}, eager bf16 by {noise:.2e}", flush=True)
+        rows[0] |= {"distance_from_f32": found, "distance_of_eager": noise}
+        if not found <= 1.5 * noise:
+            complaints.append(f"{name}: losses are {found:.2e} from f32, those of eager bf16 {noise:.2e}")
+    released()
+    return rows, complaints
+
+
+def main() -> int:
+    """Compare the models asked for; one line of JSON a measurement."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("packages", type=Path)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("models", nargs="*", default=["dense", "llama8"])
+    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--unchecked", action="store_true", help="leave out the f32 run")
+    options = parser.parse_intermixed_args()
+    limits = ceilings(torch.device("cuda"))
+    card = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
+    card |= {"date": datetime.date.today().isoformat(), **limits}
+    print(f"{card['card']}: copy {limits['copy'] / 1e12:.2f} TB/s, matmul {limits['matmul'] / 1e12:.0f} TFLOP/s")
+    complaints: list[str] = []
+    for name in options.models:
+        wanted = [peer for peer in options.peers.split(",") if peer]
+        rows, more = compare(name, SHAPES[name], options.packages / name, wanted, options.steps, not options.unchecked)
+        complaints += more
+        best = min(rows[1:], key=lambda r: r["seconds"], default=rows[0])
+        with options.results.open("a", encoding="utf-8") as file:
+            for item in rows:
+                item["fraction"] = item["flops_per_second"] / limits["matmul"]
+                item |= {"ratio": best["seconds"] / item["seconds"], "best_peer": best["variant"]}
+                file.write(json.dumps({**item, **card}) + "\n")
+        print(f"{name}: {best['seconds'] / rows[0]['seconds']:.3f} x {best['variant']}", flush=True)
+    print("\n".join(complaints) or "all losses agree", flush=True)
+    return bool(complaints)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
