@@ -19,7 +19,7 @@ import importlib.util
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -46,7 +46,10 @@ MOST_PLANS = 4096
 LARGEST_INDEX = 2**31 - 1
 """Rows, grids and named extents are passed as 32-bit integers."""
 
-Site = Callable[..., tuple[torch.Tensor, ...]]
+Results = torch.Tensor | tuple[torch.Tensor, ...]
+"""What a site gives: its results, not in a tuple where there is one."""
+
+Site = Callable[..., Results]
 
 
 @dataclass
@@ -186,6 +189,14 @@ def _strides(shape: Shape, like: Shape | None) -> Shape:
     return torch.empty_like(torch.empty_strided(shape, like, device="meta")).stride()
 
 
+def _layout(item: Mapping[str, Any], arguments: Collection[str]) -> str:
+    """How an input may lie: `contiguous`; `any`; or `rows`, where the kernel is not told the stride of the last dim,
+    which then must be 1."""
+    if not item.get("strided", False):
+        return "contiguous"
+    return "any" if f"{item['name']}_stride_{len(item['shape']) - 1}" in arguments else "rows"
+
+
 @dataclass(frozen=True)
 class _Plan:
     """All that follows from the shapes and strides of a call: dims and strides by name, shape and strides of each new
@@ -211,8 +222,9 @@ class GpuSite:
         self._strict = strict
         self._said: set[str] = set()
         written = {item.get("alias") for item in entry["outputs"]}
+        arguments = {name for launch in entry["launches"] for name in launch["args"]}
         self._inputs = [
-            (item["name"], DTYPES[item["dtype"]], item.get("strided", False), item["name"] in written)
+            (item["name"], DTYPES[item["dtype"]], _layout(item, arguments), item["name"] in written)
             for item in entry["inputs"]
         ]
         self._new = [item for item in (*entry["outputs"], *entry["scratch"]) if not item.get("alias")]
@@ -220,21 +232,21 @@ class GpuSite:
         self._results = [item.get("alias") or item["name"] for item in entry["outputs"]]
         self._plans: dict[tuple[Any, ...], _Plan | str] = {}
 
-    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the site on `inputs`, in the order of the manifest; the outputs as a tuple."""
+    def __call__(self, *inputs: torch.Tensor) -> Results:
+        """Run the site on `inputs`, in the order of the manifest; the outputs as a tuple, or the only one."""
         tensors: dict[str, torch.Tensor] = {}
         bits = 0
         key: list[Any] = []
-        for (name, dtype, strided, written), tensor in zip(self._inputs, inputs, strict=True):
+        for (name, dtype, layout, written), tensor in zip(self._inputs, inputs, strict=True):
             if tensor.dtype is not dtype or tensor.device != self._device.torch_device:
                 return self._refused(f"{name} is {tensor.dtype} on {tensor.device}, not {dtype}", inputs)
-            if strided:
-                key.append(tensor.stride())
-            elif not tensor.is_contiguous():
+            if layout != "any" and not (tensor.is_contiguous() or (layout == "rows" and tensor.stride(-1) == 1)):
                 if written:
                     return self._refused(f"{name}, which is written in place, is not contiguous", inputs)
                 self._say(f"{name} is not contiguous and is copied")
                 tensor = tensor.contiguous()
+            if layout != "contiguous":
+                key.append(tensor.stride())
             key.append(tensor.shape)
             tensors[name] = tensor
             bits |= tensor.data_ptr()
@@ -253,7 +265,8 @@ class GpuSite:
         aligned = plan.even and bits % ALIGNMENT == 0  # New tensors always are.
         for launcher, grid in zip(self._launchers, plan.grids, strict=True):
             launcher.launch(tensors, plan.dims, grid, aligned)
-        return tuple([tensors[name] for name in self._results])
+        results = tuple([tensors[name] for name in self._results])
+        return results if len(results) > 1 else results[0]
 
     def _plan(self, inputs: Sequence[torch.Tensor]) -> _Plan | str:
         """The plan for inputs, or why the kernel does not take them."""
@@ -292,7 +305,7 @@ class GpuSite:
             return f"{max(*dims.values(), *named.values())} is more than a 32-bit integer counts"
         return _Plan({**dims, **named}, tuple(created), grids, all(n % ALIGNMENT == 0 for n in named.values()))
 
-    def _refused(self, reason: str, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _refused(self, reason: str, inputs: Sequence[torch.Tensor]) -> Results:
         """Run the twin for a call the kernel does not take; an error under strict."""
         if reason not in self._said:
             self._said.add(reason)

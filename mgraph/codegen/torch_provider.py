@@ -88,7 +88,8 @@ def write(site: Site) -> Written:
 
 
 def _kernel(site: Site, name: str, in_place: dict[int, int]) -> Written:
-    """A call of a kernel site. An operand that it writes in place is a copy, unless its memory may be taken."""
+    """A call of a kernel site, which gives all its results. An operand that it writes in place is a copy, unless its
+    memory may be taken."""
     spec = site.kernels.spec(name)
     places = {tensor.name: index for index, tensor in enumerate(spec.inputs)}
     aliased = {i: places[tensor.alias] for i, tensor in enumerate(spec.outputs) if tensor.alias}
@@ -96,8 +97,7 @@ def _kernel(site: Site, name: str, in_place: dict[int, int]) -> Written:
     for result, operand in aliased.items():
         if result not in in_place and operand != site.overwrite:
             texts[operand] += ".clone()"
-    written = {r: o for r, o in aliased.items() if r in in_place or o == site.overwrite}
-    return Written(f"K.{name}({', '.join(texts)})", written)
+    return Written(f"K.{name}({', '.join(texts)})", in_place)
 
 
 def _write_aten(site: Site, in_place: dict[int, int]) -> Written:

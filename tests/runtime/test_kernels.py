@@ -41,7 +41,7 @@ ENTRY: dict[str, Any] = {
         }
     ],
 }
-REFERENCE = "def scale(x, factor):\n    return ((x * factor).bfloat16(),)\n"
+REFERENCE = "def scale(x, factor):\n    return (x * factor).bfloat16()\n"
 
 
 class Recorder:
@@ -84,7 +84,7 @@ def test_cpu_binds_twins(package: Path) -> None:
     runtime.set_device("cpu")
     sites = runtime.kernels(package / "step.py")
     assert sites.providers == {"scale": "twin"}
-    (y,) = sites.scale(torch.full((3, 8), 2.0), torch.full((3, 1), 3.0))
+    y = sites.scale(torch.full((3, 8), 2.0), torch.full((3, 1), 3.0))
     assert torch.equal(y, torch.full((3, 8), 6.0).bfloat16())
     with pytest.raises(AttributeError, match="'scal'"):
         sites.scal(1)
@@ -95,7 +95,7 @@ def test_launch_arguments(package: Path) -> None:
     sites = bind(package, device)
     assert sites.providers == {"scale": "cubin"}
     x, factor = torch.ones(5, 2, 8), torch.ones(5, 2, 1)
-    (y,) = sites.scale(x, factor)
+    y = sites.scale(x, factor)
     assert y.shape == (5, 2, 8) and y.dtype == torch.bfloat16
     (launch,) = device.launches
     assert launch["kernel"] == ("aligned", "scale", 64)
@@ -143,7 +143,7 @@ def test_calls_the_kernel_does_not_take(package: Path, x: torch.Tensor, factor: 
     device = Recorder()
     sites = bind(package, device)
     with pytest.warns(RuntimeWarning, match=reason):
-        (y,) = sites.scale(x, factor)
+        y = sites.scale(x, factor)
     assert torch.equal(y, (x * factor).bfloat16())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -155,7 +155,7 @@ def test_calls_the_kernel_does_not_take(package: Path, x: torch.Tensor, factor: 
 
 def test_no_rows_need_no_launch(package: Path) -> None:
     device = Recorder()
-    (y,) = bind(package, device, strict=True).scale(torch.ones(0, 8), torch.ones(0, 1))
+    y = bind(package, device, strict=True).scale(torch.ones(0, 8), torch.ones(0, 1))
     assert y.shape == (0, 8) and device.launches == []
 
 
@@ -274,3 +274,15 @@ def test_strides_and_names_and_results_in_place(package: Path) -> None:
         site(x, torch.ones(4, 16), total)
     with pytest.raises(PackageError, match="total, which is written in place, is not contiguous"):
         site(x, torch.ones(5, 16), torch.ones(4)[::2])
+
+
+def test_a_last_dim_with_gaps_is_copied_where_the_kernel_is_not_told_of_its_stride(package: Path) -> None:
+    twins = types.ModuleType("reference")
+    exec("def turn(x, table, total):\n    return x, total\n", twins.__dict__)
+    device = Recorder()
+    site = runtime.bind([TURN], package, twins, device, strict=True, jit=False).turn
+    x = torch.ones(2, 3, 5, 32)[..., ::2]
+    with pytest.warns(RuntimeWarning, match="kernel turn: x is not contiguous and is copied"):
+        site(x, torch.ones(5, 16), torch.zeros(2))
+    (launch,) = device.launches
+    assert launch["values"][0] != x.data_ptr() and launch["values"][2:] == [5, 80, 16, 80, 16]
