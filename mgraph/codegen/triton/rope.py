@@ -38,8 +38,8 @@ class Rope:
 
     `x` and `table` are dtypes, `width` and `table_width` the last extents. `axes` names the dims of x before the last:
     `H` is the one along which tables are the same, `S` and `B` are the others. `table_axes` has for each dim of the
-    tables its name in `axes`, or "" where its extent is 1. `heads` is the extent of `H` if that is known: it chooses the
-    tile, but a rank may hold fewer.
+    tables its name in `axes`, or "" where its extent is 1. `heads` is the extent of `H` if that is known: it chooses
+    the tile, but a rank may hold fewer.
     """
 
     x: str
@@ -125,12 +125,13 @@ def tuning(problem: Rope) -> Tuning:
 
     Heads that only 1 or 2 divide are taken with some lanes idle.
     """
-    row = _power_of_two(problem.width)
+    rows = max(1, TILE_ELEMENTS // _power_of_two(problem.width))
+    if not problem.positions:
+        return Tuning(1, rows)
     heads = problem.heads or 8
     dividing = heads & -heads
-    tile = dividing if dividing >= 4 else _power_of_two(heads)
-    tile = max(1, min(tile, TILE_ELEMENTS // row))
-    return Tuning(max(1, TILE_ELEMENTS // (row * tile)), tile)
+    tile = min(rows, dividing if dividing >= 4 else _power_of_two(heads))
+    return Tuning(rows // tile, tile)
 
 
 def rotate(name: str, problem: Rope, cut: Tuning | None = None) -> KernelSpec:
@@ -181,13 +182,134 @@ def _arguments(problem: Rope) -> tuple[str, ...]:
     return ("x", "cos", "sin", "y", *extents, *strides)
 
 
-def _sum(terms: list[str]) -> str:
-    return " + ".join(terms) if terms else "0"
+def _row(tensor: str, axes: tuple[str, ...], indices: dict[str, str]) -> str:
+    """Where the rows of a tile begin in a tensor with these dims: [positions, heads, 1] in all.
+
+    Tables have no heads. They are read as tiles of x's shape all the same, from the cache for all heads but the first,
+    so that they come in the layout of x, and nothing goes through shared memory.
+    """
+    strides = {axis: f"{indices[axis]} * {tensor}_stride_{i}" for i, axis in enumerate(axes) if axis}
+    heads = strides.pop(HEADS, "head * 0")
+    positions = " + ".join(strides.values()) or "position * 0"
+    return f"({positions})[:, None, None] + ({heads})[None, :, None]"
 
 
-def _places(problem: Rope) -> tuple[str, dict[str, str]]:
-    """The lines that take a position apart, and the variable of each dim."""
-    if len(problem.positions) < 2:
-        return "    place = position.to(tl.int64)\n", {"S": "place", HEADS: "head"}
-    lines = "    batch = (position // S).to(tl.int64)\n    place = (position % S).to(tl.int64)\n"
-    return lines, {"B": "batch", "S": "place", HEADS: "head"}
+def _lines(*lines: str) -> str:
+    """Lines of a function's body; empty ones are left out."""
+    return "".join(f"    {line}\n" for line in lines if line)
+
+
+def _source(name: str, problem: Rope, cut: Tuning) -> str:
+    """Where rows begin and what of a tile is inside; then x, tables and y as the style has it."""
+    # The columns of one piece: a half, whose partner is half a row away, or a row that is split into its pairs.
+    piece = problem.width if problem.interleaved else problem.pairs
+    block, axes = _power_of_two(piece), problem.positions
+    indices = {"S": "place", "B": "batch", HEADS: "head"}
+    rows = "(head < H)[None, :, None]"
+    rows += " & (position < positions)[:, None, None]" if axes and cut.positions > 1 else ""
+    body = _lines(
+        f"position = tl.program_id(0) * {cut.positions} + tl.arange(0, {cut.positions})",
+        f"head = (tl.program_id(1) * {cut.heads} + tl.arange(0, {cut.heads})).to(tl.int64)",
+        "batch = (position // S).to(tl.int64)" if len(axes) == 2 else "",
+        "place = (position % S).to(tl.int64)" if len(axes) == 2 else "place = position.to(tl.int64)" if axes else "",
+        *(f"{t}_row = {_row(t, problem.axes, indices)}" for t in ("x", "y")),
+        *(f"{t}_row = {_row(t, problem.table_axes, indices)}" for t in ("cos", "sin")),
+        f"column = tl.arange(0, {block})[None, None, :]",
+        f"inside = {rows}" + (f" & (column < {piece})" if block != piece else ""),
+    )
+    read = _split(problem, cut, rows) if problem.interleaved else _halves(problem)
+    shape = ", ".join((*problem.axes, str(problem.width)))
+    return f'''
+@triton.jit
+def {name}(
+{_wrapped(_names(problem))}
+):
+    """y = {_formula(problem)}.
+
+    x [{shape}]; {cut.positions} position(s) and {cut.heads} head(s) per program.
+    """
+{body}{read}'''
+
+
+def _load(tensor: str, column: str = "column", mask: str = "inside") -> str:
+    """A tile in f32."""
+    return f"tl.load({tensor}_ptr + {tensor}_row + {column}, mask={mask}, other=0.0).to(tl.float32)"
+
+
+def _halves(problem: Rope) -> str:
+    """The pairs of style `half`: a and b are two loads, half a row from each other."""
+    dtype, second = TRITON_LANGUAGE_DTYPES[problem.x], f"column + {problem.pairs}"
+    lines = [f"a = {_load('x')}", f"b = {_load('x', second)}"]
+    for table in ("cos", "sin"):
+        if problem.table_width == problem.pairs:
+            lines.append(f"{table} = {_load(table)}")
+        else:
+            lines += [f"{table}_a = {_load(table)}", f"{table}_b = {_load(table, second)}"]
+    y_a, y_b = _rotated(problem)
+    lines += [
+        f"tl.store(y_ptr + y_row + column, ({y_a}).to(tl.{dtype}), mask=inside)",
+        f"tl.store(y_ptr + y_row + {second}, ({y_b}).to(tl.{dtype}), mask=inside)",
+    ]
+    return _lines(*lines)
+
+
+def _split(problem: Rope, cut: Tuning, rows: str) -> str:
+    """The pairs of style `interleaved`: rows are read whole and split in registers."""
+    block, dtype = _power_of_two(problem.width), TRITON_LANGUAGE_DTYPES[problem.x]
+    pairs = f"[{cut.positions}, {cut.heads}, {block // 2}, 2]"
+    lines = [f"x = {_load('x')}", f"a, b = tl.split(tl.reshape(x, {pairs}))"]
+    if problem.table_width == problem.pairs:
+        lines += [
+            f"pair = tl.arange(0, {block // 2})[None, None, :]",
+            f"known = {rows}" + (f" & (pair < {problem.pairs})" if block != problem.width else ""),
+            *(f"{table} = {_load(table, 'pair', 'known')}" for table in ("cos", "sin")),
+        ]
+    else:
+        for t in ("cos", "sin"):
+            lines += [f"{t} = {_load(t)}", f"{t}_a, {t}_b = tl.split(tl.reshape({t}, {pairs}))"]
+    y_a, y_b = _rotated(problem)
+    lines += [
+        f"y = tl.reshape(tl.join({y_a}, {y_b}), [{cut.positions}, {cut.heads}, {block}])",
+        f"tl.store(y_ptr + y_row + column, y.to(tl.{dtype}), mask=inside)",
+    ]
+    return _lines(*lines)
+
+
+def _rotated(problem: Rope) -> tuple[str, str]:
+    """Both elements of a pair of y."""
+    one = problem.table_width == problem.pairs
+    cos_a, cos_b, sin_a, sin_b = ("cos", "cos", "sin", "sin") if one else ("cos_a", "cos_b", "sin_a", "sin_b")
+    if problem.inverse:
+        return f"a * {cos_a} + b * {sin_b}", f"b * {cos_b} - a * {sin_a}"
+    return f"a * {cos_a} - b * {sin_a}", f"b * {cos_b} + a * {sin_b}"
+
+
+def _formula(problem: Rope) -> str:
+    """The map in one line, for docstrings."""
+    turn = "(a, b) -> (-b, a) on " + ("neighbours" if problem.interleaved else "both halves")
+    return f"x * cos {'- R(x * sin)' if problem.inverse else '+ R(x) * sin'}, R: {turn}"
+
+
+def _names(problem: Rope) -> list[str]:
+    """The arguments as the source names them."""
+    return [f"{name}_ptr" if name in ("x", "cos", "sin", "y") else name for name in _arguments(problem)]
+
+
+def _wrapped(names: list[str]) -> str:
+    """Names in lines of a signature, of at most 120 columns."""
+    lines, line = [], "   "
+    for name in names:
+        if len(line) + len(name) + 2 > 120:
+            lines.append(line)
+            line = "   "
+        line += f" {name},"
+    return "\n".join([*lines, line])
+
+
+def _twin(name: str, problem: Rope) -> str:
+    options = f', style="{problem.style}"' * problem.interleaved + ", inverse=True" * problem.inverse
+    return f'''
+def {name}(x, cos, sin):
+    """y = {_formula(problem)}."""
+    return rt.rope(x, cos, sin{options})
+'''

@@ -1,0 +1,75 @@
+"""Runs kernel sites of a package in Triton's interpreter on given tensors.
+
+A program of its own, since interpreted and compiled kernels cannot share a process: `python interpret_cases.py PKG`
+with TRITON_INTERPRET=1, where PKG holds the manifest, `kernels.py`, `reference.py` and `cases.pt`, a list of (site,
+inputs). The sites run through the runtime's own call path, launched by the JIT launcher. Results go to `results.pt`:
+for each case the outputs, and the inputs as they are afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mgraph.runtime import kernels as runtime
+
+Case = tuple[str, tuple[torch.Tensor, ...]]
+
+
+class Interpreter:
+    """A device of three multiprocessors whose launches all go through Triton's interpreter."""
+
+    torch_device = torch.device("cpu")
+    capability = (9, 0)
+    cuda = 13
+    multiprocessors = 3
+
+    def load(self, cubin: bytes, symbol: str, shared: int) -> Any:
+        raise AssertionError("the interpreter loads no binaries")
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], threads: int, shared: int, parameters: int) -> None:
+        raise AssertionError("the interpreter launches no binaries")
+
+
+def interpret(
+    specs: Sequence[Any], cases: Sequence[Case], directory: Path
+) -> list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
+    """Outputs and inputs of each case, run by a process of its own in `directory`."""
+    from mgraph.codegen.triton import build_kernels
+
+    entries = build_kernels(specs, directory, archs=())
+    (directory / "manifest.json").write_text(json.dumps({"kernels": entries}))
+    torch.save(list(cases), directory / "cases.pt")
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__)), str(directory)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    results: list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = torch.load(directory / "results.pt")
+    return results
+
+
+def main(directory: Path) -> None:
+    entries = json.loads((directory / "manifest.json").read_text())["kernels"]
+    twins = runtime._import_file(directory / "reference.py")
+    sites = runtime.bind(entries, directory, twins, Interpreter(), strict=True, jit=True)
+    assert set(sites.providers.values()) == {"jit"}, sites.providers
+    results = []
+    for name, inputs in torch.load(directory / "cases.pt"):
+        made: Any = getattr(sites, name)(*inputs)
+        results.append((made if isinstance(made, tuple) else (made,), inputs))
+    torch.save(results, directory / "results.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
