@@ -29,6 +29,7 @@ import torch
 
 from mgraph.errors import MgraphError, PackageError
 from mgraph.runtime.launch import ALIGNMENT, CubinLauncher, CudaDevice, Device, JitLauncher, Launcher, Shape, runs_on
+from mgraph.runtime.multi_tensor import Tables
 
 DTYPES = {
     "f64": torch.float64,
@@ -127,11 +128,11 @@ def bind(
         refusal = refuse(entry, device.capability, device.cuda)
         if refusal is None:
             launchers: list[Launcher] = [CubinLauncher(launch, directory, device) for launch in entry["launches"]]
-            sites[name], providers[name] = GpuSite(entry, twin, device, launchers, strict), "cubin"
+            sites[name], providers[name] = _gpu_site(entry, twin, device, launchers, strict), "cubin"
         elif jit and entry["launches"]:
             module = _import_file(directory / "kernels.py")
             launchers = [JitLauncher(launch, module) for launch in entry["launches"]]
-            sites[name], providers[name] = GpuSite(entry, twin, device, launchers, strict), "jit"
+            sites[name], providers[name] = _gpu_site(entry, twin, device, launchers, strict), "jit"
         else:
             refusals.append(f"{name}: {refusal}")
     if refusals:
@@ -317,6 +318,75 @@ class GpuSite:
         if message not in self._said:
             self._said.add(message)
             warnings.warn(f"kernel {self._name}: {message}", RuntimeWarning, stacklevel=4)
+
+
+class ListSite(GpuSite):
+    """A kernel site over lists of tensors: launches over all of their elements, by tables of where they lie.
+
+    Launches that take those tables run once per part (see `multi_tensor.py`), those that follow once. Where a CUDA
+    graph captures a call, that with the same tensors must have been made before, or torch runs it.
+    """
+
+    def __init__(
+        self, entry: Mapping[str, Any], twin: Site, device: Device, launchers: Sequence[Launcher], strict: bool
+    ) -> None:
+        super().__init__(entry, twin, device, launchers, strict)
+        self._many = [item.get("many", False) for item in entry["inputs"]]
+        self._tables = Tables(entry["lists"]["chunk"], entry["lists"]["numbers"], device.torch_device)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the site on lists of tensors and single tensors, in the order of the manifest; the outputs as a tuple, or
+        the only one."""
+        lists: dict[str, Sequence[torch.Tensor]] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for (name, dtype, _, _), many, given in zip(self._inputs, self._many, inputs, strict=True):
+            for tensor in given if many else (given,):
+                if tensor.dtype is not dtype or tensor.device != self._device.torch_device:
+                    return self._refused(f"{name} is {tensor.dtype} on {tensor.device}, not {dtype}", inputs)
+                if not tensor.is_contiguous():
+                    return self._refused(f"{name} is not contiguous", inputs)
+            if many:
+                lists[name] = given
+            else:
+                tensors[name] = given
+        parts = self._tables.parts(lists)
+        if parts is None:
+            return self._refused("a CUDA graph captures tensors that it was never called with before", inputs)
+        if not parts:
+            return self._twin(*inputs)  # There is no element.
+        aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors.values())
+        dims = {"sms": self._device.multiprocessors, "blocks": sum(part.blocks for part in parts)}
+        device = self._device.torch_device
+        for item, (name, dtype) in zip(self._new, self._created, strict=True):
+            tensors[name] = torch.empty([evaluate(n, dims) for n in item["shape"]], dtype=dtype, device=device)
+        for launcher, launch in zip(self._launchers, self._entry["launches"], strict=True):
+            if "unit" not in launch["args"]:
+                self._launch(launcher, launch["grid"], tensors, dims, aligned)
+                continue
+            for part in parts:
+                first = {name: listed[part.base] for name, listed in lists.items()}
+                local = {**dims, "blocks": part.blocks, "before": part.before, "unit": part.unit}
+                even = aligned and part.unit == ALIGNMENT
+                self._launch(launcher, launch["grid"], {**tensors, **first, **part.tables}, local, even)
+        results = tuple([lists[name] if name in lists else tensors[name] for name in self._results])
+        return results if len(results) > 1 else results[0]
+
+    @staticmethod
+    def _launch(
+        launcher: Launcher,
+        grid: Sequence[Any],
+        tensors: Mapping[str, torch.Tensor],
+        dims: Mapping[str, int],
+        aligned: bool,
+    ) -> None:
+        launcher.launch(tensors, dims, (*(evaluate(extent, dims) for extent in grid), 1, 1)[:3], aligned)
+
+
+def _gpu_site(
+    entry: Mapping[str, Any], twin: Site, device: Device, launchers: Sequence[Launcher], strict: bool
+) -> Site:
+    kind = ListSite if "lists" in entry else GpuSite
+    return kind(entry, twin, device, launchers, strict)
 
 
 def _report(message: str, strict: bool, where: str | None) -> None:

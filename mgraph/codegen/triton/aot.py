@@ -8,8 +8,9 @@ that fits the tensors it is given.
 An entry of the manifest's `kernels` list, as `build_kernels` returns it:
 
     name      site name; also the name of the twin in reference.py
-    inputs, outputs, scratch    tensors: {name, dtype, shape, strided, like, alias}, as in `kernel.py`
+    inputs, outputs, scratch    tensors: {name, dtype, shape, strided, like, alias, many}, as in `kernel.py`
     dims      named extents, in order of evaluation
+    lists     of a kernel over lists of tensors: {chunk, numbers}
     launches  in order; each {function, args, grid, num_warps, num_stages, binaries}, each binary
         file, symbol          cubin path inside the package, name of the kernel in it
         arch, cuda            `sm_90a`; least CUDA major version of the driver
@@ -118,7 +119,7 @@ def compile_launch(module: ModuleType, spec: KernelSpec, launch: Launch, arch: s
     if match is None:
         raise OptionError(f"unknown GPU architecture {arch!r}", where="--arch", hint="one such as sm_80 or sm_90a")
     types = spec.argument_types(launch)
-    even = [index for index, (n, kind) in enumerate(types.items()) if kind.startswith("*") or spec.is_stride(n)]
+    even = [index for index, (n, kind) in enumerate(types.items()) if spec.is_even(n, kind)]
     hints = {(index,): [["tt.divisibility", ALIGNMENT]] for index in even} if aligned else {}
     try:
         compiled = triton.compile(
@@ -192,6 +193,8 @@ def _entry(
     """The manifest's entry of one kernel site; its cubins are compiled and written on the way."""
     entry = spec.to_data()
     del entry["source"], entry["twin"]  # They stand in kernels.py and reference.py.
+    if spec.lists is None:
+        del entry["lists"]
     for launch, data in zip(spec.launches, entry["launches"], strict=True):
         del data["aligned"]
         data["binaries"] = []

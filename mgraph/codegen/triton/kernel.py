@@ -48,6 +48,8 @@ class TensorSpec:
     A tensor is contiguous, unless an input is `strided`: then it has any strides, and the kernel takes those that it
     needs as arguments `<name>_stride_<dim>`. An output has the strides of the input that `like` names (as
     torch.empty_like gives them), or is the input that `alias` names, written in place.
+
+    `many` is a list of tensors of any shapes (`shape` is `("*",)`), of which the kernel takes the first, see `Lists`.
     """
 
     name: str
@@ -56,6 +58,26 @@ class TensorSpec:
     strided: bool = False
     like: str = ""
     alias: str = ""
+    many: bool = False
+
+
+@dataclass(frozen=True)
+class Lists:
+    """How a kernel over lists of tensors is cut: `chunk` elements a program, all from one entry of the lists.
+
+    Its launches take the tables that `runtime/multi_tensor.py` describes by name: `owners` and `chunks`, `sizes`,
+    `<list>_at`, `numbers` (values, each with the number of consecutive entries that it is of), and `unit`, an i32 that
+    is 16 in the aligned variant. They and their grids may use `blocks`, the number of programs, and `before`, that of
+    the launches of this function before this one.
+    """
+
+    chunk: int
+    numbers: Mapping[str, tuple[tuple[float, int], ...]]
+
+    def argument_types(self, lists: Sequence[str]) -> dict[str, str]:
+        """The type of each argument that the tables bring."""
+        tables = {"owners": "*i32", "chunks": "*i32", "sizes": "*i64", **{f"{name}_at": "*i64" for name in lists}}
+        return {**tables, **dict.fromkeys(self.numbers, "*fp32")}
 
 
 @dataclass(frozen=True)
@@ -92,20 +114,28 @@ class KernelSpec:
     scratch: tuple[TensorSpec, ...]
     launches: tuple[Launch, ...]
     dims: Mapping[str, Expression] = field(default_factory=dict)
+    lists: Lists | None = None
 
     def argument_types(self, launch: Launch) -> dict[str, str]:
         """The Triton signature of a launch: argument name (`x_ptr` for tensor `x`) → type such as `*bf16` or `i32`."""
         tensors = {tensor.name: tensor for tensor in (*self.inputs, *self.outputs, *self.scratch)}
+        tables = self.lists.argument_types([t.name for t in self.inputs if t.many]) if self.lists else {}
         types = {}
         for name in launch.args:
             if name in tensors:
                 types[f"{name}_ptr"] = "*" + TRITON_DTYPES[tensors[name].dtype]
+            elif name in tables:
+                types[f"{name}_ptr"] = tables[name]
             else:
                 assert name in self._bound() or self.is_stride(name), (
                     f"kernel {self.name}: argument {name} is no tensor, no dim and no stride"
                 )
                 types[name] = "i32"
         return types
+
+    def is_even(self, argument: str, kind: str) -> bool:
+        """Whether the aligned variant may count on an argument being a multiple of 16."""
+        return kind.startswith("*") or self.is_stride(argument) or (self.lists is not None and argument == "unit")
 
     def is_stride(self, argument: str) -> bool:
         """Whether an argument is the stride of a tensor that may have any strides."""
@@ -116,7 +146,8 @@ class KernelSpec:
     def _bound(self) -> set[str]:
         """All names that extents may be written with."""
         extents = (extent for tensor in self.inputs for extent in tensor.shape)
-        return {"rows", "sms", *self.dims, *(e for e in extents if isinstance(e, str) and e != "*")}
+        listed = {"blocks", "before", "unit"} if self.lists else set()
+        return {"rows", "sms", *listed, *self.dims, *(e for e in extents if isinstance(e, str) and e != "*")}
 
     def to_data(self) -> dict[str, Any]:
         """The spec as JSON-ready data, texts included."""
@@ -134,6 +165,9 @@ class KernelSpec:
             Launch(**{**item, "args": tuple(item["args"]), "grid": _frozen(item["grid"])}) for item in data["launches"]
         )
         dims = {name: _frozen(value) for name, value in data["dims"].items()}
+        lists = data.get("lists")
+        if lists is not None:
+            lists = Lists(lists["chunk"], {name: _frozen(runs) for name, runs in lists["numbers"].items()})
         return KernelSpec(
             data["name"],
             data["source"],
@@ -143,6 +177,7 @@ class KernelSpec:
             tensors("scratch"),
             launches,
             dims,
+            lists,
         )
 
 

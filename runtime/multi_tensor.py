@@ -1,0 +1,103 @@
+"""Tables on the device for kernels over lists of tensors: which tensor, and which chunk of it, each program takes.
+
+A kernel over lists runs once over all of their elements. Entry i of every list has the same number of elements; these
+are cut into chunks, one a program. The kernel reads, with b the number of its program,
+
+    owners[b] i32       the entry i that the program works on
+    chunks[b] i32       the number of its chunk in that entry
+    sizes[i] i64        the elements of the entry, divided by `unit`
+    <list>_at[i] i64    how many elements its tensor lies behind the first of the list, divided by `unit`
+    <numbers>[i] f32    a number of the entry, such as a rate
+
+and is given the first tensor of each list. Entries with even places and sizes make a `Part` with a `unit` of 16, which
+a binary that knows of it moves 16 bytes at a time; the others make one with a `unit` of 1. A part is one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+UNIT = 16
+"""Elements that the larger unit counts."""
+
+MOST_KEPT = 64
+"""Sets of tables kept, one per combination of places and sizes; then all but those of captured graphs go."""
+
+
+class Part(NamedTuple):
+    """What a launch is given for the entries of one unit: the tables, the place of its first tensor in each list
+    (`base`), the unit, and the number of programs in this part and in those before it."""
+
+    tables: Mapping[str, Tensor]
+    base: int
+    unit: int
+    blocks: int
+    before: int
+
+
+class Tables:
+    """Makes the parts of lists, and keeps them for the next call with tensors at the same places.
+
+    `chunk` is the number of elements a program takes, `numbers` has the f32 tables: values, each with the number of
+    consecutive entries that it is of.
+    """
+
+    def __init__(self, chunk: int, numbers: Mapping[str, Sequence[tuple[float, int]]], device: torch.device) -> None:
+        self._chunk = chunk
+        self._numbers = {name: [value for value, times in runs for _ in range(times)] for name, runs in numbers.items()}
+        self._device = device
+        self._capturing = torch.cuda.is_current_stream_capturing if device.type == "cuda" else lambda: False
+        self._known: dict[tuple[int, ...], tuple[Part, ...]] = {}
+        self._captured: dict[tuple[int, ...], tuple[Part, ...]] = {}
+
+    def parts(self, lists: Mapping[str, Sequence[Tensor]]) -> tuple[Part, ...] | None:
+        """The parts of these lists, those without elements left out.
+
+        None under the capture of a CUDA graph that meets new places: tables cannot be copied to the device then. The
+        parts that a graph takes are kept for as long as this object lives.
+        """
+        key = tuple(number for tensors in lists.values() for t in tensors for number in (t.data_ptr(), t.numel()))
+        parts = self._known.get(key) or self._captured.get(key)
+        capturing = self._capturing()
+        if parts is None:
+            if capturing:
+                return None
+            if len(self._known) >= MOST_KEPT:
+                self._known.clear()
+            parts = self._known[key] = self._make(lists)
+        if capturing:
+            self._captured[key] = parts
+        return parts
+
+    def _make(self, lists: Mapping[str, Sequence[Tensor]]) -> tuple[Part, ...]:
+        entries = list(zip(*lists.values(), strict=True))
+        assert all(len({tensor.numel() for tensor in entry}) == 1 for entry in entries), "entries that differ in size"
+        even = [
+            entry[0].numel() % UNIT == 0 and all(t.data_ptr() % (UNIT * t.element_size()) == 0 for t in entry)
+            for entry in entries
+        ]
+        parts: list[Part] = []
+        for unit in (UNIT, 1):
+            chosen = [i for i, entry in enumerate(entries) if entry[0].numel() and even[i] == (unit == UNIT)]
+            if chosen:
+                before = sum(part.blocks for part in parts)
+                parts.append(self._part(lists, chosen, unit, before))
+        return tuple(parts)
+
+    def _part(self, lists: Mapping[str, Sequence[Tensor]], chosen: Sequence[int], unit: int, before: int) -> Part:
+        sizes = torch.tensor([next(iter(lists.values()))[i].numel() for i in chosen])
+        counts = (sizes + self._chunk - 1) // self._chunk
+        owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+        chunks = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+        tables = {"owners": owners.int(), "chunks": chunks.int(), "sizes": sizes // unit}
+        for name, tensors in lists.items():
+            addresses = torch.tensor([tensors[i].data_ptr() for i in chosen])
+            tables[f"{name}_at"] = (addresses - addresses[0]) // (unit * tensors[0].element_size())
+        for name, values in self._numbers.items():
+            tables[name] = torch.tensor([values[i] for i in chosen], dtype=torch.float32)
+        on_device = {name: table.to(self._device) for name, table in tables.items()}
+        return Part(on_device, chosen[0], unit, len(owners), before)
