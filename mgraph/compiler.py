@@ -43,6 +43,8 @@ from mgraph.passes.verify import TwinCheck
 from mgraph.recipe import MESH_AXES, Recipe
 
 RAISE = "raise-norm,raise-rope,raise-attention,raise-glu,raise-moe,raise-loss,cse,dce"
+FUSE = "fuse-products,"
+"""What is fused for GPUs."""
 TIMES = "compilation.json"
 """The file in a package's graphs/ that keeps the seconds of each stage and the capture's report."""
 _SHARDING = ("dp", "tp", "fsdp")
@@ -103,7 +105,8 @@ def pipeline_text(recipe: Recipe) -> str:
     derive = ",".join(specs)
     shard = "".join(f"{_sharding(recipe, axis)}," for axis in _SHARDING if axis in recipe.mesh_axes())
     schedule = "overlap-gradients," if recipe.overlap else ""
-    return f"{NORMALIZE},{RAISE},{derive},{shard}{schedule}cse,dce,in-place"
+    fuse = FUSE if recipe.archs else ""
+    return f"{NORMALIZE},{RAISE},{derive},{shard}{fuse}{schedule}cse,dce,in-place"
 
 
 def _sharding(recipe: Recipe, axis: str) -> str:

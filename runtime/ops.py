@@ -171,6 +171,22 @@ def cross_entropy_grad(
     return whole
 
 
+def cross_entropy_with_grad(
+    logits: Tensor,
+    labels: Tensor,
+    dsum: Tensor,
+    *,
+    ignore_index: int = -100,
+    classes: int = 0,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`cross_entropy`, its lse and `cross_entropy_grad` for the cotangent `dsum` of the sum; `out` may be `logits`."""
+    total, lse = cross_entropy(logits, labels, ignore_index=ignore_index, classes=classes)
+    options = {"ignore_index": ignore_index, "classes": classes}
+    grad = cross_entropy_grad(dsum, logits, labels, lse, ignore_index=ignore_index, classes=classes, out=out)
+    return total, lse, grad
+
+
 def row_lse(logits: Tensor) -> Tensor:
     """log sum exp of each row of logits [N, V], f32[N] (f64 of f64), made of some rows at a time."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -197,6 +213,12 @@ def addmm_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
         _aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
         return total
     return total.add_(left @ right)
+
+
+def matmul_add_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Add left [..., K] @ right [K, N] to total [..., N], contiguous, in place."""
+    total.view(-1, total.shape[-1]).addmm_(left.reshape(-1, left.shape[-1]), right)
+    return total
 
 
 def embedding_grad_(total: Tensor, grad: Tensor, indices: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from mgraph.runtime.moe import (
     moe_route,
     moe_route_grad,
 )
-from mgraph.runtime.norm import layer_norm, layer_norm_grad
+from mgraph.runtime.norm import add_rms_norm, add_rms_norm_grad, layer_norm, layer_norm_grad
 from mgraph.runtime.ops import (
     accumulate_each_,
     addmm_,
@@ -47,6 +47,7 @@ from mgraph.runtime.ops import (
     copy_,
     cross_entropy,
     cross_entropy_grad,
+    cross_entropy_with_grad,
     device,
     embedding_grad_,
     global_norm,
@@ -55,6 +56,7 @@ from mgraph.runtime.ops import (
     gradient_scale,
     kv_append_,
     loss_scale_update,
+    matmul_add_,
     rope,
     rope_table_grad,
     square_sum,
@@ -77,6 +79,8 @@ __all__ = [
     "Pending",
     "accumulate_each_",
     "adamw_",
+    "add_rms_norm",
+    "add_rms_norm_grad",
     "addmm_",
     "all_finite",
     "all_gather",
@@ -92,6 +96,7 @@ __all__ = [
     "cross_entropy_join",
     "cross_entropy_part",
     "cross_entropy_part_grad",
+    "cross_entropy_with_grad",
     "device",
     "dropout",
     "dropout_part",
@@ -113,6 +118,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_grad",
     "loss_scale_update",
+    "matmul_add_",
     "moe_combine",
     "moe_combine_grad",
     "moe_dispatch",

@@ -57,12 +57,9 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 def plain(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, mode: str) -> Step:
     """The zoo's model, eager (`mode` "") or compiled with a mode of torch.compile; the loss is compiled with it."""
     torch._dynamo.reset()
-    model = shape.make_empty().to_empty(device=device)
-    given = shape.make().state_dict()  # buffers; parameters are as the package drew them
-    model.load_state_dict({n: weights.get(n, t) for n, t in given.items()})
-    model.to(dtype)
-    for name, buffer in model.named_buffers():
-        buffer.data = given[name].to(device)
+    model = shape.make().to(device)
+    for name, parameter in model.named_parameters():  # buffers stay f32, as a package has them
+        parameter.data = weights[name].to(device, dtype)
     optimizer = Masters(model.parameters(), device)
     run: Callable[[nn.Module, Batch], Tensor] = loss_of
     if mode:

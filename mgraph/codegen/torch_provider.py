@@ -18,6 +18,7 @@ from mgraph.codegen.kernel_sites import KernelSites
 from mgraph.codegen.liveness import written_operands
 from mgraph.codegen.names import identifier
 from mgraph.codegen.torch_forms import COMMUTATIVE, OVERWRITING, Call, expression
+from mgraph.codegen.triton import adamw
 from mgraph.errors import PassError
 from mgraph.ir.aten import argument_names, call_arguments, overload, takes_device
 from mgraph.ir.graph import Node, Static, Value
@@ -76,6 +77,10 @@ def write(site: Site) -> Written:
     in_place = {i: i for i in range(written_operands(node))}
     if name == "adamw":
         return _adamw(site)
+    if name == "matmul_add":
+        total, *rest = site.operands
+        total = total if site.overwrite == 0 else f"{total}.clone()"
+        return Written(f"rt.matmul_add_({', '.join([total, *rest])})", {0: 0} if site.overwrite == 0 else {})
     if name == "wait":  # of what is reduced in place there is no more to write, and that is not asked for
         return Written(_chosen(site, f"rt.wait({site.operands[0]})"), {})
     if (kernel := site.kernels.name(node)) is not None:
@@ -129,9 +134,13 @@ def _joined(argument: Any) -> str:
 
 
 def overwritable(node: Node) -> tuple[int, ...]:
-    """Operands whose memory the op could take for its only result, best first."""
+    """Operands whose memory the op could take for its only result, or its gradient, best first."""
     if node.op in ("cross_entropy_grad", "cross_entropy_part_grad"):
         return (1,)
+    if node.op == "cross_entropy_with_grad":
+        return (0,)
+    if node.op == "matmul_add":
+        return (0,)
     if node.op not in OVERWRITING or "args" in node.attrs or len(node.results) != 1:
         return ()
     result = node.result.tensor
@@ -243,7 +252,8 @@ def _global_norm(site: Site) -> str:
 
 
 def _adamw(site: Site) -> Written:
-    """One call per weight decay and rate; it also scales the gradients, which nothing reads afterwards.
+    """One call of a kernel site, or of the runtime per weight decay and rate; it may also scale the gradients, which
+    nothing reads afterwards.
 
     Operands: n weights (masters, where there are), first and second moments, the low-precision params that masters
     stand for, gradients, then lr, scale, the number of the update, and whether it is one.
@@ -251,27 +261,31 @@ def _adamw(site: Site) -> Written:
     node = site.node
     assert node.op == "adamw_", f"{node!r}: the update is emitted in place"
     attrs = op_def("adamw").complete(node.attrs)
-    count, decays = attrs["n"], attrs["weight_decays"]
+    count = attrs["n"]
     values = [node.operands[i * count : (i + 1) * count] for i in range(5 if attrs["masters"] else 4)]
     lr, scale, step, finite = site.operands[-4:]
     weights, firsts, seconds, *low, grads = values
+    groups = adamw.groups(node)
+    by_group = []
+    for (decay, rate), places in groups.items():
+        hint = ("DECAYED" if decay else "NOT_DECAYED") if rate == 1.0 else "GROUP"
+        # The names of the params come first: those of all other states are these with an ending.
+        lists = (low[0] if low else weights, weights, grads, firsts, seconds)
+        by_group.append([site.tensors([listed[i] for i in places], hint) for listed in lists][1:])
+    in_place = {i: i for i in range(len(node.results))}
+    if (kernel := site.kernels.name(node)) is not None:
+        order = [i for places in groups.values() for i in places]
+        texts = [site.tensors([listed[i] for i in order], "") for listed in values]
+        return Written(f"K.{kernel}({', '.join([*texts, lr, scale, step, finite])})", in_place)
     options = [f"{k}={site.literal(node.attrs[k])}" for k in ("beta1", "beta2", "eps") if k in node.attrs]
     options += [] if attrs["decoupled"] else ["decoupled=False"]
-    settings = list(zip(decays, attrs["rates"] or (1.0,) * count, strict=True))
     lines = []
-    # The names of the params come first: those of all other states are these with an ending.
-    named = low[0] if low else weights
-    for decay, rate in dict.fromkeys(settings):
-        hint = ("DECAYED" if decay else "NOT_DECAYED") if rate == 1.0 else "GROUP"
-        _, *texts = [
-            site.tensors([v for v, s in zip(listed, settings, strict=True) if s == (decay, rate)], hint)
-            for listed in (named, weights, grads, firsts, seconds)
-        ]
+    for (decay, rate), texts in zip(groups, by_group, strict=True):
         texts += [step, lr if rate == 1.0 else f"{lr} * {site.literal(rate)}", *options]
         texts += [f"weight_decay={site.literal(decay)}", f"scale={scale}", f"finite={finite}"]
         lines.append(f"rt.adamw_({', '.join(texts)})")
     lines += [f"rt.copy_({site.tensors(params, '')}, {site.tensors(weights, '')})" for params in low]
-    return Written(lines[-1], {i: i for i in range(len(node.results))}, tuple(lines[:-1]))
+    return Written(lines[-1], in_place, tuple(lines[:-1]))
 
 
 def _all_reduce(site: Site) -> str:
@@ -311,6 +325,8 @@ def _square_sum(site: Site) -> str:
 _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "accumulate": _accumulate,
     "accumulate_each": _accumulate_each,
+    "add_rms_norm": _runtime(),
+    "add_rms_norm_grad": _runtime(),
     "all_finite": _all_finite,
     "all_gather": _all_gather,
     "all_gather_start": _all_gather,
@@ -325,6 +341,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "cross_entropy_join": _runtime(),
     "cross_entropy_part": _runtime(),
     "cross_entropy_part_grad": _runtime(),
+    "cross_entropy_with_grad": _runtime(),
     "dropout": _runtime(),
     "dropout_part": _runtime(),
     "embedding_part": _runtime(),

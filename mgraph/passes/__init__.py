@@ -39,6 +39,10 @@ PASSES: dict[str, str] = {
     "data-parallel": "mgraph.passes.data_parallel:DataParallel",
     "tensor-parallel": "mgraph.passes.tensor_parallel:TensorParallel",
     "fully-shard": "mgraph.passes.fully_shard:FullyShard",
+    # fuse
+    "fuse-norm": "mgraph.passes.fuse_norm:FuseNorm",
+    # fuse
+    "fuse-products": "mgraph.passes.fuse_products:FuseProducts",
     # schedule
     "overlap-gradients": "mgraph.passes.overlap_gradients:OverlapGradients",
     "in-place": "mgraph.passes.in_place:InPlace",

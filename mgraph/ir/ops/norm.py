@@ -45,12 +45,19 @@ def rms_norm_grad(
 
     dy, x [..., n], weight [n], rstd [..., 1] → dx [..., n] in x's dtype, dweight [n] in weight's.
     """
+    dx, dweight = _wide_gradients(dy, x, weight, rstd, offset, round)
+    return rounded(dx, x), rounded(dweight, weight)
+
+
+def _wide_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, round: str
+) -> tuple[Tensor, Tensor]:
+    """dx and dweight of `rms_norm` before they are rounded."""
     normed = promote(x) * rstd
     grad = promote(dy) * (promote(weight) + offset)
     dx = rstd * (grad - normed * (grad * normed).mean(-1, keepdim=True))
     seen = promote(rounded(normed, x)) if round == "normed" else normed
-    dweight = (promote(dy) * seen).reshape(-1, x.shape[-1]).sum(0)
-    return rounded(dx, x), rounded(dweight, weight)
+    return dx, (promote(dy) * seen).reshape(-1, x.shape[-1]).sum(0)
 
 
 def _gradient(request: GradientRequest) -> Sequence[Value | None]:
@@ -59,6 +66,49 @@ def _gradient(request: GradientRequest) -> Sequence[Value | None]:
     names = ("dx", "dweight")
     dx, dweight = request.builder.emit("rms_norm_grad", operands, request.node.attrs, names=names)
     return dx, dweight if request.needs[1] else None
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, round: str = "product"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A sum and its `rms_norm`: `sum = x + residual`, rounded, and `y, rstd = rms_norm(sum, weight)`.
+
+    x, residual [..., n] of one dtype, weight [n] → sum and y [..., n] in x's dtype, rstd [..., 1] in f32.
+    """
+    total = x + residual
+    return total, *rms_norm(total, weight, eps=eps, offset=offset, round=round)
+
+
+def add_rms_norm_grad(
+    dy: Tensor,
+    dsum: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    round: str = "product",
+) -> tuple[Tensor, Tensor]:
+    """Gradient of `add_rms_norm`, from those of y and of the sum: `dx = dsum + rms_norm_grad(dy, sum, weight, rstd)`.
+
+    dy, dsum, sum [..., n], weight [n], rstd [..., 1] → dx [..., n] in sum's dtype, rounded once, and dweight [n] in
+    weight's. dx is the gradient of x and of the residual.
+    """
+    dx, dweight = _wide_gradients(dy, total, weight, rstd, offset, round)
+    return rounded(promote(dsum) + dx, total), rounded(dweight, weight)
+
+
+def _add_gradient(request: GradientRequest) -> Sequence[Value | None]:
+    total, _, rstd = request.node.results
+    dx, dy = request.cotangents[:2]
+    dweight = None
+    if dy is not None:
+        operands = (total, request.node.operands[2], rstd)
+        op, cotangents = ("rms_norm_grad", (dy,)) if dx is None else ("add_rms_norm_grad", (dy, dx))
+        made = request.builder.emit(op, (*cotangents, *operands), request.node.attrs, names=("dx", "dweight"))
+        dx, dweight = made[0], made[1] if request.needs[2] else None
+    return dx if request.needs[0] else None, dx if request.needs[1] else None, dweight
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,6 +185,26 @@ define_op(
     infer=lambda types, attrs: (types[1], types[2]),
     attrs=ATTRS,
     flops=per_element(11),
+    bytes=traffic,
+    compute_dtype="f32",
+)
+define_op(
+    "add_rms_norm",
+    add_rms_norm,
+    signature="... n^, ... n^, n^ -> ... n, ... n, ... 1:f32",
+    attrs=ATTRS,
+    gradient=_add_gradient,
+    flops=per_element(6),
+    bytes=traffic,
+    compute_dtype="f32",
+)
+define_op(
+    "add_rms_norm_grad",
+    add_rms_norm_grad,
+    signature="... n^, ... n^, ... n^, n^, ... 1 -> ... n, n",
+    infer=lambda types, attrs: (types[2], types[3]),
+    attrs=ATTRS,
+    flops=per_element(12),
     bytes=traffic,
     compute_dtype="f32",
 )

@@ -1,0 +1,80 @@
+"""fuse-products: of two products that are summed, the second adds to the first.
+
+    %a = aten.matmul.default(%dq, %wq)           %a = aten.matmul.default(%dq, %wq)
+    %b = aten.matmul.default(%dk, %wk)     ==>
+    %dx = aten.add.Tensor(%a, %b)                %dx = matmul_add(%a, %dk, %wk)
+
+So the gradient of what several projections read is summed where each product is made, without passing through memory
+for it. The first product must be read by nothing else: its memory takes the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from mgraph.ir.graph import Function, Module, Node, Value
+from mgraph.passes.base import Pass, Report, Stage, Tier
+
+_PRODUCT = "aten.matmul.default"
+
+
+@dataclass(frozen=True)
+class FuseProducts(Pass):
+    """Add products in the product."""
+
+    name: ClassVar[str] = "fuse-products"
+    stage: ClassVar[Stage] = Stage.FUSE
+    tier: ClassVar[Tier] = Tier.REASSOCIATING
+    conflicts: ClassVar[frozenset[str]] = frozenset({"in-place"})
+
+    def run(self, module: Module, report: Report) -> Module:
+        """Rewrite every function; a module without a match is returned as it is."""
+        functions = {name: self._rewrite(function, report) for name, function in module.functions.items()}
+        changed = any(functions[name] is not f for name, f in module.functions.items())
+        return replace(module, functions=functions) if changed else module
+
+    def _rewrite(self, function: Function, report: Report) -> Function:
+        makers = function.producers()
+        order = {node: index for index, node in enumerate(function.nodes)}
+        users = {value: len(nodes) for value, nodes in function.users().items()}
+        for value in function.results:
+            users[value] = users.get(value, 0) + 1
+        made: dict[Node, Node] = {}
+        gone: set[Node] = set()
+        for node in function.nodes:
+            parts = sorted((makers[v] for v in node.operands if v in makers), key=order.__getitem__)
+            if node.op != "aten.add.Tensor" or len(parts) != 2 or not _is_sum(*parts, made):
+                continue
+            first, second = parts
+            guard = _guard(node, first, second, users)
+            if guard is not None:
+                report.near_miss(function.name, node.id, self.name, *guard)
+                continue
+            operands = (first.result, *second.operands)
+            made[node] = replace(node, op="matmul_add", operands=operands, attrs={}, made_by=self.name)
+            gone.add(second)
+            report.match(function.name, node.id, f"{second.id} is added to {first.id}", [second.id, node.id], [node.id])
+        if not made:
+            return function
+        return replace(function, nodes=tuple(made.get(node, node) for node in function.nodes if node not in gone))
+
+
+def _is_sum(first: Node, second: Node, made: Mapping[Node, Node]) -> bool:
+    """Whether two nodes are products, the first perhaps a sum of some already."""
+    return (first.op == _PRODUCT or first in made) and second.op == _PRODUCT and first is not second
+
+
+def _guard(node: Node, first: Node, second: Node, users: Mapping[Value, int]) -> tuple[str, str] | None:
+    """The first guard that fails, and how."""
+    if node.attrs:
+        return "attr", f"the sum has attributes {dict(node.attrs)}"
+    for part in (first, second):
+        if users[part.result] != 1:
+            return "users", f"`{part.id}` has {users[part.result]} users, expected 1"
+    if not first.result.type == second.result.type == node.result.type:
+        return "type", f"{first.result!r}, {second.result!r} and {node.result!r} differ in type"
+    if len(second.operands[1].tensor.shape) != 2:
+        return "type", f"{second.operands[1]!r} is no matrix"
+    return None
