@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mgraph.codegen.triton import rms_norm
+from mgraph.codegen.triton import adamw, rms_norm
 from mgraph.codegen.triton.kernel import KernelSpec
 from mgraph.ir.graph import Module, Node
 
@@ -25,7 +25,9 @@ ON_ALL_TARGETS: dict[str, Template] = {
 }
 """Ops that are kernel sites in every package: on the CPU their twin is faster than what torch has."""
 
-ON_GPUS: dict[str, Template] = {}
+ON_GPUS: dict[str, Template] = {
+    "adamw": Template("adamw", adamw.problem_of, adamw.build),
+}
 """Ops that are kernel sites in packages with binaries for a GPU."""
 
 

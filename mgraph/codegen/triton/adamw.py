@@ -74,22 +74,19 @@ def tuning(problem: AdamW) -> Tuning:
     return Tuning(chunk=8192, tile=1024, vector=4, num_warps=4)
 
 
-def order(node: Node) -> list[int]:
-    """The parameters of an `adamw` node by group, groups in order of appearance: as the site takes its lists."""
-    settings = _settings(node)
-    return [i for setting in dict.fromkeys(settings) for i, other in enumerate(settings) if other == setting]
-
-
-def _settings(node: Node) -> list[tuple[float, float]]:
-    """Weight decay and rate of each parameter."""
+def groups(node: Node) -> dict[tuple[float, float], list[int]]:
+    """The places of the parameters of an `adamw` node by weight decay and rate. A site takes its lists by group."""
     attrs = op_def("adamw").complete(node.attrs)
-    return list(zip(attrs["weight_decays"], attrs["rates"] or (1.0,) * attrs["n"], strict=True))
+    found: dict[tuple[float, float], list[int]] = {}
+    for i, setting in enumerate(zip(attrs["weight_decays"], attrs["rates"] or (1.0,) * attrs["n"], strict=True)):
+        found.setdefault(setting, []).append(i)
+    return found
 
 
 def problem_of(node: Node) -> AdamW | str:
     """The instance that a node `adamw` is, or why the kernel does not take it."""
     attrs: dict[str, Any] = dict(op_def("adamw").complete(node.attrs))
-    count, settings = attrs["n"], _settings(node)
+    count = attrs["n"]
     roles = ["weights", "first moments", "second moments", *["params"] * attrs["masters"], "gradients"]
     dtypes: dict[str, str] = {}
     for i, role in enumerate(roles):
@@ -102,7 +99,7 @@ def problem_of(node: Node) -> AdamW | str:
     if (lr, scale) != ("f32", "f32"):
         return f"rate and scale are {lr} and {scale}; the kernel takes f32"
     return AdamW(
-        groups=tuple((*setting, settings.count(setting)) for setting in dict.fromkeys(settings)),
+        groups=tuple((decay, rate, len(places)) for (decay, rate), places in groups(node).items()),
         weight=dtypes["weights"],
         grad=dtypes["gradients"],
         param=dtypes.get("params", ""),

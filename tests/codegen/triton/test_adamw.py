@@ -144,7 +144,7 @@ def test_problem_of_a_node() -> None:
     assert adamw.problem_of(node()) == AdamW(
         ((0.1, 1.0, 2), (0.0, 1.0, 1)), "f32", "f32", "bf16", 0.9, 0.95, 1e-8, decoupled=True
     )
-    assert adamw.order(node()) == [0, 2, 1]
+    assert adamw.groups(node()) == {(0.1, 1.0): [0, 2], (0.0, 1.0): [1]}
 
 
 @pytest.mark.parametrize(
