@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import runpy
 import types
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,11 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from mgraph.codegen.triton import adamw, kernels_text, reference_text
+from mgraph.codegen.kernel_sites import kernel_sites
+from mgraph.codegen.step import step_text
+from mgraph.codegen.triton import adamw, build_kernels, kernels_text, reference_text
 from mgraph.codegen.triton.adamw import AdamW, Tuning
 from mgraph.ir.graph import Node
+from mgraph.passes.base import Report
+from mgraph.passes.in_place import InPlace
 from tests.codegen.triton.interpret_cases import Case, interpret
+from tests.codegen.triton.ptx_of import ptx_of
+from tests.passes.models import random_batch, random_state
 from tests.passes.raising import module_of
+from tests.passes.test_adamw import trainer
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 SHAPES = [(3, 5), (), (16, 4), (0, 3), (129,), (7,), (32, 8), (1, 1)]
@@ -157,6 +168,41 @@ def test_problem_of_a_node() -> None:
 )
 def test_refusals_name_the_reason(changes: list[tuple[str, str]], reason: str) -> None:
     assert reason in str(adamw.problem_of(node(*changes)))
+
+
+@pytest.mark.parametrize("groups", [(), ("embed: lr=0.1, weight_decay=0", "layers.1.*: lr=3")])
+def test_a_step_calls_one_site(groups: tuple[str, ...], tmp_path: Path) -> None:
+    """`finish` with the site, run by its twin, does bit for bit what calls by weight decay and rate do."""
+    module = InPlace().run(trainer(groups=groups, weight_decay=0.1), Report())
+    states, texts = [], []
+    for gpu in (False, True):
+        sites = kernel_sites(module, gpu=gpu)
+        directory = tmp_path / str(gpu)
+        directory.mkdir()
+        texts.append(step_text(module, sites))
+        (directory / "step.py").write_text(texts[-1])
+        (directory / "manifest.json").write_text(json.dumps({"kernels": build_kernels(sites.specs, directory, ())}))
+        step = runpy.run_path(str(directory / "step.py"))
+        state = random_state(module)
+        for i in range(2):
+            step["microbatch"](state, *random_batch(seed=i).values())
+            step["finish"](state, torch.tensor(0.01))
+        states.append(state)
+    assert texts[0].count("rt.adamw_(") == (3 if groups else 1) and "K.adamw" not in texts[0]
+    assert texts[1].count("K.adamw_0(") == 1 and "rt.adamw_(" not in texts[1]
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_full_lines_are_moved(tmp_path: Path) -> None:
+    """Compiled for sm_90a, the aligned variant moves all f32 by 16 bytes and what has 16 bits by 8, and nothing goes
+    through shared memory."""
+    texts = ptx_of([adamw.build("update", PROBLEMS["low_gradients"])], tmp_path)
+    moves = Counter(re.findall(r"(?:ld|st)\.(?:global|shared)\.v[24]\.b32", texts["update.aligned"]))
+    assert moves["ld.global.v4.b32"] == moves["st.global.v4.b32"] == 6 and not re.search(
+        r"(?:ld|st)\.shared", texts["update.aligned"]
+    )
+    assert moves["ld.global.v2.b32"] == moves["st.global.v2.b32"] == 2
+    assert ".v4" not in texts["update"]
 
 
 def test_emitted_lines_fit() -> None:
