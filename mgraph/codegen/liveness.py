@@ -46,6 +46,9 @@ _INLINE = {
 }
 """Views that cost nothing and read well inside the one expression that uses them."""
 
+_NAMING = {"call", "cross_entropy_with_grad", "pack"}
+"""Ops whose operands have names of their own: the loss takes the memory of its logits, which are a view."""
+
 _OVERLAPPING = {"aten.expand.default", "aten.expand_as.default", "aten.broadcast_to.default", "aten.as_strided.default"}
 
 
@@ -172,7 +175,7 @@ class Liveness:
             reader = readers[0]
             if block.get(node) != block.get(reader):
                 continue
-            is_view = node.op in _INLINE and reader.op not in ("pack", "call")
+            is_view = node.op in _INLINE and reader.op not in _NAMING
             if is_view or (reader.op == "accumulate_" and self._absorbs(node, reader.operands[0])):
                 inlined[value] = node
         return inlined

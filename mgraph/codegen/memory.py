@@ -203,9 +203,9 @@ class _Walk:
         """The operand whose memory a result has; None where it has its own."""
         if position < written_operands(node):
             return node.operands[position]
-        if taken is not None:
-            return node.operands[taken]
         result = node.results[position]
+        if taken is not None and result.tensor.shape == node.operands[taken].tensor.shape:
+            return node.operands[taken]
         if not may_alias(node.op) or not node.operands:
             return None
         operand = node.operands[0]

@@ -60,6 +60,12 @@ def test_cross_entropy(rows: int, dtype: torch.dtype, monkeypatch: pytest.Monkey
     lse = logits.float().logsumexp(-1)
     check("cross_entropy_grad", torch.tensor(0.7), logits, labels, lse)
     expected = rt.cross_entropy_grad(torch.tensor(0.7), logits, labels, lse)
+    check("cross_entropy_with_grad", logits, labels, torch.tensor(0.7))
+    both = rt.cross_entropy_with_grad(logits.clone(), labels, torch.tensor(0.7))
+    assert torch.equal(both[0], rt.cross_entropy(logits, labels)[0]) and torch.equal(both[2], expected)
+    taken = logits.clone()
+    assert rt.cross_entropy_with_grad(taken, labels, torch.tensor(0.7), out=taken)[2] is taken
+    assert torch.equal(taken, expected)
     assert torch.equal(rt.cross_entropy_grad(torch.tensor(0.7), logits, labels, lse, out=logits), expected)
     assert torch.equal(logits, expected)
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mgraph.ir.opdef import op_def
+
 LABELS = {"mixed": [0, -100, 6, 3, -100], "one": [5], "all ignored": [-100, -100], "none": []}
 
 
@@ -45,3 +47,16 @@ def test_padded_columns_count_for_nothing(run_op: Any) -> None:
     torch.testing.assert_close(lse, wide[:, :6].logsumexp(-1).detach())
     torch.testing.assert_close(dlogits, wide.grad)
     assert none is None
+
+
+def test_with_grad_is_both() -> None:
+    logits, labels, dsum = torch.randn(5, 9).bfloat16(), torch.tensor([0, 3, 2, 5, 2]), torch.tensor(2.0)
+    attrs = {"ignore_index": 2, "classes": 6}
+    total, lse, dlogits = op_def("cross_entropy_with_grad").body(logits, labels, dsum, **attrs)
+    wide = logits.float().requires_grad_()
+    expected = functional.cross_entropy(wide[:, :6], labels, reduction="sum", ignore_index=2)
+    expected.backward(dsum)
+    torch.testing.assert_close(total, expected.detach())
+    torch.testing.assert_close(lse, wide[:, :6].logsumexp(-1).detach())
+    assert wide.grad is not None
+    torch.testing.assert_close(dlogits, wide.grad.bfloat16())
