@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mgraph.codegen.triton.kernel import ITEM_BYTES, KernelSpec, Launch, TensorSpec
-from mgraph.ir.graph import Node
+from mgraph.ir.graph import Node, Value
 
 TORCH_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 TRITON_LANGUAGE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
@@ -68,7 +68,11 @@ class RmsNorm:
 
 def problem_of(node: Node) -> RmsNorm | str:
     """The instance that a node `rms_norm` or `rms_norm_grad` is."""
-    x, weight = node.operands[:2] if node.op == "rms_norm" else node.operands[1:3]
+    return instance(node, *(node.operands[:2] if node.op == "rms_norm" else node.operands[1:3]))
+
+
+def instance(node: Node, x: Value, weight: Value) -> RmsNorm | str:
+    """The instance of a node with the attributes of `rms_norm` that normalises x."""
     size = x.tensor.shape[-1]
     if not isinstance(size, int):
         return f"the normalised dim {size} is not a known number"
@@ -143,14 +147,7 @@ def backward(name: str, problem: RmsNorm, tuning: Tuning | None = None) -> Kerne
         args = ("dy", "x", "weight", "rstd", "dx", "partial", "rows")
         launches = (
             Launch(f"{name}_rows", args, ("programs",), cut.num_warps, cut.num_stages, problem.aligned),
-            Launch(
-                f"{name}_sum",
-                ("partial", "dweight", "programs"),
-                (("cdiv", size, REDUCE_COLUMNS),),
-                num_warps=8,
-                num_stages=1,
-                aligned=problem.aligned,
-            ),
+            sum_launch(name, problem),
         )
     return KernelSpec(
         name=name,
@@ -169,14 +166,20 @@ def backward(name: str, problem: RmsNorm, tuning: Tuning | None = None) -> Kerne
     )
 
 
-def _title(problem: RmsNorm) -> str:
-    """The formula with its numbers, for docstrings."""
+def sum_launch(name: str, problem: RmsNorm) -> Launch:
+    """The launch of `sum_source`."""
+    grid = (("cdiv", problem.size, REDUCE_COLUMNS),)
+    return Launch(f"{name}_sum", ("partial", "dweight", "programs"), grid, 8, 1, problem.aligned)
+
+
+def formula(problem: RmsNorm, x: str = "x") -> str:
+    """The formula of y with its numbers, for docstrings."""
     scale = f"(weight + {problem.offset!r})" if problem.offset else "weight"
-    normed = f"x * rsqrt(mean(x * x) + {problem.eps!r})"
+    normed = f"{x} * rsqrt(mean({x} * {x}) + {problem.eps!r})"
     return f"cast(cast({normed}) * {scale})" if problem.round == "normed" else f"cast({normed} * {scale})"
 
 
-def _masks(problem: RmsNorm, rows: int) -> tuple[str, str, str]:
+def tile_masks(problem: RmsNorm, rows: int) -> tuple[str, str, str]:
     """Mask arguments for tiles, for one value per row and for columns; empty where nothing can overrun."""
     in_rows = "row < rows" if rows > 1 else ""
     in_columns = f"column < {problem.size}" if problem.block != problem.size else ""
@@ -188,80 +191,86 @@ def _masks(problem: RmsNorm, rows: int) -> tuple[str, str, str]:
     )
 
 
-def _other(mask: str) -> str:
+def zero_outside(mask: str) -> str:
     """A masked load must define what it reads outside: zero adds nothing to any sum here."""
     return f"{mask}, other=0.0" if mask else ""
 
 
-def _scale(problem: RmsNorm, weight: str) -> str:
+def scaled_weight(problem: RmsNorm, weight: str) -> str:
     """`weight + offset`, where `weight` is wide already."""
     return f"{weight} + {problem.offset!r}" if problem.offset else weight
 
 
-def _rounded(value: str, problem: RmsNorm) -> str:
+def rounded_normed(value: str, problem: RmsNorm) -> str:
     """`value` rounded to x's dtype and back to f32 where the forward rounds x * rstd."""
     if not problem.rounds_normed:
         return value
     return f"{value}.to(tl.{TRITON_LANGUAGE_DTYPES[problem.x]}).to(tl.float32)"
 
 
-def _operand(text: str) -> str:
+def bracketed(text: str) -> str:
     """`text` in brackets unless it is a single name."""
     return text if text.isidentifier() else f"({text})"
 
 
 def _forward_source(name: str, problem: RmsNorm, cut: Tuning) -> str:
-    tile, row, column = _masks(problem, cut.rows)
+    tile, row, column = tile_masks(problem, cut.rows)
     return f'''
 @triton.jit
 def {name}(x_ptr, weight_ptr, y_ptr, rstd_ptr, rows):
     """y and rstd, {cut.rows} row(s) of {problem.size} per program.
 
-    y = {_title(problem)}
+    y = {formula(problem)}
     """
     row = tl.program_id(0) * {cut.rows} + tl.arange(0, {cut.rows})
     column = tl.arange(0, {problem.block})
     element = row.to(tl.int64)[:, None] * {problem.size} + column[None, :]
-    x = tl.load(x_ptr + element{_other(tile)}).to(tl.float32)
-    weight = tl.load(weight_ptr + column{_other(column)}).to(tl.float32)
+    x = tl.load(x_ptr + element{zero_outside(tile)}).to(tl.float32)
+    weight = tl.load(weight_ptr + column{zero_outside(column)}).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / {problem.size} + {problem.eps!r})
     normed = x * rstd[:, None]
-    y = {_rounded("normed", problem)} * {_operand(_scale(problem, "weight"))}[None, :]
+    y = {rounded_normed("normed", problem)} * {bracketed(scaled_weight(problem, "weight"))}[None, :]
     tl.store(y_ptr + element, y.to(tl.{TRITON_LANGUAGE_DTYPES[problem.x]}){tile})
     tl.store(rstd_ptr + row, rstd{row})
 '''
 
 
 def _backward_source(name: str, problem: RmsNorm, cut: Tuning) -> str:
-    tile, row, column = _masks(problem, cut.rows)
-    x_dtype, weight_dtype = TRITON_LANGUAGE_DTYPES[problem.x], TRITON_LANGUAGE_DTYPES[problem.weight]
+    tile, row, column = tile_masks(problem, cut.rows)
+    x_dtype = TRITON_LANGUAGE_DTYPES[problem.x]
     return f'''
 @triton.jit
 def {name}_rows(dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, rows):
     """dx, and this program's part of dweight, {cut.rows} row(s) at a time.
 
-    y = {_title(problem)}
+    y = {formula(problem)}
     """
     program = tl.program_id(0)
     column = tl.arange(0, {problem.block})
-    weight = tl.load(weight_ptr + column{_other(column)}).to(tl.float32)
-    scale = {_scale(problem, "weight")}
+    weight = tl.load(weight_ptr + column{zero_outside(column)}).to(tl.float32)
+    scale = {scaled_weight(problem, "weight")}
     dweight = tl.zeros([{cut.rows}, {problem.block}], dtype=tl.float32)
     for tile in tl.range(program, tl.cdiv(rows, {cut.rows}), tl.num_programs(0), num_stages={cut.num_stages}):
         row = tile * {cut.rows} + tl.arange(0, {cut.rows})
         element = row.to(tl.int64)[:, None] * {problem.size} + column[None, :]
-        x = tl.load(x_ptr + element{_other(tile)}).to(tl.float32)
-        dy = tl.load(dy_ptr + element{_other(tile)}).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row{_other(row)})[:, None]
+        x = tl.load(x_ptr + element{zero_outside(tile)}).to(tl.float32)
+        dy = tl.load(dy_ptr + element{zero_outside(tile)}).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row{zero_outside(row)})[:, None]
         normed = x * rstd
-        dweight += dy * {_rounded("normed", problem)}
+        dweight += dy * {rounded_normed("normed", problem)}
         dnormed = dy * scale[None, :]
         mean = tl.sum(dnormed * normed, axis=1)[:, None] / {problem.size}
         dx = (dnormed - normed * mean) * rstd
         tl.store(dx_ptr + element, dx.to(tl.{x_dtype}){tile})
     tl.store(partial_ptr + program.to(tl.int64) * {problem.size} + column, tl.sum(dweight, axis=0){column})
 
+{sum_source(name, problem)}'''
 
+
+def sum_source(name: str, problem: RmsNorm) -> str:
+    """The function that adds the programs' parts of dweight, in a fixed order."""
+    weight_dtype = TRITON_LANGUAGE_DTYPES[problem.weight]
+    return f'''
 @triton.jit
 def {name}_sum(partial_ptr, dweight_ptr, programs):
     """dweight: the sum of all programs' parts, {REDUCE_COLUMNS} columns per program."""
@@ -287,7 +296,7 @@ def _cast(value: str, source: str, target: str) -> str:
 
 def _forward_twin(name: str, problem: RmsNorm) -> str:
     wide, size = problem.wide, problem.size
-    scale = _scale(problem, _cast("weight", problem.weight, wide))
+    scale = scaled_weight(problem, _cast("weight", problem.weight, wide))
     mean = "wide.square().mean(-1, keepdim=True)"
     if size <= LARGEST_NORM:
         mean = f"torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_({size})"
@@ -298,7 +307,7 @@ def _forward_twin(name: str, problem: RmsNorm) -> str:
         y = _cast(f"{normed}.mul_({scale})", wide, problem.x)
     return f'''
 def {name}(x, weight):
-    """y = {_title(problem)}, and rstd [..., 1]."""
+    """y = {formula(problem)}, and rstd [..., 1]."""
     wide = {_cast("x", problem.x, wide)}
     mean = {mean}
     rstd = mean.add_({problem.eps!r}).rsqrt_()
@@ -312,10 +321,10 @@ def _backward_twin(name: str, problem: RmsNorm) -> str:
 def {name}(dy, x, weight, rstd):
     """dx and dweight of y, from rstd of the forward.
 
-    y = {_title(problem)}
+    y = {formula(problem)}
     """
     wide_dy = {_cast("dy", problem.x, wide)}
-    scale = {_scale(problem, _cast("weight", problem.weight, wide))}
+    scale = {scaled_weight(problem, _cast("weight", problem.weight, wide))}
     normed = {_cast("x", problem.x, wide)} * rstd
 '''
     if problem.rounds_normed:
