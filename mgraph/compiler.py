@@ -105,8 +105,8 @@ def pipeline_text(recipe: Recipe) -> str:
     derive = ",".join(specs)
     shard = "".join(f"{_sharding(recipe, axis)}," for axis in _SHARDING if axis in recipe.mesh_axes())
     schedule = "overlap-gradients," if recipe.overlap else ""
-    fuse = FUSE if recipe.archs else ""
-    return f"{NORMALIZE},{RAISE},{derive},{shard}{fuse}{schedule}cse,dce,in-place"
+    fuse, graphs = (FUSE, ",cuda-graphs") if recipe.archs else ("", "")
+    return f"{NORMALIZE},{RAISE},{derive},{shard}{fuse}{schedule}cse,dce,in-place{graphs}"
 
 
 def _sharding(recipe: Recipe, axis: str) -> str:

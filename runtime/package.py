@@ -28,6 +28,7 @@ from torch import Tensor
 from mgraph import __version__
 from mgraph.errors import MgraphError, OptionError, PackageError
 from mgraph.runtime import kernels
+from mgraph.runtime.graphs import EntryGraphs
 from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.shards import Factors, Share, Split, share_of
 from mgraph.step_order import order_text, read_step_order
@@ -121,6 +122,7 @@ class Package:
     device: torch.device
     entries: dict[str, EntryFunction]
     state_specs: tuple[StateSpec, ...]
+    graphs: EntryGraphs
 
     @property
     def vocab_size(self) -> int:
@@ -142,7 +144,7 @@ class Package:
     def call(self, entry: str, state: State, *inputs: Tensor) -> dict[str, Tensor]:
         """Call an entry function; its results under the output names of the manifest."""
         try:
-            outputs = self.entries[entry](state, *inputs)
+            outputs = self.graphs.call(entry, self.entries[entry], state, inputs)
         except MgraphError:
             raise
         except Exception as error:
@@ -214,10 +216,13 @@ class Package:
         return int(self.manifest.get("multiples", {}).get(dim, 1))
 
 
-def load_package(path: Path | str, device: torch.device | str, strict: bool = False, jit: bool = False) -> Package:
+def load_package(
+    path: Path | str, device: torch.device | str, strict: bool = False, jit: bool = False, cuda_graphs: bool = True
+) -> Package:
     """Load the package at `path` for `device`.
 
     With `strict` a kernel without a binary for the device is an error instead of a warning; `jit` allows compiling it.
+    Without `cuda_graphs` a GPU launches every op by itself.
     """
     path = Path(path).resolve()
     device = torch.device(device)
@@ -234,7 +239,11 @@ def load_package(path: Path | str, device: torch.device | str, strict: bool = Fa
                 hint="put the function back, or compile the package again",
             )
         entries[name] = function
-    return Package(path, manifest, device, entries, tuple(_state_spec(item, path) for item in manifest["state"]))
+    listed = manifest["entries"].items()
+    replayed = device.type == "cuda" and cuda_graphs
+    graphs = EntryGraphs([name for name, entry in listed if replayed and entry.get("captured")])
+    specs = tuple(_state_spec(item, path) for item in manifest["state"])
+    return Package(path, manifest, device, entries, specs, graphs)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

@@ -150,6 +150,7 @@ def _entries(module: Module) -> dict[str, Any]:
         entry.name: {
             "inputs": [v.name for v in module.functions[entry.function].params],
             "outputs": list(entry.outputs),
+            **({"captured": True} if entry.captured else {}),
         }
         for entry in module.entries.values()
     }

@@ -201,12 +201,14 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry point. The function's results are `outputs` (named), then the new values of the states in `updates`."""
+    """An entry point. The function's results are `outputs` (named), then the new values of the states in `updates`.
+    A GPU launches a `captured` one as one CUDA graph."""
 
     name: str
     function: str
     outputs: tuple[str, ...]
     updates: tuple[str, ...] = ()
+    captured: bool = False
 
 
 @dataclass(frozen=True, slots=True)

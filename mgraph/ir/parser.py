@@ -205,7 +205,7 @@ class _Parser:
         return tuple(calls)
 
     def entry(self, cursor: Cursor) -> None:
-        """`entry microbatch = @microbatch -> (loss_sum, count) updates (@layers.{0..31}.w.grad)`"""
+        """`entry microbatch = @microbatch -> (loss_sum, count) updates (@layers.{0..31}.w.grad) captured`"""
         name = self.new(cursor, "entry", cursor.name(), self.entries)
         cursor.expect("=")
         at = cursor.skip()
@@ -220,7 +220,7 @@ class _Parser:
         if cursor.accept("updates"):
             cursor.expect("(")
             updates = tuple(_unfold(cursor.items(")", lambda: _updated(cursor))))
-        self.entries[name] = Entry(name, function, tuple(outputs), updates)
+        self.entries[name] = Entry(name, function, tuple(outputs), updates, captured=cursor.accept("captured"))
 
     def skip_body(self, cursor: Cursor, statements: list[int], position: int) -> int:
         """Note where a function stands; its lines are read when all names of the module are known."""

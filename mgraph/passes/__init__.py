@@ -47,6 +47,7 @@ PASSES: dict[str, str] = {
     # schedule
     "overlap-gradients": "mgraph.passes.overlap_gradients:OverlapGradients",
     "in-place": "mgraph.passes.in_place:InPlace",
+    "cuda-graphs": "mgraph.passes.cuda_graphs:CudaGraphs",
 }
 
 

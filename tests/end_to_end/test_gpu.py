@@ -81,3 +81,31 @@ def test_a_gpu_trains_as_the_cpu_does(case: str, tmp_path: Path) -> None:
         assert relative(found_gradients[gradient], expected, least) <= bound, gradient
     for parameter, expected in trained.items():
         assert relative(found_trained[parameter], expected, least=1e-3) <= bound, parameter
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["bf16", "dropout, layer_norm", "recompute"])
+def test_cuda_graphs_do_what_their_kernels_do(case: str, tmp_path: Path) -> None:
+    """Six steps replayed, with dropout that differs from step to step, are bit for bit those launched one by one."""
+    name, options = BUILDS[case]
+    spec = name if name in ZOO else write_config(name, tmp_path / name)
+    compilation = compile_package(Recipe(model=spec, output=str(tmp_path / "package"), arch="sm_90a", **options))
+    assert compilation.package is not None
+    states = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for cuda_graphs in (False, True):
+            package = load_package(compilation.package, "cuda", cuda_graphs=cuda_graphs)
+            state = create_state(package.state_specs, 3, "cuda")
+            for step in range(6):
+                for name, value in {"rng.step": step, "rng.sample": 0}.items():
+                    if name in state:
+                        state[name].fill_(value)
+                package.call("microbatch", state, *(tensor.cuda() for tensor in inputs(package, step)))
+                package.call("finish", state, torch.tensor(1e-3, device="cuda"))
+            states.append({name: tensor.cpu() for name, tensor in state.items()})
+            assert (sum(held is not None for held in package.graphs._held.values()) == 2) is cuda_graphs
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name

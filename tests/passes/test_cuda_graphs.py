@@ -1,0 +1,43 @@
+"""cuda-graphs: what is captured, and what keeps an entry from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgraph.compiler import build_module
+from mgraph.ir.graph import Module
+from mgraph.ir.parser import parse_module
+from mgraph.ir.printer import print_module
+from mgraph.passes.base import Report
+from mgraph.passes.cuda_graphs import CudaGraphs
+from mgraph.recipe import Recipe
+
+
+def built(model: str, precision: str) -> Module:
+    """A model's step for the CPU, in which nothing is captured."""
+    return build_module(Recipe(model=model, precision=precision, target="cpu")).module
+
+
+@pytest.fixture(scope="module")
+def moe() -> dict[str, Module]:
+    return {precision: built("moe-tiny", precision) for precision in ("fp32", "bf16")}
+
+
+def test_entries_that_train_are_captured(moe: dict[str, Module]) -> None:
+    report = Report()
+    module = CudaGraphs().run(moe["bf16"], report)
+    captured = {entry.name: entry.captured for entry in module.entries.values()}
+    assert captured == {"microbatch": True, "evaluate": False, "predict": False, "finish": True}
+    assert report.near_misses == [] and len(report.matches) == 2
+    text = print_module(module)
+    assert "entry finish = @finish" in text and text.count(" captured\n") == 2
+    assert parse_module(text).entries == module.entries
+
+
+def test_what_reads_on_the_host_is_not(moe: dict[str, Module]) -> None:
+    report = Report()
+    module = CudaGraphs().run(moe["fp32"], report)
+    assert not module.entries["microbatch"].captured and module.entries["finish"].captured
+    (miss,) = report.near_misses
+    assert any(miss.node == node.id for node in module.functions[miss.function].nodes)
+    assert "grouped_matmul at models/experts.py" in miss.detail and "on the host" in miss.detail
