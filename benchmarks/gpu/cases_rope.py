@@ -1,0 +1,102 @@
+"""Cases of rotary embedding: queries and keys as projections give them, and the gradient's inverse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.kernel_case import Case
+from mgraph.codegen.triton import rope
+from mgraph.codegen.triton.rope import Rope
+from mgraph.runtime.kernels import DTYPES
+
+SEQUENCE = 2048
+HEAD = 128
+BASE = 10000.0
+
+
+def tables(problem: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [1, S, D] or [1, S, D/2] of positions from 0."""
+    frequency = BASE ** (-torch.arange(0, problem.width, 2, device=device) / problem.width)
+    angle = torch.arange(SEQUENCE, device=device)[:, None] * frequency
+    if problem.table_width == problem.width:
+        angle = torch.cat((angle, angle), -1) if problem.style == "half" else angle.repeat_interleave(2, -1)
+    dtype = DTYPES[problem.table]
+    return angle.cos().to(dtype)[None], angle.sin().to(dtype)[None]
+
+
+def inputs(problem: Rope, tokens: int, permuted: bool) -> Callable[[torch.device], tuple[Tensor, ...]]:
+    """x [B, H, S, D], in memory [B, S, H, D] if `permuted`, and its tables."""
+
+    def make(device: torch.device) -> tuple[Tensor, ...]:
+        batch, heads = tokens // SEQUENCE, problem.heads
+        shape = (batch, SEQUENCE, heads) if permuted else (batch, heads, SEQUENCE)
+        x = torch.randn(*shape, problem.width, device=device).to(DTYPES[problem.x])
+        return x.permute(0, 2, 1, 3) if permuted else x, *tables(problem, device)
+
+    return make
+
+
+def rotation(problem: Rope) -> Callable[..., tuple[Tensor]]:
+    """The map by complex numbers: a rotation by the angle of (cos, sin)."""
+
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
+        half, narrow = problem.style == "half", problem.table_width * 2 == problem.width
+        pairs = x.unflatten(-1, (2, -1)).mT if half else x.unflatten(-1, (-1, 2))
+        cos, sin = (t if narrow else t[..., : t.shape[-1] // 2] if half else t[..., ::2] for t in (cos, sin))
+        turn = torch.complex(cos, -sin if problem.inverse else sin)
+        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+        return ((turned.mT if half else turned).flatten(-2),)
+
+    return rotate
+
+
+def written_out(problem: Rope) -> Callable[..., Tensor]:
+    """The map as models write it, in x's dtype."""
+    half = problem.style == "half"
+
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if cos.shape[-1] * 2 == x.shape[-1]:
+            cos, sin = ((torch.cat((t, t), -1) if half else t.repeat_interleave(2, -1)) for t in (cos, sin))
+        sin = -sin if problem.inverse else sin
+        first, second = x.chunk(2, -1) if half else (x[..., ::2], x[..., 1::2])
+        turned = torch.cat((-second, first), -1) if half else torch.stack((-second, first), -1).flatten(-2)
+        return (x * cos + turned * sin).to(x.dtype)
+
+    return rotate
+
+
+def case(name: str, problem: Rope, tokens: int, permuted: bool = True) -> Case:
+    """A case of some tokens, in sequences of 2,048."""
+    item, wide = DTYPES[problem.x].itemsize, DTYPES[problem.table].itemsize
+    layout = "[B, S, H, D]" if permuted else "[B, H, S, D]"
+    what = f"{problem.style}{', inverse' if problem.inverse else ''}, tables {problem.table} x {problem.table_width}"
+    return Case(
+        id=name,
+        workload=f"rope {what}: {tokens} tokens x {problem.heads} x {problem.width} {problem.x}, {layout} in memory",
+        spec=rope.rotate(name.replace("-", "_"), problem),
+        inputs=inputs(problem, tokens, permuted),
+        reference=rotation(problem),
+        peers={"eager": written_out(problem), "compile": written_out(problem)},
+        bytes=2 * tokens * problem.heads * problem.width * item + 2 * SEQUENCE * problem.table_width * wide,
+        bound={"f32": 1e-6, "bf16": 2.5e-3, "f16": 4e-4}[problem.x],
+    )
+
+
+def _problem(heads: int, table: str = "bf16", table_width: int = HEAD, **options: object) -> Rope:
+    return Rope("bf16", table, HEAD, table_width, ("B", "H", "S"), ("", "S"), heads, **options)  # type: ignore[arg-type]
+
+
+CASES = [
+    case("rope-q16", _problem(16), 16384),
+    case("rope-q16-inverse", _problem(16, inverse=True), 16384),
+    case("rope-q16-inverse-heads-first", _problem(16, inverse=True), 16384, permuted=False),
+    case("rope-q32", _problem(32), 16384),
+    case("rope-k4", _problem(4), 16384),
+    case("rope-k8", _problem(8), 16384),
+    case("rope-q16-f32-half-tables", _problem(16, "f32", HEAD // 2), 16384),
+    case("rope-q16-interleaved", _problem(16, "f32", HEAD // 2, style="interleaved"), 16384),
+    case("rope-q16-small", _problem(16), 2048),
+]

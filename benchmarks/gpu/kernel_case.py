@@ -1,0 +1,36 @@
+"""What a benchmark of one kernel is: the kernel, its inputs, what is right, and who else can do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mgraph.codegen.triton import KernelSpec
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement.
+
+    id        as in the list of targets (K1, ...), with what tells cases of one target apart
+    workload  shapes and dtypes in words
+    spec      the kernel site
+    inputs    makes the inputs of the site on a device
+    reference the results of the site, in its order, from the inputs in float64 (integers stay as they are)
+    peers     plain torch functions of the same inputs, by name; those named `compile...` are to be compiled first
+    bytes     the least that must be read and written
+    bound     the largest error of a result in the Frobenius norm, relative to the result
+    """
+
+    id: str
+    workload: str
+    spec: KernelSpec
+    inputs: Callable[[torch.device], tuple[Tensor, ...]]
+    reference: Callable[..., tuple[Tensor, ...]]
+    peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    bytes: int = 0
+    bound: float = 1e-2
