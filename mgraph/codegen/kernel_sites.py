@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mgraph.codegen.triton import adamw, rms_norm
+from mgraph.codegen.triton import adamw, embedding_grad, glu, residual_norm, rms_norm, rope
 from mgraph.codegen.triton.kernel import KernelSpec
-from mgraph.ir.graph import Module, Node
+from mgraph.ir.graph import Module, Node, Value
 
 
 class Template(NamedTuple):
@@ -19,6 +19,14 @@ class Template(NamedTuple):
     build: Callable[[str, Any], KernelSpec]
 
 
+class SumTemplate(NamedTuple):
+    """As `Template`, for the sum of a node to a total; `problem` takes both."""
+
+    stem: str
+    problem: Callable[[Node, Value], Any]
+    build: Callable[[str, Any], KernelSpec]
+
+
 ON_ALL_TARGETS: dict[str, Template] = {
     "rms_norm": Template("rms_norm_fwd", rms_norm.problem_of, rms_norm.forward),
     "rms_norm_grad": Template("rms_norm_bwd", rms_norm.problem_of, rms_norm.backward),
@@ -27,8 +35,23 @@ ON_ALL_TARGETS: dict[str, Template] = {
 
 ON_GPUS: dict[str, Template] = {
     "adamw": Template("adamw", adamw.problem_of, adamw.build),
+    "add_rms_norm": Template("add_rms_norm_fwd", residual_norm.problem_of, residual_norm.forward),
+    "add_rms_norm_grad": Template("add_rms_norm_bwd", residual_norm.problem_of, residual_norm.backward),
+    "glu": Template("glu_fwd", glu.problem_of, glu.forward),
+    "glu_grad": Template("glu_bwd", glu.problem_of, glu.backward),
+    "rope": Template("rope", rope.problem_of, rope.rotate),
+    "squared_relu": Template("squared_relu_fwd", glu.problem_of, glu.forward),
+    "squared_relu_grad": Template("squared_relu_bwd", glu.problem_of, glu.backward),
 }
 """Ops that are kernel sites in packages with binaries for a GPU."""
+
+SUMS_ON_GPUS: dict[str, SumTemplate] = {
+    "aten.embedding_dense_backward.default": SumTemplate(
+        "embedding_grad", embedding_grad.problem_of, embedding_grad.build
+    ),
+    "embedding_part_grad": SumTemplate("embedding_grad", embedding_grad.problem_of, embedding_grad.build),
+}
+"""Ops whose sum to a total (`accumulate`) is a kernel site in packages with binaries for a GPU."""
 
 
 class KernelSites:
@@ -36,23 +59,28 @@ class KernelSites:
 
     def __init__(self, *, gpu: bool = False) -> None:
         self._templates = {**ON_ALL_TARGETS, **ON_GPUS} if gpu else ON_ALL_TARGETS
+        self._sums = SUMS_ON_GPUS if gpu else {}
         self._names: dict[tuple[str, Any], str] = {}
         self.specs: list[KernelSpec] = []
         self.refusals: dict[str, str] = {}
 
     def name(self, node: Node) -> str | None:
         """The name of the site that runs a node, or None if that is for torch."""
-        op = node.op.removesuffix("_")
-        template = self._templates.get(op)
-        if template is None:
-            return None
-        problem = template.problem(node)
+        template = self._templates.get(node.op.removesuffix("_"))
+        return None if template is None else self._named(template, template.problem(node), node)
+
+    def name_of_sum(self, part: Node, total: Value) -> str | None:
+        """The name of the site that adds what a node makes to a total in place, or None if that is for torch."""
+        template = self._sums.get(part.op)
+        return None if template is None else self._named(template, template.problem(part, total), part)
+
+    def _named(self, template: Template | SumTemplate, problem: Any, node: Node) -> str | None:
         if isinstance(problem, str):
-            self.refusals[f"{op} at {node.origin}"] = problem
+            self.refusals[f"{node.op.removesuffix('_')} at {node.origin}"] = problem
             return None
-        key = (op, problem)
+        key = (template.stem, problem)
         if key not in self._names:
-            number = sum(other == op for other, _ in self._names)
+            number = sum(stem == template.stem for stem, _ in self._names)
             self._names[key] = f"{template.stem}_{number}"
             self.specs.append(template.build(self._names[key], problem))
         return self._names[key]
@@ -65,6 +93,10 @@ class KernelSites:
 def kernel_sites(module: Module, *, gpu: bool = False) -> KernelSites:
     """The sites of a module, in the order of its functions."""
     sites = KernelSites(gpu=gpu)
-    for _, node in module.walk():
-        sites.name(node)
+    for function in module.functions.values():
+        makers = function.producers()
+        for node in function.nodes:
+            sites.name(node)
+            if node.op == "accumulate_" and node.operands[1] in makers:
+                sites.name_of_sum(makers[node.operands[1]], node.operands[0])
     return sites
