@@ -67,6 +67,7 @@ from mgraph.runtime.ops import (
 from mgraph.runtime.pad import pad_extent, pad_extent_grad, padded_part
 from mgraph.runtime.repeat import repeat_parts, repeat_parts_grad, repeated_part, repeated_part_grad
 from mgraph.runtime.vocabulary import (
+    by_token,
     cross_entropy_join,
     cross_entropy_part,
     cross_entropy_part_grad,
@@ -90,6 +91,7 @@ __all__ = [
     "attention",
     "attention_grad",
     "axis_index",
+    "by_token",
     "copy_",
     "cross_entropy",
     "cross_entropy_grad",

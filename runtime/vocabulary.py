@@ -95,3 +95,16 @@ def _real(logits: Tensor, index: int, classes: int) -> int:
     """How many columns of a part are no padding."""
     columns = logits.shape[1]
     return min(max(classes - index * columns, 0), columns) if classes else columns
+
+
+def by_token(
+    tokens: Tensor, index: int = 0, *, rows: int | None = None, padding_idx: int = -1
+) -> tuple[Tensor, Tensor]:
+    """All tokens as rows of a part of `rows` rows, in ascending order (i32), and the place that each had (i64); equal
+    ones keep their order. Tokens of other parts and `padding_idx` get the row after the last."""
+    flat = tokens.reshape(-1)
+    if rows is not None:
+        row, inside = _within(flat, index, rows)
+        flat = row.where(inside & (flat != padding_idx), rows)
+    ids, order = flat.int().sort(stable=True)
+    return ids, order

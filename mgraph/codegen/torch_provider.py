@@ -165,17 +165,26 @@ def _widens(part: Node, dtypes: tuple[DType, DType]) -> bool:
     return low and part.op in ("aten.mm.default", "aten.embedding_dense_backward.default")
 
 
-def write_accumulated(part: Site, total: str) -> str:
-    """The statement that adds an absorbable node to `total`."""
+def write_accumulated(part: Site, total: Value, text: str) -> str:
+    """The statement that adds an absorbable node to `total`, which is written `text`."""
     operands = ", ".join(part.operands)
+    if (kernel := part.kernels.name_of_sum(part.node, total)) is not None:
+        return _sum_by_token(part, kernel, text)
     if part.node.op == "aten.mm.default" and part.node.result.tensor.dtype in (DType.BF16, DType.F16):
-        return f"rt.addmm_({total}, {operands})"
+        return f"rt.addmm_({text}, {operands})"
     if part.node.op == "aten.mm.default":
-        return f"{total}.addmm_({operands})"
+        return f"{text}.addmm_({operands})"
     if part.node.op == "embedding_part_grad":
-        return f"rt.embedding_part_grad_({total}, {operands}, padding_idx={part.node.attrs['padding_idx']})"
+        return f"rt.embedding_part_grad_({text}, {operands}, padding_idx={part.node.attrs['padding_idx']})"
     name = "grouped_outer_" if part.node.op == "grouped_outer" else "embedding_grad_"
-    return f"rt.{name}({total}, {operands})"
+    return f"rt.{name}({text}, {operands})"
+
+
+def _sum_by_token(part: Site, kernel: str, total: str) -> str:
+    """Rows of a gradient are added to those of the total that their tokens name, of its part of the vocabulary."""
+    grad, tokens, *index = part.operands
+    options = [*index, f"rows={total}.shape[0]", f"padding_idx={part.node.attrs['padding_idx']}"] if index else []
+    return f"K.{kernel}({total}, {grad}, *rt.by_token({', '.join([tokens, *options])}))"
 
 
 def _runtime(drop: Sequence[str] = ()) -> Callable[[Site], str]:

@@ -49,3 +49,13 @@ def test_cross_entropy(index: int, classes: int, dtype: torch.dtype) -> None:
         made = v1.cross_entropy_part_grad(dsum, given, labels, whole, index, classes=classes, out=out)
         assert made.dtype == dtype
         torch.testing.assert_close(made, wanted, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+def test_tokens_in_order_with_their_places() -> None:
+    """Equal tokens keep their order; of a part, what lies outside and what is padding comes after the last row."""
+    tokens = torch.tensor([[7, 2, 9, 2], [0, 7, 2, 5]])
+    ids, order = v1.by_token(tokens)
+    assert ids.tolist() == [0, 2, 2, 2, 5, 7, 7, 9] and order.tolist() == [4, 1, 3, 6, 7, 0, 5, 2]
+    assert (ids.dtype, order.dtype) == (torch.int32, torch.int64)
+    ids, order = v1.by_token(tokens, 1, rows=4, padding_idx=5)
+    assert ids.tolist() == [3, 3, 4, 4, 4, 4, 4, 4] and order.tolist()[:2] == [0, 5]
