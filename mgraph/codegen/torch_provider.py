@@ -162,7 +162,7 @@ def absorbable(part: Node, total: Value) -> bool:
 def _widens(part: Node, dtypes: tuple[DType, DType]) -> bool:
     """Whether the sum of a low-precision product, or of rows, has a form that takes it unrounded into an f32 total."""
     low = dtypes[0] in (DType.BF16, DType.F16) and dtypes[1] is DType.F32
-    return low and part.op in ("aten.mm.default", "aten.embedding_dense_backward.default")
+    return low and part.op in ("aten.mm.default", "aten.embedding_dense_backward.default", "embedding_part_grad")
 
 
 def write_accumulated(part: Site, total: Value, text: str) -> str:
