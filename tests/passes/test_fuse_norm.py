@@ -8,13 +8,15 @@ from collections import Counter
 import pytest
 import torch
 
-from mgraph.compiler import build_module, pipeline_text
+from mgraph.compiler import build_module
 from mgraph.errors import PassError
 from mgraph.ir.dims import evaluate
 from mgraph.ir.interpreter import run
 from mgraph.passes.fuse_norm import FuseNorm
 from mgraph.passes.pipeline import check_order, parse_pipeline
+from mgraph.passes.placing import rules_of
 from mgraph.recipe import Recipe
+from tests.passes import test_placing
 from tests.passes.raising import assert_same, near_misses, ops, raised
 
 FORWARD = """
@@ -149,18 +151,31 @@ def test_random_functions() -> None:
     ],
     ids=str,
 )
-def test_training_graphs(model: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_graphs(model: str, options: dict[str, object]) -> None:
     """In each layer the norm of the sum inside it, and both gradients; equal on the twin, over any mesh."""
-    recipe = Recipe(model=model, target="cpu", verify=True, **options)  # type: ignore[arg-type]
-    text = pipeline_text(recipe).replace("cse,dce,in-place", "cse,dce,fuse-norm,in-place")
-    monkeypatch.setattr("mgraph.compiler.pipeline_text", lambda recipe: text)
-    done = build_module(recipe)
+    done = build_module(Recipe(model=model, target="h100", verify=True, **options))  # type: ignore[arg-type]
     (result,) = (r for r in done.results if r.name == "fuse-norm")
     assert result.report.near_misses == []
     assert {m.function for m in result.report.matches} >= {"layer", "layer.bwd"}
     assert ops(done.module.functions["layer.bwd"])["add_rms_norm_grad"] == 2
     checked = result.measured["verify"]
     assert checked["status"] == "verified" and checked["error"] <= 1e-9 and checked["native"] <= 1.5
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [
+        ("add_rms_norm", [(4, 6, 5), (4, 6, 5), (5,)]),
+        ("add_rms_norm_grad", [(4, 6, 5), (4, 6, 5), (4, 6, 5), (5,), (4, 6, 1)]),
+    ],
+)
+def test_parts_give_parts(op: str, shapes: list[tuple[int, ...]]) -> None:
+    """Both leading dims may be split; the weight's gradient is then a sum over ranks."""
+    node = test_placing._node(op, shapes, {"eps": 1e-6, "offset": 0.0, "round": "product"})
+    rules = rules_of(node, 2)
+    assert len(rules) == 2
+    for rule in rules:
+        test_placing._check(node, rule)
 
 
 def test_it_runs_before_in_place() -> None:

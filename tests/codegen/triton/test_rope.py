@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 import types
 from importlib.metadata import version
 from pathlib import Path
@@ -35,7 +39,7 @@ PROBLEMS: dict[str, tuple[Rope, Tuning | None]] = {
     "brain": (Rope("bf16", "bf16", 16, 8, BHS, ("", "S"), 2, "interleaved"), Tuning(4, 2)),
     "brain_wide": (Rope("bf16", "f32", 32, 32, BHS, ("", "S"), 2, inverse=True), Tuning(8, 1)),
 }
-SIZES = [{"B": 1, "S": 1, "H": 1}, {"B": 2, "S": 7, "H": 3}, {"B": 3, "S": 5, "H": 9}]
+SIZES = [{"B": 1, "S": 1, "H": 1}, {"B": 2, "S": 3, "H": 3}, {"B": 1, "S": 5, "H": 9}]
 
 
 def exact(problem: Rope, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -158,3 +162,34 @@ def test_emitted_lines_fit() -> None:
     specs: list[Any] = [rope.rotate(name, problem, cut) for name, (problem, cut) in PROBLEMS.items()]
     for text in (kernels_text(specs), reference_text(specs)):
         assert max(map(len, text.splitlines())) <= 120
+
+
+COMPILE = """
+import json, sys
+from pathlib import Path
+from mgraph.codegen.triton import build_kernels, rope
+from mgraph.codegen.triton.rope import Rope
+axes = ("B", "H", "S")
+specs = [
+    rope.rotate("queries", Rope("bf16", "bf16", 128, 128, axes, ("", "S"), 16)),
+    rope.rotate("keys", Rope("bf16", "f32", 128, 64, axes, ("", "S"), 4, "interleaved", inverse=True)),
+]
+json.dump(build_kernels(specs, Path(sys.argv[1]), ["sm_90a"]), sys.stdout)
+"""
+
+
+def test_binaries(tmp_path: Path) -> None:
+    """Aligned ones move tiles without shared memory: x, y and tables have one layout."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(tmp_path)],
+        env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    for entry in json.loads(done.stdout):
+        aligned, generic = entry["launches"][0]["binaries"]
+        assert (aligned["alignment"], generic["alignment"]) == (16, 1)
+        assert aligned["shared"] == 0 and aligned["threads"] == 128
