@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mgraph.codegen.triton import KernelSpec
 
@@ -19,7 +18,7 @@ class Case:
     id        as in the list of targets (K1, ...), with what tells cases of one target apart
     workload  shapes and dtypes in words
     spec      the kernel site
-    inputs    makes the inputs of the site on a device
+    inputs    makes the inputs of the site on a device: tensors, or lists of them; the site may write into some
     reference the results of the site, in its order, from the inputs in float64 (integers stay as they are)
     peers     plain torch functions of the same inputs, by name; those named `compile...` are to be compiled first
     bytes     the least that must be read and written
@@ -29,8 +28,8 @@ class Case:
     id: str
     workload: str
     spec: KernelSpec
-    inputs: Callable[[torch.device], tuple[Tensor, ...]]
-    reference: Callable[..., tuple[Tensor, ...]]
+    inputs: Callable[[torch.device], tuple[Any, ...]]
+    reference: Callable[..., tuple[Any, ...]]
     peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     bytes: int = 0
     bound: float = 1e-2
