@@ -61,6 +61,8 @@ def peer(decayed: int, *, scaled: bool) -> Callable[..., None]:
     """torch's fused optimizer on the weights, one call a group, and a copy of all masters into the params. `scaled`: it
     is handed the scale, as a loss scaler does, and writes the scaled gradients back."""
 
+    update: Any = torch._fused_adamw_
+
     def run(weights: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], *rest: Any) -> None:
         *low, grads, lr, scale, step, finite = rest
         options: dict[str, Any] = {
@@ -76,7 +78,7 @@ def peer(decayed: int, *, scaled: bool) -> Callable[..., None]:
             lists = [listed[part] for listed in (weights, grads, firsts, seconds)]
             steps = [step.float()] * len(lists[0])
             if steps:
-                torch._fused_adamw_(*lists, [], steps, lr=lr, weight_decay=decay, **options)
+                update(*lists, [], steps, lr=lr, weight_decay=decay, **options)
         for params in low:
             torch._foreach_copy_(params, weights)
 

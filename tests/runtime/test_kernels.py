@@ -286,3 +286,84 @@ def test_a_last_dim_with_gaps_is_copied_where_the_kernel_is_not_told_of_its_stri
         site(x, torch.ones(5, 16), torch.zeros(2))
     (launch,) = device.launches
     assert launch["values"][0] != x.data_ptr() and launch["values"][2:] == [5, 80, 16, 80, 16]
+
+
+LISTED: dict[str, Any] = {
+    "name": "gather",
+    "inputs": [
+        {"name": "x", "dtype": "f32", "shape": ["*"], "many": True},
+        {"name": "factor", "dtype": "f32", "shape": []},
+    ],
+    "outputs": [{"name": "sum", "dtype": "f32", "shape": []}],
+    "scratch": [{"name": "partial", "dtype": "f32", "shape": ["blocks"]}],
+    "dims": {},
+    "lists": {"chunk": 32, "numbers": {"decays": [[0.5, 2], [0.25, 1]]}},
+    "launches": [
+        {
+            "function": function,
+            "args": args,
+            "grid": grid,
+            "num_warps": 4,
+            "num_stages": 1,
+            "binaries": [{**ABI, "hidden": [0, 0], **binary} for binary in BINARIES],
+        }
+        for function, args, grid in (
+            ("parts", ["x", "x_at", "partial", "before", "unit"], ["blocks"]),
+            ("whole", ["partial", "sum", "factor", "blocks", "sms"], [1]),
+        )
+    ],
+}
+
+
+def listed(package: Path, device: Recorder) -> Any:
+    twins = types.ModuleType("reference")
+    exec("def gather(x, factor):\n    return 'twin'\n", twins.__dict__)
+    return runtime.bind([LISTED], package, twins, device, strict=False, jit=False).gather
+
+
+def test_lists_are_launched_part_by_part(package: Path) -> None:
+    """Even places and sizes by the aligned binary, the others by the generic one; what follows runs once."""
+    device = Recorder()
+    memory = torch.zeros(256)
+    first = -memory.data_ptr() // 4 % 16
+    tensors = [memory[first + start : first + start + size] for start, size in ((0, 64), (65, 33), (112, 48))]
+    made = listed(package, device)(tensors, torch.tensor(2.0))
+    even, odd, whole = device.launches
+    assert [launch["kernel"][0] for launch in device.launches] == ["aligned", "generic", "aligned"]
+    assert [launch["grid"][0] for launch in device.launches] == [4, 2, 1]
+    assert even["values"][0] == tensors[0].data_ptr() and odd["values"][0] == tensors[1].data_ptr()
+    assert even["values"][3:5] == [0, 16] and odd["values"][3:5] == [4, 1]
+    assert even["values"][2] == odd["values"][2] == whole["values"][0]
+    assert whole["values"][1] == made.data_ptr() and whole["values"][3:5] == [6, 2]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ([torch.ones(4), torch.ones(4, dtype=torch.float64), torch.ones(4)], "x is torch.float64"),
+        ([torch.ones(4), torch.ones(4, 4).t(), torch.ones(4)], "x is not contiguous"),
+    ],
+)
+def test_lists_that_the_kernel_refuses(package: Path, tensors: list[torch.Tensor], reason: str) -> None:
+    device = Recorder()
+    with pytest.warns(RuntimeWarning, match=reason):
+        assert listed(package, device)(tensors, torch.tensor(2.0)) == "twin"
+    assert not device.launches
+
+
+def test_lists_without_elements_are_for_torch(package: Path) -> None:
+    device = Recorder()
+    assert listed(package, device)([torch.empty(0), torch.empty(3, 0), torch.empty(0)], torch.tensor(2.0)) == "twin"
+    assert not device.launches
+
+
+def test_a_capture_takes_only_lists_that_are_known(package: Path) -> None:
+    device = Recorder()
+    site = listed(package, device)
+    tensors = [torch.ones(16) for _ in range(3)]
+    site(tensors, torch.tensor(2.0))
+    site._tables._capturing = lambda: True
+    site(tensors, torch.tensor(2.0))
+    assert len(device.launches) == 4
+    with pytest.warns(RuntimeWarning, match="never called with before"):
+        assert site([torch.ones(16) for _ in range(3)], torch.tensor(2.0)) == "twin"
