@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mgraph.codegen.triton import adamw, embedding_grad, glu, residual_norm, rms_norm, rope
+from mgraph.codegen.triton import adamw, embedding_grad, glu, residual_norm, rms_norm, rope, square_sum
 from mgraph.codegen.triton.kernel import KernelSpec
 from mgraph.ir.graph import Module, Node, Value
 
@@ -35,6 +35,8 @@ ON_ALL_TARGETS: dict[str, Template] = {
 
 ON_GPUS: dict[str, Template] = {
     "adamw": Template("adamw", adamw.problem_of, adamw.build),
+    "global_norm": Template("global_norm", square_sum.problem_of, square_sum.build),
+    "square_sum": Template("square_sum", square_sum.problem_of, square_sum.build),
     "add_rms_norm": Template("add_rms_norm_fwd", residual_norm.problem_of, residual_norm.forward),
     "add_rms_norm_grad": Template("add_rms_norm_bwd", residual_norm.problem_of, residual_norm.backward),
     "glu": Template("glu_fwd", glu.problem_of, glu.forward),

@@ -77,6 +77,8 @@ def write(site: Site) -> Written:
     in_place = {i: i for i in range(written_operands(node))}
     if name == "adamw":
         return _adamw(site)
+    if name in ("global_norm", "square_sum"):
+        return Written(_of_all(site), {})
     if name == "matmul_add":
         total, *rest = site.operands
         total = total if site.overwrite == 0 else f"{total}.clone()"
@@ -256,8 +258,11 @@ def _expert_bias_update(site: Site) -> str:
     return f"rt.expert_bias_update_({biases}, {loads}, {site.operands[-1]}, rate={rate})"
 
 
-def _global_norm(site: Site) -> str:
-    return f"rt.global_norm({site.tensors(site.node.operands, '')})"
+def _of_all(site: Site) -> str:
+    """A kernel site or an op of the runtime over the list of all operands."""
+    kernel = site.kernels.name(site.node)
+    called = f"rt.{site.node.op}" if kernel is None else f"K.{kernel}"
+    return f"{called}({site.tensors(site.node.operands, '')})"
 
 
 def _adamw(site: Site) -> Written:
@@ -327,10 +332,6 @@ def _chosen(site: Site, text: str) -> str:
     return f"{text}[0]" if len(site.node.results) == 1 and not site.node.op.endswith("_start") else text
 
 
-def _square_sum(site: Site) -> str:
-    return f"rt.square_sum({site.tensors(site.node.operands, '')})"
-
-
 _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "accumulate": _accumulate,
     "accumulate_each": _accumulate_each,
@@ -357,7 +358,6 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "embedding_part_grad": _runtime(),
     "expert_bias_update": _expert_bias_update,
     "expert_counts": _runtime(),
-    "global_norm": _global_norm,
     "glu": _runtime(),
     "glu_grad": _runtime(),
     "gradient_scale": _runtime(),
@@ -388,7 +388,6 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "reshape": _reshape,
     "rope": _runtime(),
     "rope_table_grad": _runtime(),
-    "square_sum": _square_sum,
     "squared_relu": _runtime(),
     "squared_relu_grad": _runtime(),
     "zero": _zero,
