@@ -139,10 +139,6 @@ def rotate(name: str, problem: Rope, cut: Tuning | None = None) -> KernelSpec:
     cut = cut or tuning(problem)
     shape: tuple[Expression, ...] = (*problem.axes, problem.width)
     table: tuple[Expression, ...] = (*(axis or 1 for axis in problem.table_axes), problem.table_width)
-    positions = problem.positions
-    count: Expression = 1
-    for axis in positions:
-        count = axis if count == 1 else ("mul", count, axis)
     launch = Launch(
         name,
         _arguments(problem),
@@ -163,7 +159,7 @@ def rotate(name: str, problem: Rope, cut: Tuning | None = None) -> KernelSpec:
         outputs=(TensorSpec("y", problem.x, shape, like="x"),),
         scratch=(),
         launches=(launch,),
-        dims={"positions": count},
+        dims={"positions": count(problem)},
     )
 
 
@@ -174,12 +170,36 @@ def _power_of_two(number: int) -> int:
 
 def _arguments(problem: Rope) -> tuple[str, ...]:
     """Tensors, extents, and the strides of all dims but the last, which is contiguous."""
-    strides = [f"x_stride_{axis}" for axis in range(len(problem.axes))]
-    for table in ("cos", "sin"):
-        strides += [f"{table}_stride_{axis}" for axis, name in enumerate(problem.table_axes) if name]
-    strides += [f"y_stride_{axis}" for axis in range(len(problem.axes))]
-    extents = [HEADS, *(problem.positions[1:]), *(["positions"] if problem.positions else [])]
-    return ("x", "cos", "sin", "y", *extents, *strides)
+    return (
+        "x",
+        "cos",
+        "sin",
+        "y",
+        *extents(problem),
+        *strides(problem, ("x",)),
+        *strides(problem, ("y",), tables=False),
+    )
+
+
+def extents(problem: Rope) -> tuple[str, ...]:
+    """The extents that a kernel takes."""
+    return (HEADS, *problem.positions[1:], *(["positions"] if problem.positions else []))
+
+
+def strides(problem: Rope, tensors: tuple[str, ...], *, tables: bool = True) -> tuple[str, ...]:
+    """The strides of tensors with the dims of x, and of the tables."""
+    names = [f"{tensor}_stride_{axis}" for tensor in tensors for axis in range(len(problem.axes))]
+    for table in ("cos", "sin") if tables else ():
+        names += [f"{table}_stride_{axis}" for axis, name in enumerate(problem.table_axes) if name]
+    return tuple(names)
+
+
+def count(problem: Rope) -> Expression:
+    """The number of positions."""
+    total: Expression = 1
+    for axis in problem.positions:
+        total = axis if total == 1 else ("mul", total, axis)
+    return total
 
 
 def _row(tensor: str, axes: tuple[str, ...], indices: dict[str, str]) -> str:
@@ -188,47 +208,47 @@ def _row(tensor: str, axes: tuple[str, ...], indices: dict[str, str]) -> str:
     Tables have no heads. They are read as tiles of x's shape all the same, from the cache for all heads but the first,
     so that they come in the layout of x, and nothing goes through shared memory.
     """
-    strides = {axis: f"{indices[axis]} * {tensor}_stride_{i}" for i, axis in enumerate(axes) if axis}
-    heads = strides.pop(HEADS, "head * 0")
-    positions = " + ".join(strides.values()) or "position * 0"
+    terms = {axis: f"{indices[axis]} * {tensor}_stride_{i}" for i, axis in enumerate(axes) if axis}
+    heads = terms.pop(HEADS, "head * 0")
+    positions = " + ".join(terms.values()) or "position * 0"
     return f"({positions})[:, None, None] + ({heads})[None, :, None]"
 
 
-def _lines(*lines: str) -> str:
+def lines_of(*lines: str, depth: int = 1) -> str:
     """Lines of a function's body; empty ones are left out."""
-    return "".join(f"    {line}\n" for line in lines if line)
+    return "".join(f"{'    ' * depth}{line}\n" for line in lines if line)
 
 
-def _source(name: str, problem: Rope, cut: Tuning) -> str:
-    """Where rows begin and what of a tile is inside; then x, tables and y as the style has it."""
-    # The columns of one piece: a half, whose partner is half a row away, or a row that is split into its pairs.
+def block(problem: Rope) -> int:
+    """Columns of a piece that is read at once: a half, whose partner is half a row away, or a row, split into pairs."""
+    return _power_of_two(problem.width if problem.interleaved else problem.pairs)
+
+
+def tile_lines(
+    problem: Rope,
+    cut: Tuning,
+    tensors: tuple[str, ...],
+    blocks: tuple[str, str] = ("tl.program_id(0)", "tl.program_id(1)"),
+) -> list[str]:
+    """Where the rows of a tile begin in `tensors` (with the dims of x) and in the tables, and what of it is inside.
+
+    `blocks` says which block of positions and which of heads the tile is.
+    """
+    axes, indices = problem.positions, {"S": "place", "B": "batch", HEADS: "head"}
     piece = problem.width if problem.interleaved else problem.pairs
-    block, axes = _power_of_two(piece), problem.positions
-    indices = {"S": "place", "B": "batch", HEADS: "head"}
     rows = "(head < H)[None, :, None]"
     rows += " & (position < positions)[:, None, None]" if axes and cut.positions > 1 else ""
-    body = _lines(
-        f"position = tl.program_id(0) * {cut.positions} + tl.arange(0, {cut.positions})",
-        f"head = (tl.program_id(1) * {cut.heads} + tl.arange(0, {cut.heads})).to(tl.int64)",
+    return [
+        f"position = {blocks[0]} * {cut.positions} + tl.arange(0, {cut.positions})",
+        f"head = ({blocks[1]} * {cut.heads} + tl.arange(0, {cut.heads})).to(tl.int64)",
         "batch = (position // S).to(tl.int64)" if len(axes) == 2 else "",
         "place = (position % S).to(tl.int64)" if len(axes) == 2 else "place = position.to(tl.int64)" if axes else "",
-        *(f"{t}_row = {_row(t, problem.axes, indices)}" for t in ("x", "y")),
+        *(f"{t}_row = {_row(t, problem.axes, indices)}" for t in tensors),
         *(f"{t}_row = {_row(t, problem.table_axes, indices)}" for t in ("cos", "sin")),
-        f"column = tl.arange(0, {block})[None, None, :]",
-        f"inside = {rows}" + (f" & (column < {piece})" if block != piece else ""),
-    )
-    read = _split(problem, cut, rows) if problem.interleaved else _halves(problem)
-    shape = ", ".join((*problem.axes, str(problem.width)))
-    return f'''
-@triton.jit
-def {name}(
-{_wrapped(_names(problem))}
-):
-    """y = {_formula(problem)}.
-
-    x [{shape}]; {cut.positions} position(s) and {cut.heads} head(s) per program.
-    """
-{body}{read}'''
+        f"column = tl.arange(0, {block(problem)})[None, None, :]",
+        f"rows = {rows}",
+        "inside = rows" + (f" & (column < {piece})" if block(problem) != piece else ""),
+    ]
 
 
 def _load(tensor: str, column: str = "column", mask: str = "inside") -> str:
@@ -236,52 +256,71 @@ def _load(tensor: str, column: str = "column", mask: str = "inside") -> str:
     return f"tl.load({tensor}_ptr + {tensor}_row + {column}, mask={mask}, other=0.0).to(tl.float32)"
 
 
-def _halves(problem: Rope) -> str:
-    """The pairs of style `half`: a and b are two loads, half a row from each other."""
-    dtype, second = TRITON_LANGUAGE_DTYPES[problem.x], f"column + {problem.pairs}"
-    lines = [f"a = {_load('x')}", f"b = {_load('x', second)}"]
-    for table in ("cos", "sin"):
-        if problem.table_width == problem.pairs:
-            lines.append(f"{table} = {_load(table)}")
-        else:
-            lines += [f"{table}_a = {_load(table)}", f"{table}_b = {_load(table, second)}"]
-    y_a, y_b = _rotated(problem)
-    lines += [
-        f"tl.store(y_ptr + y_row + column, ({y_a}).to(tl.{dtype}), mask=inside)",
-        f"tl.store(y_ptr + y_row + {second}, ({y_b}).to(tl.{dtype}), mask=inside)",
+def _split(problem: Rope, cut: Tuning, tile: str) -> str:
+    """The first and the second elements of the pairs of whole rows, in registers."""
+    return f"tl.split(tl.reshape({tile}, [{cut.positions}, {cut.heads}, {block(problem) // 2}, 2]))"
+
+
+def read_pairs(problem: Rope, cut: Tuning, tensor: str, first: str, second: str) -> list[str]:
+    """The first and the second elements of the pairs of a tile, in f32."""
+    if problem.interleaved:
+        return [f"{tensor} = {_load(tensor)}", f"{first}, {second} = {_split(problem, cut, tensor)}"]
+    return [f"{first} = {_load(tensor)}", f"{second} = {_load(tensor, f'column + {problem.pairs}')}"]
+
+
+def read_tables(problem: Rope, cut: Tuning) -> list[str]:
+    """cos and sin, or `cos_a` to `sin_b` where the elements of a pair have numbers of their own."""
+    if problem.table_width != problem.pairs:
+        return [line for t in ("cos", "sin") for line in read_pairs(problem, cut, t, f"{t}_a", f"{t}_b")]
+    if not problem.interleaved:
+        return [f"{table} = {_load(table)}" for table in ("cos", "sin")]
+    return [
+        f"pair = tl.arange(0, {block(problem) // 2})[None, None, :]",
+        "known = rows" + (f" & (pair < {problem.pairs})" if block(problem) != problem.width else ""),
+        *(f"{table} = {_load(table, 'pair', 'known')}" for table in ("cos", "sin")),
     ]
-    return _lines(*lines)
 
 
-def _split(problem: Rope, cut: Tuning, rows: str) -> str:
-    """The pairs of style `interleaved`: rows are read whole and split in registers."""
-    block, dtype = _power_of_two(problem.width), TRITON_LANGUAGE_DTYPES[problem.x]
-    pairs = f"[{cut.positions}, {cut.heads}, {block // 2}, 2]"
-    lines = [f"x = {_load('x')}", f"a, b = tl.split(tl.reshape(x, {pairs}))"]
-    if problem.table_width == problem.pairs:
-        lines += [
-            f"pair = tl.arange(0, {block // 2})[None, None, :]",
-            f"known = {rows}" + (f" & (pair < {problem.pairs})" if block != problem.width else ""),
-            *(f"{table} = {_load(table, 'pair', 'known')}" for table in ("cos", "sin")),
-        ]
-    else:
-        for t in ("cos", "sin"):
-            lines += [f"{t} = {_load(t)}", f"{t}_a, {t}_b = tl.split(tl.reshape({t}, {pairs}))"]
-    y_a, y_b = _rotated(problem)
-    lines += [
-        f"y = tl.reshape(tl.join({y_a}, {y_b}), [{cut.positions}, {cut.heads}, {block}])",
-        f"tl.store(y_ptr + y_row + column, y.to(tl.{dtype}), mask=inside)",
+def write_pairs(problem: Rope, cut: Tuning, tensor: str, first: str, second: str) -> list[str]:
+    """Stores both elements of the pairs, rounded to x's dtype."""
+    at, dtype = f"{tensor}_ptr + {tensor}_row + column", TRITON_LANGUAGE_DTYPES[problem.x]
+    if problem.interleaved:
+        joined = f"tl.reshape(tl.join({first}, {second}), [{cut.positions}, {cut.heads}, {block(problem)}])"
+        return [f"{tensor} = {joined}", f"tl.store({at}, {tensor}.to(tl.{dtype}), mask=inside)"]
+    return [
+        f"tl.store({at}, ({first}).to(tl.{dtype}), mask=inside)",
+        f"tl.store({at} + {problem.pairs}, ({second}).to(tl.{dtype}), mask=inside)",
     ]
-    return _lines(*lines)
 
 
-def _rotated(problem: Rope) -> tuple[str, str]:
-    """Both elements of a pair of y."""
+def _source(name: str, problem: Rope, cut: Tuning) -> str:
+    """Where rows begin and what of a tile is inside; then x, tables and y as the style has it."""
+    shape = ", ".join((*problem.axes, str(problem.width)))
+    body = lines_of(
+        *tile_lines(problem, cut, ("x", "y")),
+        *read_pairs(problem, cut, "x", "a", "b"),
+        *read_tables(problem, cut),
+        *write_pairs(problem, cut, "y", *rotated(problem)),
+    )
+    return f'''
+@triton.jit
+def {name}(
+{signature(_arguments(problem), ("x", "cos", "sin", "y"))}
+):
+    """y = {_formula(problem)}.
+
+    x [{shape}]; {cut.positions} position(s) and {cut.heads} head(s) per program.
+    """
+{body}'''
+
+
+def rotated(problem: Rope, a: str = "a", b: str = "b") -> tuple[str, str]:
+    """Both elements of the rotated pairs (a, b)."""
     one = problem.table_width == problem.pairs
     cos_a, cos_b, sin_a, sin_b = ("cos", "cos", "sin", "sin") if one else ("cos_a", "cos_b", "sin_a", "sin_b")
     if problem.inverse:
-        return f"a * {cos_a} + b * {sin_b}", f"b * {cos_b} - a * {sin_a}"
-    return f"a * {cos_a} - b * {sin_a}", f"b * {cos_b} + a * {sin_b}"
+        return f"{a} * {cos_a} + {b} * {sin_b}", f"{b} * {cos_b} - {a} * {sin_a}"
+    return f"{a} * {cos_a} - {b} * {sin_a}", f"{b} * {cos_b} + {a} * {sin_b}"
 
 
 def _formula(problem: Rope) -> str:
@@ -290,15 +329,11 @@ def _formula(problem: Rope) -> str:
     return f"x * cos {'- R(x * sin)' if problem.inverse else '+ R(x) * sin'}, R: {turn}"
 
 
-def _names(problem: Rope) -> list[str]:
-    """The arguments as the source names them."""
-    return [f"{name}_ptr" if name in ("x", "cos", "sin", "y") else name for name in _arguments(problem)]
-
-
-def _wrapped(names: list[str]) -> str:
-    """Names in lines of a signature, of at most 120 columns."""
+def signature(arguments: tuple[str, ...], tensors: tuple[str, ...]) -> str:
+    """The arguments as the source names them, in lines of at most 120 columns."""
     lines, line = [], "   "
-    for name in names:
+    for argument in arguments:
+        name = f"{argument}_ptr" if argument in tensors else argument
         if len(line) + len(name) + 2 > 120:
             lines.append(line)
             line = "   "
