@@ -192,7 +192,7 @@ def {name}(
     decay = tl.load(decays_ptr + owner)
     step = tl.load(step_ptr).to(tl.float64)
     size = rate / ({_correction(problem.beta1)}).to(tl.float32)
-    correction = ({_correction(problem.beta2)}).to(tl.float32)
+    unbias = (1.0 / ({_correction(problem.beta2)})).to(tl.float32)
     for tile in range(0, count, {cut.tile}):
         element = tl.max_contiguous(tile + tl.arange(0, {cut.tile}), {cut.vector})
         inside = element < count
@@ -202,7 +202,7 @@ def {name}(
         v = tl.load(seconds + element, mask=inside)
         m += {_rest(problem.beta1)} * (g - m)
         v = {problem.beta2!r} * v + {_rest(problem.beta2)} * g * g
-        w -= size * tl.div_rn(m, tl.sqrt_rn(tl.div_rn(v, correction)) + {problem.eps!r})
+        w -= size * tl.div_rn(m, tl.sqrt_rn(v * unbias) + {problem.eps!r})
         tl.store(weights + element, w.to({dtypes["weights"]}), mask=inside)
         tl.store(firsts + element, m, mask=inside)
         tl.store(seconds + element, v, mask=inside){low}
