@@ -176,6 +176,8 @@ class JitLauncher:
         self._function = getattr(module, launch["function"])
         self._args: list[str] = launch["args"]
         self._options = {"num_warps": launch["num_warps"], "num_stages": launch["num_stages"]}
+        if launch.get("most_registers"):
+            self._options["maxnreg"] = launch["most_registers"]
 
     def launch(self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], grid: Shape, aligned: bool) -> None:
         """See `Launcher.launch`."""

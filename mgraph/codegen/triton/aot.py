@@ -11,7 +11,7 @@ An entry of the manifest's `kernels` list, as `build_kernels` returns it:
     inputs, outputs, scratch    tensors: {name, dtype, shape, strided, like, alias, many}, as in `kernel.py`
     dims      named extents, in order of evaluation
     lists     of a kernel over lists of tensors: {chunk, numbers}
-    launches  in order; each {function, args, grid, num_warps, num_stages, binaries}, each binary
+    launches  in order; each {function, args, grid, num_warps, num_stages, most_registers, binaries}, each binary
         file, symbol          cubin path inside the package, name of the kernel in it
         arch, cuda            `sm_90a`; least CUDA major version of the driver
         alignment             bytes on which every tensor must start
@@ -125,7 +125,11 @@ def compile_launch(module: ModuleType, spec: KernelSpec, launch: Launch, arch: s
         compiled = triton.compile(
             ASTSource(getattr(module, launch.function), types, {}, hints),
             target=GPUTarget("cuda", int(match[1]), WARP_THREADS),
-            options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
+            options={
+                "num_warps": launch.num_warps,
+                "num_stages": launch.num_stages,
+                "maxnreg": launch.most_registers or None,
+            },
         )
     except triton.errors.TritonError as error:
         raise MgraphError(f"Triton rejects kernel {launch.function}: {error}", where=module.__file__) from error

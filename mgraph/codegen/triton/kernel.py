@@ -86,7 +86,8 @@ class Launch:
 
     An argument is the name of a tensor (passed as a pointer), of a dim or of a stride (passed as an i32). `aligned`
     says that every row of every tensor starts on a 16-byte boundary if the tensor does and its strides are multiples
-    of 16 elements, so that a variant for aligned pointers and strides pays.
+    of 16 elements, so that a variant for aligned pointers and strides pays. `most_registers` bounds those of a thread,
+    so that several blocks share a multiprocessor; 0 leaves it to the compiler.
     """
 
     function: str
@@ -95,6 +96,7 @@ class Launch:
     num_warps: int
     num_stages: int
     aligned: bool
+    most_registers: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,370 @@
+"""Cross entropy over a vocabulary, its gradient, and both in one, as Triton source and torch twin.
+
+    lse     = log sum exp(logits)                             over the classes of a row; further columns are padding
+    sum     = sum of lse - logits[label]                      over the rows whose label is not ignore_index
+    dlogits = dsum * (exp(logits - lse) - onehot(label))      0 in the other rows and in padding
+
+in f32. Exponentials are those of base 2, and the running maximum and lse are kept in that base: what is rounded in them
+is then the same wherever they are used. Each lane of a tile, one load of 16 bytes, has its own running maximum and sum,
+which meet once at the end of a row. The losses of the rows are added by a second launch in a fixed order, so that
+results repeat from run to run. Gradients are written over the logits.
+
+In `forward_backward` a program reads its row for lse, and has it again for the gradient where it could keep it: the
+first tiles in registers, the rest in the cache of the GPU. With one or two programs a multiprocessor the rows under way
+fit that, so that a row is read from memory once and written once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mgraph.codegen.triton.kernel import ITEM_BYTES, KernelSpec, Launch, TensorSpec
+from mgraph.codegen.triton.rms_norm import TRITON_LANGUAGE_DTYPES
+from mgraph.ir.graph import Node
+
+THREAD_ELEMENTS = 16
+"""Elements of a tile that one thread has: in 16-bit dtypes two loads of 16 bytes."""
+
+KEPT = ((4, 4, 256), (8, 2, 192), (16, 1, 288))
+"""Ways to keep a row: warps, programs that then share a multiprocessor, and bytes of the row that a thread keeps in its
+registers, of which it has 512."""
+
+MOST_REGISTERS = 128
+"""So many 512 threads of a multiprocessor have each, and they are all that there are."""
+
+CACHE_BYTES = 160 * 1024
+"""What the programs of a multiprocessor may count on in the cache: 21 MB in all, less than the half of an H100's 50 MB
+that is near to one multiprocessor."""
+
+SUM_ROWS = 4096
+"""Losses that are added at a time, each lane its own."""
+
+_LOG2E, _LN2 = math.log2(math.e), math.log(2)
+_LOWEST = -3.0e38
+"""A maximum of nothing: minus infinity would give no number where it is subtracted from itself."""
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """One instance: columns, the dtype of the logits, and the attributes (`classes` 0: all columns are classes)."""
+
+    size: int
+    dtype: str
+    ignore_index: int = -100
+    classes: int = 0
+
+    @property
+    def real(self) -> int:
+        """The number of classes."""
+        return self.classes or self.size
+
+    @property
+    def vector(self) -> int:
+        """Elements in 16 bytes."""
+        return 16 // ITEM_BYTES[self.dtype]
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every row starts on a 16-byte boundary when the tensor does."""
+        return self.size % self.vector == 0
+
+
+def problem_of(node: Node) -> CrossEntropy | str:
+    """The instance that a node of `cross_entropy`, `cross_entropy_grad` or `cross_entropy_with_grad` is, or why not."""
+    first = 1 if node.op == "cross_entropy_grad" else 0
+    logits, labels = (value.tensor for value in node.operands[first : first + 2])
+    size, dtype = logits.shape[1], logits.dtype.text
+    if not isinstance(size, int):
+        return f"the vocabulary {size} is not a known number"
+    if dtype not in TRITON_LANGUAGE_DTYPES:
+        return f"the logits are {dtype}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
+    if labels.dtype.text != "i64":
+        return f"the labels are {labels.dtype.text}; the kernel takes i64"
+    ignore_index, classes = node.attrs.get("ignore_index", -100), node.attrs.get("classes", 0)
+    assert isinstance(ignore_index, int) and isinstance(classes, int), node
+    return CrossEntropy(size, dtype, ignore_index, classes if classes < size else 0)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a row is cut: elements per tile (a power of two), warps, loads in flight in a loop, and how many tiles are
+    kept in registers."""
+
+    tile: int
+    num_warps: int
+    num_stages: int = 3
+    kept: int = 0
+
+
+def forward_tuning(problem: CrossEntropy) -> Tuning:
+    """Blocks of 8 warps, of which several share a multiprocessor; fewer for short rows."""
+    return _tuning(problem, most_warps=8)
+
+
+def backward_tuning(problem: CrossEntropy) -> Tuning:
+    """Tiles without a loop: small blocks, many of them."""
+    return _tuning(problem, most_warps=4)
+
+
+def forward_backward_tuning(problem: CrossEntropy) -> Tuning:
+    """The most programs a multiprocessor, so that some load while others compute and write, of which the cache holds
+    what registers do not; for the longest rows one, whatever the cache holds."""
+    item = ITEM_BYTES[problem.dtype]
+    for num_warps, programs, kept_bytes in KEPT:
+        tile, kept = 32 * num_warps * THREAD_ELEMENTS, kept_bytes // (THREAD_ELEMENTS * item)
+        if programs * (problem.size - kept * tile) * item <= CACHE_BYTES:
+            break
+    return Tuning(tile, num_warps, kept=min(kept, -(-problem.size // tile)))
+
+
+def _tuning(problem: CrossEntropy, most_warps: int) -> Tuning:
+    num_warps = most_warps
+    while num_warps > 4 and 16 * num_warps * THREAD_ELEMENTS >= problem.size:
+        num_warps //= 2
+    return Tuning(32 * num_warps * THREAD_ELEMENTS, num_warps)
+
+
+def forward(name: str, problem: CrossEntropy, tuning: Tuning | None = None) -> KernelSpec:
+    """The site `sum, lse = name(logits, labels)`: logits [N, size], labels i64 [N] → sum f32 [], lse f32 [N]."""
+    cut = tuning or forward_tuning(problem)
+    return KernelSpec(
+        name=name,
+        source=_rows_source(name, problem, cut, gradient=False) + _sum_source(name),
+        twin=_twin(name, "cross_entropy", ("logits", "labels"), problem),
+        inputs=(_logits(problem), _LABELS),
+        outputs=(_SUM, _LSE),
+        scratch=(_LOSSES,),
+        launches=(
+            Launch(f"{name}_rows", ("logits", "labels", "lse", "losses"), ("rows",), *_shape(cut), problem.aligned),
+            _sum_launch(name),
+        ),
+    )
+
+
+def backward(name: str, problem: CrossEntropy, tuning: Tuning | None = None) -> KernelSpec:
+    """The site `dlogits = name(dsum, logits, labels, lse)`: dlogits is logits, written over."""
+    cut = tuning or backward_tuning(problem)
+    args = ("dsum", "logits", "labels", "lse")
+    grid = (("mul", "rows", -(-problem.size // cut.tile)),)
+    return KernelSpec(
+        name=name,
+        source=_gradient_source(name, problem, cut),
+        twin=_twin(name, "cross_entropy_grad", args, problem),
+        inputs=(_DSUM, _logits(problem), _LABELS, _LSE),
+        outputs=(_gradient(problem),),
+        scratch=(),
+        launches=(Launch(name, args, grid, *_shape(cut), problem.aligned),),
+    )
+
+
+def forward_backward(name: str, problem: CrossEntropy, tuning: Tuning | None = None) -> KernelSpec:
+    """The site `sum, lse, dlogits = name(logits, labels, dsum)`: dlogits is logits, written over."""
+    cut = tuning or forward_backward_tuning(problem)
+    args = ("logits", "labels", "dsum")
+    return KernelSpec(
+        name=name,
+        source=_rows_source(name, problem, cut, gradient=True) + _sum_source(name),
+        twin=_twin(name, "cross_entropy_with_grad", args, problem),
+        inputs=(_logits(problem), _LABELS, _DSUM),
+        outputs=(_SUM, _LSE, _gradient(problem)),
+        scratch=(_LOSSES,),
+        launches=(
+            Launch(f"{name}_rows", (*args, "lse", "losses"), ("rows",), *_shape(cut), problem.aligned, MOST_REGISTERS),
+            _sum_launch(name),
+        ),
+    )
+
+
+_LABELS = TensorSpec("labels", "i64", ("*",))
+_LSE = TensorSpec("lse", "f32", ("*",))
+_LOSSES = TensorSpec("losses", "f32", ("*",))
+_SUM = TensorSpec("sum", "f32", ())
+_DSUM = TensorSpec("dsum", "f32", ())
+
+
+def _logits(problem: CrossEntropy) -> TensorSpec:
+    return TensorSpec("logits", problem.dtype, ("*", problem.size))
+
+
+def _gradient(problem: CrossEntropy) -> TensorSpec:
+    return TensorSpec("dlogits", problem.dtype, ("*", problem.size), alias="logits")
+
+
+def _shape(cut: Tuning) -> tuple[int, int]:
+    return cut.num_warps, cut.num_stages
+
+
+def _sum_launch(name: str) -> Launch:
+    return Launch(f"{name}_sum", ("losses", "sum", "rows"), (1,), num_warps=8, num_stages=1, aligned=True)
+
+
+def _mask(column: str, limit: int, known_end: int | None = None) -> str:
+    """The mask of a tile's columns; nothing where the tile is known to end before the limit."""
+    return "" if known_end is not None and known_end <= limit else f", mask={column} < {limit}"
+
+
+def _read(column: str, problem: CrossEntropy, known_end: int | None = None) -> str:
+    """The text of a tile of logits as they lie. Vectors are read whole, also that in which the classes end."""
+    mask = _mask(column, _read_end(problem), known_end)
+    other = ', other=float("-inf")' if mask else ""
+    return f"tl.load(logits_ptr + {column}{mask}{other})"
+
+
+def _read_end(problem: CrossEntropy) -> int:
+    """The column before which a row is read."""
+    return min(problem.size, -(-problem.real // problem.vector) * problem.vector)
+
+
+def _wide_lines(tile: str, column: str, problem: CrossEntropy, known_end: int | None = None) -> list[str]:
+    """`x`, a tile of logits as f32, minus infinity outside the classes."""
+    lines = [f"x = {tile}.to(tl.float32)"]
+    if _read_end(problem) != problem.real and _mask(column, problem.real, known_end):
+        lines.append(f'x = tl.where({column} < {problem.real}, x, float("-inf"))')
+    return lines
+
+
+def _rows_source(name: str, problem: CrossEntropy, cut: Tuning, *, gradient: bool) -> str:
+    lanes, tile, vector = cut.tile // problem.vector, cut.tile, problem.vector
+    kept = cut.kept if gradient else 0
+    assert kept <= -(-problem.size // tile), f"{name}: {kept} tiles of {tile} are more than a row"
+    arguments = f"logits_ptr, labels_ptr, {'dsum_ptr, ' * gradient}lse_ptr, losses_ptr"
+    over = ", and the gradient over its logits" if gradient else ""
+    first = kept * tile
+    loop = f"for start in tl.range({first}, {{end}}, {tile}, num_stages={cut.num_stages}):"
+    streamed = _wide_lines(_read("start + column", problem), "start + column", problem)
+    lines = [
+        "row = tl.program_id(0)",
+        f"logits_ptr += row.to(tl.int64) * {problem.size}",
+        f"column = tl.arange(0, {lanes})[:, None] * {vector} + tl.arange(0, {vector})[None, :]",
+    ]
+    for i in range(kept):
+        lines.append(f"kept_{i} = {_read(_at(i * tile), problem, (i + 1) * tile)}")
+    lines += _label_lines(problem)
+    lines += [f"peak = tl.full([{lanes}], {_LOWEST!r}, tl.float32)", f"total = tl.zeros([{lanes}], tl.float32)"]
+    for i in range(kept):
+        lines += [*_wide_lines(f"kept_{i}", _at(i * tile), problem, (i + 1) * tile), *_ONLINE]
+    if first < problem.real:
+        lines += [loop.format(end=problem.real), *_indented([*streamed, *_ONLINE])]
+    lines += [
+        "top = tl.max(peak)",
+        "lse = top + tl.log2(tl.sum(total * tl.exp2(peak - top)))",
+        f"tl.store(lse_ptr + row, lse * {_LN2!r})",
+        f"tl.store(losses_ptr + row, tl.where(counted, lse * {_LN2!r} - picked, 0.0))",
+    ]
+    if gradient:
+        lines.append("scale = tl.where(counted, tl.load(dsum_ptr), 0.0)")
+        for i in range(kept):
+            lines += _wide_lines(f"kept_{i}", _at(i * tile), problem, (i + 1) * tile)
+            lines += _gradient_lines(_at(i * tile), problem, (i + 1) * tile)
+        if first < problem.size:
+            written = _gradient_lines("start + column", problem)
+            lines += [loop.format(end=problem.size), *_indented([*streamed, *written])]
+        lines += [
+            "tl.debug_barrier()  # the label's column was written by another thread, perhaps",
+            f"at_label = (tl.exp2(picked * {_LOG2E!r} - lse) - 1.0) * scale",
+            f"tl.store(logits_ptr + label, at_label.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}), mask=within)",
+        ]
+    body_text = "".join(f"    {line}\n" for line in lines)
+    return f'''
+@triton.jit
+def {name}_rows({arguments}):
+    """lse and loss of one row of {problem.size} columns{_title(problem)}{over}.
+
+    lse = log sum exp(logits), loss = lse - logits[label]; inside, lse and peak are to the base 2.
+    """
+{body_text}'''
+
+
+def _title(problem: CrossEntropy) -> str:
+    return f", {problem.real} of them classes" if problem.classes else ""
+
+
+def _at(start: int) -> str:
+    return f"{start} + column" if start else "column"
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+def _label_lines(problem: CrossEntropy) -> list[str]:
+    """The label, whether it counts, and its logit. One that is no class is not followed out of the row."""
+    return [
+        "label = tl.load(labels_ptr + row)",
+        f"counted = label != {problem.ignore_index}",
+        f"within = counted & (label >= 0) & (label < {problem.real})",
+        "picked = tl.load(logits_ptr + label, mask=within, other=0.0).to(tl.float32)",
+    ]
+
+
+_ONLINE = (
+    f"above = tl.maximum(peak, tl.max(x, axis=1) * {_LOG2E!r})",
+    f"total = total * tl.exp2(peak - above) + tl.sum(tl.exp2(x * {_LOG2E!r} - above[:, None]), axis=1)",
+    "peak = above",
+)
+"""The tile x enters the maxima and the sums of the lanes."""
+
+
+def _gradient_lines(column: str, problem: CrossEntropy, known_end: int | None = None) -> list[str]:
+    """The gradient of the tile x, but for the label's column, over its logits."""
+    return [
+        f"grad = tl.exp2(x * {_LOG2E!r} - lse) * scale",
+        f"tl.store(logits_ptr + {column}, grad.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
+        f"{_mask(column, problem.size, known_end)})",
+    ]
+
+
+def _sum_source(name: str) -> str:
+    return f'''
+
+@triton.jit
+def {name}_sum(losses_ptr, sum_ptr, rows):
+    """The sum of the losses of all rows, in a fixed order."""
+    total = tl.zeros([{SUM_ROWS}], tl.float32)
+    for start in range(0, rows, {SUM_ROWS}):
+        row = start + tl.arange(0, {SUM_ROWS})
+        total += tl.load(losses_ptr + row, mask=row < rows, other=0.0)
+    tl.store(sum_ptr, tl.sum(total))
+'''
+
+
+def _gradient_source(name: str, problem: CrossEntropy, cut: Tuning) -> str:
+    blocks = -(-problem.size // cut.tile)
+    row = f"tl.program_id(0) // {blocks}" if blocks > 1 else "tl.program_id(0)"
+    start = f"tl.program_id(0) % {blocks} * {cut.tile} + " if blocks > 1 else ""
+    end = blocks * cut.tile
+    read = "".join(f"    {line}\n" for line in _wide_lines(_read("column", problem, end), "column", problem, end))
+    store_mask = _mask("column", problem.size, end)
+    return f'''
+@triton.jit
+def {name}(dsum_ptr, logits_ptr, labels_ptr, lse_ptr):
+    """The gradient over the logits, {cut.tile} of the {problem.size} columns of a row{_title(problem)}.
+
+    dlogits = dsum * (exp(logits - lse) - onehot(label))
+    """
+    row = {row}
+    column = {start}tl.arange(0, {cut.tile})
+    logits_ptr += row.to(tl.int64) * {problem.size}
+    label = tl.load(labels_ptr + row).to(tl.int32)
+    scale = tl.where(label != {problem.ignore_index}, tl.load(dsum_ptr), 0.0)
+    lse = tl.load(lse_ptr + row) * {_LOG2E!r}
+{read}    grad = tl.exp2(x * {_LOG2E!r} - lse) - (column == label).to(tl.float32)
+    tl.store(logits_ptr + column, (grad * scale).to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}){store_mask})
+'''
+
+
+def _twin(name: str, op: str, inputs: tuple[str, ...], problem: CrossEntropy) -> str:
+    options = f", ignore_index={problem.ignore_index}" if problem.ignore_index != -100 else ""
+    options += f", classes={problem.classes}" if problem.classes else ""
+    options += ", out=logits" if op != "cross_entropy" else ""
+    what = {
+        "cross_entropy": "The sum over rows of lse - logits[label], and lse",
+        "cross_entropy_grad": "The gradient of the sum over rows of lse - logits[label], over the logits",
+        "cross_entropy_with_grad": "The sum over rows of lse - logits[label], lse, and the gradient, over the logits",
+    }[op]
+    return f'''
+def {name}({", ".join(inputs)}):
+    """{what}."""
+    return rt.{op}({", ".join(inputs)}{options})
+'''
