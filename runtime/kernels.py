@@ -29,7 +29,7 @@ import torch
 
 from mgraph.errors import MgraphError, PackageError
 from mgraph.runtime.launch import ALIGNMENT, CubinLauncher, CudaDevice, Device, JitLauncher, Launcher, Shape, runs_on
-from mgraph.runtime.multi_tensor import Tables
+from mgraph.runtime.multi_tensor import Tables, places
 
 DTYPES = {
     "f64": torch.float64,
@@ -337,19 +337,15 @@ class ListSite(GpuSite):
     def __call__(self, *inputs: Any) -> Any:
         """Run the site on lists of tensors and single tensors, in the order of the manifest; the outputs as a tuple, or
         the only one."""
-        lists: dict[str, Sequence[torch.Tensor]] = {}
-        tensors: dict[str, torch.Tensor] = {}
-        for (name, dtype, _, _), many, given in zip(self._inputs, self._many, inputs, strict=True):
-            for tensor in given if many else (given,):
-                if tensor.dtype is not dtype or tensor.device != self._device.torch_device:
-                    return self._refused(f"{name} is {tensor.dtype} on {tensor.device}, not {dtype}", inputs)
-                if not tensor.is_contiguous():
-                    return self._refused(f"{name} is not contiguous", inputs)
-            if many:
-                lists[name] = given
-            else:
-                tensors[name] = given
-        parts = self._tables.parts(lists)
+        lists = {name: given for (name, *_), many, given in zip(self._inputs, self._many, inputs, strict=True) if many}
+        tensors = {item[0]: given for item, given in zip(self._inputs, inputs, strict=True) if item[0] not in lists}
+        key = places(lists)
+        parts = self._tables.known(key)
+        # What a step hands a site at the same places is of the same types: lists are looked at once.
+        reason = self._reason(inputs, lists=parts is None)
+        if reason is not None:
+            return self._refused(reason, inputs)
+        parts = parts or self._tables.make(key, lists)
         if parts is None:
             return self._refused("a CUDA graph captures tensors that it was never called with before", inputs)
         if not parts:
@@ -370,6 +366,16 @@ class ListSite(GpuSite):
                 self._launch(launcher, launch["grid"], {**tensors, **first, **part.tables}, local, even)
         results = tuple([lists[name] if name in lists else tensors[name] for name in self._results])
         return results if len(results) > 1 else results[0]
+
+    def _reason(self, inputs: Sequence[Any], *, lists: bool) -> str | None:
+        """Why the kernel does not take the inputs, its `lists` among them, or None."""
+        for (name, dtype, _, _), many, given in zip(self._inputs, self._many, inputs, strict=True):
+            for tensor in (given if lists else ()) if many else (given,):
+                if tensor.dtype is not dtype or tensor.device != self._device.torch_device:
+                    return f"{name} is {tensor.dtype} on {tensor.device}, not {dtype}"
+                if not tensor.is_contiguous():
+                    return f"{name} is not contiguous"
+        return None
 
     @staticmethod
     def _launch(

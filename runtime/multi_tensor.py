@@ -39,6 +39,15 @@ class Part(NamedTuple):
     before: int
 
 
+Places = tuple[tuple[int, ...], ...]
+"""Addresses and sizes of lists: what their tables follow from."""
+
+
+def places(lists: Mapping[str, Sequence[Tensor]]) -> Places:
+    """Where the tensors of lists lie, and how many elements they have."""
+    return tuple(tuple(map(read, tensors)) for tensors in lists.values() for read in (Tensor.data_ptr, Tensor.numel))
+
+
 class Tables:
     """Makes the parts of lists, and keeps them for the next call with tensors at the same places.
 
@@ -51,26 +60,25 @@ class Tables:
         self._numbers = {name: [value for value, times in runs for _ in range(times)] for name, runs in numbers.items()}
         self._device = device
         self._capturing = torch.cuda.is_current_stream_capturing if device.type == "cuda" else lambda: False
-        self._known: dict[tuple[int, ...], tuple[Part, ...]] = {}
-        self._captured: dict[tuple[int, ...], tuple[Part, ...]] = {}
+        self._known: dict[Places, tuple[Part, ...]] = {}
+        self._captured: dict[Places, tuple[Part, ...]] = {}
 
-    def parts(self, lists: Mapping[str, Sequence[Tensor]]) -> tuple[Part, ...] | None:
-        """The parts of these lists, those without elements left out.
-
-        None under the capture of a CUDA graph that meets new places: tables cannot be copied to the device then. The
-        parts that a graph takes are kept for as long as this object lives.
-        """
-        key = tuple(number for tensors in lists.values() for t in tensors for number in (t.data_ptr(), t.numel()))
+    def known(self, key: Places) -> tuple[Part, ...] | None:
+        """The parts of lists at these places, if they were made before. Those that a CUDA graph takes are kept for as
+        long as this object lives."""
         parts = self._known.get(key) or self._captured.get(key)
-        capturing = self._capturing()
-        if parts is None:
-            if capturing:
-                return None
-            if len(self._known) >= MOST_KEPT:
-                self._known.clear()
-            parts = self._known[key] = self._make(lists)
-        if capturing:
+        if parts is not None and self._capturing():
             self._captured[key] = parts
+        return parts
+
+    def make(self, key: Places, lists: Mapping[str, Sequence[Tensor]]) -> tuple[Part, ...] | None:
+        """The parts of lists, entries without elements left out; None under the capture of a CUDA graph, when tables
+        cannot be copied to the device."""
+        if self._capturing():
+            return None
+        if len(self._known) >= MOST_KEPT:
+            self._known.clear()
+        parts = self._known[key] = self._make(lists)
         return parts
 
     def _make(self, lists: Mapping[str, Sequence[Tensor]]) -> tuple[Part, ...]:

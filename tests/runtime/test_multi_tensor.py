@@ -6,10 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mgraph.runtime.multi_tensor import MOST_KEPT, UNIT, Part, Tables
+from mgraph.runtime.multi_tensor import MOST_KEPT, UNIT, Part, Tables, places
 
 CHUNK = 64
 CPU = torch.device("cpu")
+
+
+def parts_of(tables: Tables, lists: dict[str, list[Tensor]]) -> tuple[Part, ...] | None:
+    """As a site asks for them."""
+    key = places(lists)
+    return tables.known(key) or tables.make(key, lists)
 
 
 def views(sizes: list[int], shift: list[int], dtype: torch.dtype) -> list[Tensor]:
@@ -38,7 +44,7 @@ def test_each_element_is_in_one_chunk(dtype: torch.dtype) -> None:
     sizes = [16, 129, 0, 1, 64, 65, 320, 192, 7]
     wide = views(sizes, [0, 0, 0, 0, 0, 0, 0, 0, 0], torch.float32)
     low = views(sizes, [0, 0, 0, 0, 0, 0, 0, 1, 3], dtype)
-    parts = Tables(CHUNK, {}, CPU).parts({"wide": wide, "low": low})
+    parts = parts_of(Tables(CHUNK, {}, CPU), {"wide": wide, "low": low})
     assert parts is not None and [part.unit for part in parts] == [UNIT, 1]
     assert [part.before for part in parts] == [0, parts[0].blocks]
     for name, tensors in {"wide": wide, "low": low}.items():
@@ -55,7 +61,7 @@ def test_entries_of_lists_go_together() -> None:
     """A program's chunks of two lists belong to one entry, and begin equally far behind its start."""
     sizes = [130, 32, 64]
     first, second = views(sizes, [0, 0, 0], torch.float32), views(sizes, [0, 0, 1], torch.bfloat16)
-    for part in Tables(CHUNK, {}, CPU).parts({"a": first, "b": second}) or ():
+    for part in parts_of(Tables(CHUNK, {}, CPU), {"a": first, "b": second}) or ():
         for (left, count), (right, same) in zip(chunks_of(part, "a", first), chunks_of(part, "b", second), strict=True):
             entry = max(i for i, tensor in enumerate(first) if tensor.data_ptr() <= left)
             assert (left - first[entry].data_ptr()) // 4 == (right - second[entry].data_ptr()) // 2 and count == same
@@ -64,39 +70,39 @@ def test_entries_of_lists_go_together() -> None:
 def test_numbers_belong_to_entries() -> None:
     tensors = views([5, 32, 9, 16], [0, 0, 0, 0], torch.float32)
     numbers = {"decays": [(0.5, 1), (0.25, 2), (2.0, 1)]}
-    even, odd = Tables(CHUNK, numbers, CPU).parts({"x": tensors}) or ()
+    even, odd = parts_of(Tables(CHUNK, numbers, CPU), {"x": tensors}) or ()
     assert even.tables["decays"].tolist() == [0.25, 2.0] and odd.tables["decays"].tolist() == [0.5, 0.25]
     assert even.tables["decays"].dtype is torch.float32
 
 
 def test_nothing_is_no_part() -> None:
-    assert Tables(CHUNK, {}, CPU).parts({"x": [torch.empty(0)]}) == ()
-    assert Tables(CHUNK, {}, CPU).parts({"x": []}) == ()
+    assert parts_of(Tables(CHUNK, {}, CPU), {"x": [torch.empty(0)]}) == ()
+    assert parts_of(Tables(CHUNK, {}, CPU), {"x": []}) == ()
 
 
 def test_sizes_past_32_bits() -> None:
     """Places are computed and nothing is read, so the memory is never touched."""
     tensors = [torch.empty(2**31 + 32, dtype=torch.bfloat16), torch.empty(48, dtype=torch.bfloat16)]
-    (part,) = Tables(2**20, {}, CPU).parts({"x": tensors}) or ()
+    (part,) = parts_of(Tables(2**20, {}, CPU), {"x": tensors}) or ()
     assert part.tables["sizes"].tolist() == [(2**31 + 32) // UNIT, 3] and part.blocks == 2**11 + 2
 
 
 def test_equal_places_are_made_once() -> None:
     tensors = views([16, 33], [0, 0], torch.float32)
     tables = Tables(CHUNK, {}, CPU)
-    parts = tables.parts({"x": tensors})
-    assert tables.parts({"x": [t.view(-1) for t in tensors]}) is parts
-    assert tables.parts({"x": tensors[:1]}) is not parts
+    parts = parts_of(tables, {"x": tensors})
+    assert parts_of(tables, {"x": [t.view(-1) for t in tensors]}) is parts
+    assert parts_of(tables, {"x": tensors[:1]}) is not parts
 
 
 def test_a_capture_takes_known_tables_and_keeps_them() -> None:
     tables = Tables(CHUNK, {}, CPU)
     memory = torch.zeros(4 * MOST_KEPT)
-    known = tables.parts({"x": [memory[:4]]})
+    known = parts_of(tables, {"x": [memory[:4]]})
     tables._capturing = lambda: True
-    assert tables.parts({"x": [memory[1:5]]}) is None
-    assert tables.parts({"x": [memory[:4]]}) is known
+    assert parts_of(tables, {"x": [memory[1:5]]}) is None
+    assert parts_of(tables, {"x": [memory[:4]]}) is known
     tables._capturing = lambda: False
     for i in range(2 * MOST_KEPT):
-        tables.parts({"x": [memory[i : i + 2]]})
-    assert tables.parts({"x": [memory[:4]]}) is known
+        parts_of(tables, {"x": [memory[i : i + 2]]})
+    assert parts_of(tables, {"x": [memory[:4]]}) is known
