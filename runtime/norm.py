@@ -1,4 +1,4 @@
-"""Layer normalisation on torch's fused kernels, and RMS normalisation of a sum."""
+"""Layer normalisation on torch's fused kernels, and RMS normalisation with what comes before and after."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from mgraph.runtime.ops import rope
 
 _aten: Any = torch.ops.aten
 
@@ -38,12 +40,7 @@ def add_rms_norm(
     With `round="normed"` the product `sum * rstd` is rounded before that with the weight.
     """
     total = x + residual
-    wide = _wide(total)
-    rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    normed, scale = wide * rstd, _offset(weight, offset)
-    if round == "normed":
-        normed = _wide(normed.to(x.dtype))
-    return total, normed.mul_(scale).to(x.dtype), rstd
+    return total, *_rms_norm(total, weight, eps, offset, round)
 
 
 def add_rms_norm_grad(
@@ -58,13 +55,65 @@ def add_rms_norm_grad(
     round: str = "product",
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `add_rms_norm` for x and weight, from those of its norm and of its sum; dx is rounded once."""
-    wide_dy, normed = _wide(dy), _wide(total) * rstd
-    seen = _wide(normed.to(total.dtype)) if round == "normed" else normed
-    dweight = (wide_dy * seen).reshape(-1, total.shape[-1]).sum(0)
+    dx, dweight = _rms_norm_grad(dy, total, weight, rstd, offset, round)
+    return dx.add_(dsum).to(total.dtype), dweight.to(weight.dtype)
+
+
+def norm_rope(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    round: str = "product",
+    style: str = "half",
+) -> tuple[Tensor, Tensor]:
+    """`rope` of the RMS norm of x over the last dim, which is rounded to x's dtype; and rstd [..., 1]."""
+    normed, rstd = _rms_norm(x, weight, eps, offset, round)
+    return rope(normed, cos, sin, style=style), rstd
+
+
+def norm_rope_grad(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rstd: Tensor,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    round: str = "product",
+    style: str = "half",
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `norm_rope` for x and weight; dx is rounded once."""
+    turned = rope(_wide(dy), cos, sin, style=style, inverse=True)
+    dx, dweight = _rms_norm_grad(turned, x, weight, rstd, offset, round)
+    return dx.to(x.dtype), dweight.to(weight.dtype)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round: str) -> tuple[Tensor, Tensor]:
+    """The norm in x's dtype, and rstd."""
+    wide = _wide(x)
+    rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    normed = wide * rstd
+    if round == "normed":
+        normed = _wide(normed.to(x.dtype))
+    return normed.mul_(_offset(weight, offset)).to(x.dtype), rstd
+
+
+def _rms_norm_grad(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, round: str
+) -> tuple[Tensor, Tensor]:
+    """dx and dweight before they are rounded."""
+    wide_dy, normed = _wide(dy), _wide(x) * rstd
+    seen = _wide(normed.to(x.dtype)) if round == "normed" else normed
+    dweight = (wide_dy * seen).reshape(-1, x.shape[-1]).sum(0)
     dx = wide_dy * _offset(weight, offset)
     mean = (dx * normed).mean(-1, keepdim=True)
-    dx.addcmul_(normed, mean, value=-1).mul_(rstd).add_(dsum)
-    return dx.to(total.dtype), dweight.to(weight.dtype)
+    return dx.addcmul_(normed, mean, value=-1).mul_(rstd), dweight
 
 
 def _offset(weight: Tensor, offset: float) -> Tensor:

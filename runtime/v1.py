@@ -39,7 +39,14 @@ from mgraph.runtime.moe import (
     moe_route,
     moe_route_grad,
 )
-from mgraph.runtime.norm import add_rms_norm, add_rms_norm_grad, layer_norm, layer_norm_grad
+from mgraph.runtime.norm import (
+    add_rms_norm,
+    add_rms_norm_grad,
+    layer_norm,
+    layer_norm_grad,
+    norm_rope,
+    norm_rope_grad,
+)
 from mgraph.runtime.ops import (
     accumulate_each_,
     addmm_,
@@ -127,6 +134,8 @@ __all__ = [
     "moe_dispatch_grad",
     "moe_route",
     "moe_route_grad",
+    "norm_rope",
+    "norm_rope_grad",
     "pad_extent",
     "pad_extent_grad",
     "padded_part",

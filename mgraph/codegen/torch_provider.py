@@ -374,6 +374,8 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "moe_dispatch_grad": _runtime(),
     "moe_route": _runtime(),
     "moe_route_grad": _runtime(),
+    "norm_rope": _runtime(),
+    "norm_rope_grad": _runtime(),
     "pad_extent": _runtime(),
     "pad_extent_grad": _runtime(),
     "padded_part": _runtime(),

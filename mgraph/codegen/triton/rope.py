@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from mgraph.codegen.triton.kernel import ITEM_BYTES, Expression, KernelSpec, Launch, TensorSpec
 from mgraph.codegen.triton.rms_norm import TRITON_LANGUAGE_DTYPES
-from mgraph.ir.graph import Node
+from mgraph.ir.graph import Node, Value
 
 LARGEST_WIDTH = 4096
 """Above this a row no longer is a reasonable tile."""
@@ -76,7 +76,12 @@ class Rope:
 
 def problem_of(node: Node) -> Rope | str:
     """The instance that a node `rope` is, or why there is no kernel for it."""
-    x, cos, sin = (value.tensor for value in node.operands)
+    return rope_instance(node, *node.operands)
+
+
+def rope_instance(node: Node, *tensors: Value) -> Rope | str:
+    """The instance of a node with the attributes of `rope` that rotates x by cos and sin."""
+    x, cos, sin = (value.tensor for value in tensors)
     width, table_width = x.shape[-1], cos.shape[-1]
     if not isinstance(width, int) or not isinstance(table_width, int):
         return f"the last dim {width} is not a known number"

@@ -45,11 +45,11 @@ def rms_norm_grad(
 
     dy, x [..., n], weight [n], rstd [..., 1] → dx [..., n] in x's dtype, dweight [n] in weight's.
     """
-    dx, dweight = _wide_gradients(dy, x, weight, rstd, offset, round)
+    dx, dweight = rms_norm_wide_gradients(dy, x, weight, rstd, offset, round)
     return rounded(dx, x), rounded(dweight, weight)
 
 
-def _wide_gradients(
+def rms_norm_wide_gradients(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, round: str
 ) -> tuple[Tensor, Tensor]:
     """dx and dweight of `rms_norm` before they are rounded."""
@@ -95,7 +95,7 @@ def add_rms_norm_grad(
     dy, dsum, sum [..., n], weight [n], rstd [..., 1] → dx [..., n] in sum's dtype, rounded once, and dweight [n] in
     weight's. dx is the gradient of x and of the residual.
     """
-    dx, dweight = _wide_gradients(dy, total, weight, rstd, offset, round)
+    dx, dweight = rms_norm_wide_gradients(dy, total, weight, rstd, offset, round)
     return rounded(promote(dsum) + dx, total), rounded(dweight, weight)
 
 
