@@ -67,6 +67,24 @@ def test_entries_of_lists_go_together() -> None:
             assert (left - first[entry].data_ptr()) // 4 == (right - second[entry].data_ptr()) // 2 and count == same
 
 
+@pytest.mark.parametrize("gap", [16, 3])
+def test_a_view_with_gaps_is_taken_row_by_row(gap: int) -> None:
+    """Part of the columns of one list's entry; the other list's is contiguous, as a moment is."""
+    memory = torch.zeros(64 + 4 * 3 * (32 + gap))
+    whole = memory[-memory.data_ptr() // 4 % UNIT :][: 4 * 3 * (32 + gap)].view(4, 3, 32 + gap)
+    flat = torch.zeros(64 + 4 * 3 * 32)
+    wide, narrow = whole[..., :32], flat[-flat.data_ptr() // 4 % UNIT :][: 4 * 3 * 32].view(4, 3, 32)
+    after = torch.zeros(80)
+    lists = {"a": [wide, after], "b": [narrow, after]}
+    parts = parts_of(Tables(CHUNK, {"n": [(1.0, 1), (2.0, 1)]}, CPU), lists) or ()
+    assert [part.unit for part in parts] == ([UNIT] if gap == 16 else [UNIT, 1])
+    rows = parts[-1] if gap == 3 else parts[0]
+    for name, view in (("a", wide), ("b", narrow)):
+        found = chunks_of(rows, name, lists[name])[:12]
+        assert found == [(view[i, j].data_ptr(), 32) for i in range(4) for j in range(3)]
+    assert rows.tables["n"].tolist()[:12] == [1.0] * 12
+
+
 def test_numbers_belong_to_entries() -> None:
     tensors = views([5, 32, 9, 16], [0, 0, 0, 0], torch.float32)
     numbers = {"decays": [(0.5, 1), (0.25, 2), (2.0, 1)]}
