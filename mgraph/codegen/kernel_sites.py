@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mgraph.codegen.triton import adamw, embedding_grad, glu, residual_norm, rms_norm, rope, square_sum
+from mgraph.codegen.triton import adamw, cross_entropy, embedding_grad, glu, residual_norm, rms_norm, rope, square_sum
 from mgraph.codegen.triton.kernel import KernelSpec
 from mgraph.ir.graph import Module, Node, Value
 
@@ -39,6 +39,9 @@ ON_GPUS: dict[str, Template] = {
     "square_sum": Template("square_sum", square_sum.problem_of, square_sum.build),
     "add_rms_norm": Template("add_rms_norm_fwd", residual_norm.problem_of, residual_norm.forward),
     "add_rms_norm_grad": Template("add_rms_norm_bwd", residual_norm.problem_of, residual_norm.backward),
+    "cross_entropy": Template("cross_entropy_fwd", cross_entropy.problem_of, cross_entropy.forward),
+    "cross_entropy_grad": Template("cross_entropy_bwd", cross_entropy.problem_of, cross_entropy.backward),
+    "cross_entropy_with_grad": Template("cross_entropy", cross_entropy.problem_of, cross_entropy.forward_backward),
     "glu": Template("glu_fwd", glu.problem_of, glu.forward),
     "glu_grad": Template("glu_bwd", glu.problem_of, glu.backward),
     "rope": Template("rope", rope.problem_of, rope.rotate),
