@@ -42,6 +42,7 @@ PASSES: dict[str, str] = {
     # fuse
     "fuse-loss": "mgraph.passes.fuse_loss:FuseLoss",
     "fuse-norm": "mgraph.passes.fuse_norm:FuseNorm",
+    "fuse-rope": "mgraph.passes.fuse_rope:FuseRope",
     # fuse
     "fuse-products": "mgraph.passes.fuse_products:FuseProducts",
     # schedule

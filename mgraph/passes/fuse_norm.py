@@ -93,6 +93,24 @@ def _fused(
     return builder.emit(new, [match[name] for name in operands], attrs, types=types, names=[v.name for v in results])
 
 
+def in_time(function: Function, exports: Callable[[Match], Sequence[Value]]) -> Guard:
+    """Nothing reads what a match exports before all that its replacement reads is there."""
+    made = {value: index for index, node in enumerate(function.nodes) for value in node.results}
+    users = function.users()
+
+    def check(match: Match) -> str | None:
+        exported = exports(match)
+        reads = [value for value in match.values.values() if value not in exported and value in made]
+        last = max(reads, key=made.__getitem__, default=None)
+        for value in exported:
+            for reader in users.get(value, ()):
+                if last is not None and reader not in match.chain and made[reader.results[0]] <= made[last]:
+                    return f"{value!r} is read before {last!r} is made"
+        return None
+
+    return Guard("order", check)
+
+
 @dataclass(frozen=True)
 class FuseNorm(RaisePass):
     """Join sums and their RMS norms, forward and backward."""
@@ -102,30 +120,14 @@ class FuseNorm(RaisePass):
     conflicts: ClassVar[frozenset[str]] = frozenset({"in-place"})
 
     def rules(self, module: Module, function: Function) -> Sequence[Rule]:
-        """Both rules, with the order of the function's nodes as a guard."""
-        made = {value: index for index, node in enumerate(function.nodes) for value in node.results}
-        users = function.users()
-
-        def in_time(exports: Callable[[Match], Sequence[Value]]) -> Guard:
-            def check(match: Match) -> str | None:
-                exported = exports(match)
-                reads = [value for value in match.values.values() if value not in exported and value in made]
-                last = max(reads, key=made.__getitem__, default=None)
-                for value in exported:
-                    for reader in users.get(value, ()):
-                        if last is not None and reader not in match.chain and made[reader.results[0]] <= made[last]:
-                            return f"{value!r} is read before {last!r} is made"
-                return None
-
-            return Guard("order", check)
-
+        """Both rules."""
         return (
             Rule(
                 "add_rms_norm",
                 _FORWARD,
                 ("aten.add.Tensor",),
                 _emit_forward,
-                (_one_type("sum", "x", "residual"), in_time(_forward_exports)),
+                (_one_type("sum", "x", "residual"), in_time(function, _forward_exports)),
                 _forward_exports,
             ),
             Rule(
@@ -133,7 +135,11 @@ class FuseNorm(RaisePass):
                 _BACKWARD,
                 ("rms_norm_grad",),
                 _emit_backward,
-                (_one_type("dx", "dsum", "dy", "sum"), Guard("itself", _not_itself), in_time(_backward_exports)),
+                (
+                    _one_type("dx", "dsum", "dy", "sum"),
+                    Guard("itself", _not_itself),
+                    in_time(function, _backward_exports),
+                ),
                 _backward_exports,
             ),
         )
