@@ -23,7 +23,7 @@ from mgraph.passes.fuse_loss import FuseLoss
 from mgraph.passes.in_place import InPlace
 from mgraph.recipe import Recipe
 from mgraph.runtime import kernels as runtime
-from tests.passes.raising import assert_same, raised
+from tests.passes.raising import assert_same, module_of, raised
 
 TEXT = """
 func @f(%x: bf16[B, 1, 7], %labels: i64[B], %scale: f32[]) {
@@ -36,6 +36,13 @@ func @f(%x: bf16[B, 1, 7], %labels: i64[B], %scale: f32[]) {
   %dlogits: bf16[B, 7] = cross_entropy_grad(%dsum, %logits, %labels, %lse) {classes = 5, ignore_index = -100}
   %y: bf16[B, 7] = aten.add.Tensor(%dlogits, %dlogits)
   return %y, %twice, %lse
+}
+"""
+KEPT = """
+func @f(%x: bf16[B, 7], %labels: i64[B], %dsum: f32[], %lse: f32[B]) {
+  %made: bf16[B, 7] = aten.mul.Tensor(%x, %x)
+  %dlogits: bf16[B, 7] = cross_entropy_grad(%dsum, %made, %labels, %lse)
+  return %dlogits, %made
 }
 """
 LABELS = torch.tensor([4, -100, 0])
@@ -135,6 +142,18 @@ def test_a_step_takes_the_logits_memory(trained: Module, tmp_path: Path) -> None
     made = [step["microbatch"](held, tokens, labels) for step, held in ((old_names, theirs), (names, ours))]
     assert all(torch.equal(old, new) for old, new in zip(*made, strict=True))
     assert all(torch.equal(ours[name], theirs[name]) for name in trained.state)
+
+
+def test_a_kernel_that_writes_over_logits_gets_a_copy_where_they_are_read_again() -> None:
+    """The kernels of the loss and of its gradient write in place; what they may not take is copied for them."""
+    module = module_of(KEPT)
+    text = step_text(module, kernel_sites(module, gpu=True))
+    assert "= K.cross_entropy_bwd_0(dsum, made.clone(), labels, lse)" in text
+    module = module_of(KEPT.replace("return %dlogits, %made", "return %dlogits"))
+    text = step_text(module, kernel_sites(module, gpu=True))
+    assert "= K.cross_entropy_bwd_0(dsum, made, labels, lse)" in text
+    fused = FuseLoss().run(module_of(TEXT), Report())
+    assert "= K.cross_entropy_0(logits, labels, one)" in step_text(fused, kernel_sites(fused, gpu=True))
 
 
 def test_predicted_memory(trained: Module) -> None:
