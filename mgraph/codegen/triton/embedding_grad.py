@@ -2,9 +2,11 @@
 
     total[token] += sum of grad[i] over all i with tokens[i] = token            in the dtype of total
 
-Tokens come sorted, with the place that each had (`rt.by_token`): equal ones are a run. The programs that begin at the
-first token of a run, one per block of columns, add its rows in order and write the sum once, so that results repeat
-from run to run, which sums by atomic additions do not.
+Tokens come sorted, with the place that each had (`rt.by_token`): equal ones are a run. A run is cut where a window of
+the sorted tokens ends, so that no few programs have all the work of a frequent token: the programs at the first token
+of a piece add its rows, to the total where the run begins, else to a row of their window's own; a second launch adds
+those rows of each run to the total. All in a fixed order, so that results repeat from run to run, which sums by atomic
+additions do not.
 """
 
 from __future__ import annotations
@@ -32,19 +34,19 @@ class EmbeddingGrad:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernel is cut: rows and columns of a tile, and warps."""
+    """How the kernel is cut: rows and columns of a tile, tokens of a window, and warps."""
 
     rows: int
     columns: int
+    window: int
     num_warps: int
 
 
 def tuning(problem: EmbeddingGrad) -> Tuning:
-    """Tiles of up to 32 rows and 128 columns: most runs are short, and what a tile has beyond them is masked and costs
-    no memory; the run of a frequent token is hundreds of rows, all read by few programs, which is what 32 rows under
-    way at a time are for."""
-    columns = min(128, max(16, 1 << (problem.width - 1).bit_length()))
-    return Tuning(rows=32, columns=columns, num_warps=4)
+    """Tiles of up to 1024 columns, since most runs are of one row or two, and of 4096 elements: 32 values a thread. 64
+    rows at most one after the other keep the last program short."""
+    columns = min(1024, max(16, 1 << (problem.width - 1).bit_length()))
+    return Tuning(rows=min(32, 4096 // columns), columns=columns, window=64, num_warps=4)
 
 
 def problem_of(node: Node, total: Value) -> EmbeddingGrad | str:
@@ -64,8 +66,9 @@ def build(name: str, problem: EmbeddingGrad, cut: Tuning | None = None) -> Kerne
     """The site `total = name(total, grad, ids, order)`, in place: total f32 [V, width], grad [..., width], ids i32 [T]
     (rows of total in ascending order; those from V on name none), order i64 [T] (rows of grad)."""
     cut = cut or tuning(problem)
-    args = ("total", "grad", "ids", "order", "T", "V")
-    grid = ("T", ("cdiv", problem.width, cut.columns))
+    columns = ("cdiv", problem.width, cut.columns)
+    shape = (cut.num_warps, 1, problem.aligned)  # one stage: loops end where the tokens say
+    args = ("total", "grad", "ids", "order", "partial", "T", "V")
     return KernelSpec(
         name=name,
         source=_source(name, problem, cut),
@@ -77,41 +80,75 @@ def build(name: str, problem: EmbeddingGrad, cut: Tuning | None = None) -> Kerne
             TensorSpec("order", "i64", ("T",)),
         ),
         outputs=(TensorSpec("sum", "f32", ("V", problem.width), alias="total"),),
-        scratch=(),
-        launches=(Launch(name, args, grid, cut.num_warps, num_stages=1, aligned=problem.aligned),),
+        scratch=(TensorSpec("partial", "f32", ("windows", problem.width)),),
+        launches=(
+            Launch(f"{name}_rows", args, ("T", columns), *shape),
+            Launch(f"{name}_windows", ("total", "ids", "partial", "T", "V"), ("windows", columns), *shape),
+        ),
+        dims={"windows": ("cdiv", "T", cut.window)},
     )
 
 
 def _source(name: str, problem: EmbeddingGrad, cut: Tuning) -> str:
-    ragged = problem.width % cut.columns != 0
-    in_row = f"column < {problem.width}"
-    mask = f", mask={in_row}" if ragged else ""
-    tile = f"same[:, None] & ({in_row})[None, :]" if ragged else "same[:, None]"
+    width, window = problem.width, cut.window
+    ragged = width % cut.columns != 0
+    mask = f", mask=column < {width}" if ragged else ""
+    tile = f"same[:, None] & (column < {width})[None, :]" if ragged else "same[:, None]"
     return f'''
 @triton.jit
-def {name}(total_ptr, grad_ptr, ids_ptr, order_ptr, T, V):
-    """Add the rows of one run of equal ids to the total, {cut.columns} of {problem.width} columns per program.
+def {name}_rows(total_ptr, grad_ptr, ids_ptr, order_ptr, partial_ptr, T, V):
+    """Sums of rows of one id, from sorted place p to the end of its run or window; {cut.columns} columns per program.
 
-    total[ids[i]] += grad[order[i]]        {cut.rows} rows at a time, in order
+    total[ids[p]] += sum of grad[order[i]]         where a run begins
+    partial[p / {window}]  = sum of grad[order[i]]         where a window of {window} begins within a run
     """
     place = tl.program_id(0)
     token = tl.load(ids_ptr + place)
     before = tl.load(ids_ptr + place - 1, mask=place > 0, other=-1)
-    if (token != before) & (token < V):
+    if ((token != before) | (place % {window} == 0)) & (token < V):
         column = tl.program_id(1) * {cut.columns} + tl.arange(0, {cut.columns})
-        target = total_ptr + token.to(tl.int64) * {problem.width} + column
-        total = tl.load(target{mask})
+        end = tl.minimum(place - place % {window} + {window}, T)
+        total = tl.zeros([{cut.columns}], dtype=tl.float32)
+        start = place
         found = {cut.rows}
         while found == {cut.rows}:
-            row = place + tl.arange(0, {cut.rows})
-            same = tl.load(ids_ptr + row, mask=row < T, other=-1) == token
+            row = start + tl.arange(0, {cut.rows})
+            same = tl.load(ids_ptr + row, mask=row < end, other=-1) == token
             source = tl.load(order_ptr + row, mask=same, other=0)
-            element = source[:, None] * {problem.width} + column[None, :]
-            grad = tl.load(grad_ptr + element, mask={tile}, other=0.0).to(tl.float32)
-            total += tl.sum(grad, axis=0)
+            element = source[:, None] * {width} + column[None, :]
+            grad = tl.load(grad_ptr + element, mask={tile}, other=0.0)
+            total += tl.sum(grad.to(tl.float32), axis=0)
             found = tl.sum(same.to(tl.int32), axis=0)
-            place += {cut.rows}
-        tl.store(target, total{mask})
+            start += {cut.rows}
+        if token != before:
+            target = total_ptr + token.to(tl.int64) * {width} + column
+            tl.store(target, tl.load(target{mask}) + total{mask})
+        else:
+            tl.store(partial_ptr + (place // {window}).to(tl.int64) * {width} + column, total{mask})
+
+
+@triton.jit
+def {name}_windows(total_ptr, ids_ptr, partial_ptr, T, V):
+    """Add the sums of the windows that begin within one run to the total, {cut.columns} columns per program."""
+    window = tl.program_id(0)
+    token = tl.load(ids_ptr + window * {window})
+    before = tl.load(ids_ptr + window * {window} - 1, mask=window > 0, other=-1)
+    # Whether the window before this one began within the same run, too.
+    earlier = tl.load(ids_ptr + (window - 1) * {window} - 1, mask=window > 1, other=-1)
+    if (token == before) & (token != earlier) & (token < V):
+        column = tl.program_id(1) * {cut.columns} + tl.arange(0, {cut.columns})
+        total = tl.zeros([{cut.columns}], dtype=tl.float32)
+        found = {cut.rows}
+        while found == {cut.rows}:
+            row = window + tl.arange(0, {cut.rows})
+            same = tl.load(ids_ptr + row * {window}, mask=row < tl.cdiv(T, {window}), other=-1) == token
+            element = row.to(tl.int64)[:, None] * {width} + column[None, :]
+            part = tl.load(partial_ptr + element, mask={tile}, other=0.0)
+            total += tl.sum(part, axis=0)
+            found = tl.sum(same.to(tl.int32), axis=0)
+            window += {cut.rows}
+        target = total_ptr + token.to(tl.int64) * {width} + column
+        tl.store(target, tl.load(target{mask}) + total{mask})
 '''
 
 

@@ -22,7 +22,7 @@ from mgraph.codegen.triton.adamw import AdamW, Tuning
 from mgraph.ir.graph import Node
 from mgraph.passes.base import Report
 from mgraph.passes.in_place import InPlace
-from tests.codegen.triton.interpret_cases import Case, interpret
+from tests.codegen.triton.interpret_cases import interpret
 from tests.codegen.triton.ptx_of import ptx_of
 from tests.passes.models import random_batch, random_state
 from tests.passes.raising import module_of
@@ -114,7 +114,7 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     gaps; and one that is not finite."""
     specs = [adamw.build(name, problem, CUT) for name, problem in PROBLEMS.items()]
     steps = dict(zip(PROBLEMS, [1, 2, 1, 100_000, 7, 3, 1, 5], strict=True))
-    cases: list[Case] = [(name, draw(problem, steps[name])) for name, problem in PROBLEMS.items()]
+    cases: list[tuple[str, Any]] = [(name, draw(problem, steps[name])) for name, problem in PROBLEMS.items()]
     weights, *others = draw(PROBLEMS["groups"], steps["groups"])
     cases += [("groups", ([with_gaps(weight) for weight in weights], *others))]
     cases += [("masters", draw(PROBLEMS["masters"], 1, finite=False))]

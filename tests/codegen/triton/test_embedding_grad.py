@@ -24,10 +24,10 @@ from tests.passes.raising import module_of
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 PROBLEMS = {
-    "even": (EmbeddingGrad(32, "f32"), Tuning(4, 16, 1)),
-    "ragged": (EmbeddingGrad(37, "f32"), Tuning(2, 32, 1)),
+    "even": (EmbeddingGrad(32, "f32"), Tuning(4, 16, 8, 1)),
+    "ragged": (EmbeddingGrad(37, "f32"), Tuning(2, 32, 4, 1)),
     "one": (EmbeddingGrad(1, "f32"), None),
-    "half": (EmbeddingGrad(24, "f16"), Tuning(8, 32, 1)),
+    "half": (EmbeddingGrad(24, "f16"), Tuning(2, 32, 2, 1)),
     "brain": (EmbeddingGrad(129, "bf16"), None),
 }
 
@@ -51,10 +51,10 @@ def exact(inputs: tuple[Tensor, ...]) -> Tensor:
 
 
 def batches() -> list[Tensor]:
-    """Tokens with short runs, all alike, one, and all different."""
+    """Tokens with short runs, long ones, all alike, one, and all different."""
     generator = torch.Generator().manual_seed(0)
-    short = torch.randint(0, 11, (2, 7), generator=generator)
-    return [short, torch.full((3, 6), 4), torch.tensor([[10]]), torch.randperm(11, generator=generator)]
+    short, long = (torch.randint(0, n, (3, 7), generator=generator) for n in (11, 2))
+    return [short, long, torch.full((3, 6), 4), torch.tensor([[10]]), torch.randperm(11, generator=generator)]
 
 
 @pytest.mark.skipif(
