@@ -1,14 +1,16 @@
-"""Cases of rotary embedding: queries and keys as projections give them, and the gradient's inverse."""
+"""Cases of rotary embedding: queries and keys as projections give them, the gradient's inverse, and with QK-norm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.kernel_case import Case
-from mgraph.codegen.triton import rope
+from mgraph.codegen.triton import RmsNorm, norm_rope, rope
+from mgraph.codegen.triton.norm_rope import NormRope
 from mgraph.codegen.triton.rope import Rope
 from mgraph.runtime.kernels import DTYPES
 
@@ -85,6 +87,77 @@ def case(name: str, problem: Rope, tokens: int, permuted: bool = True) -> Case:
     )
 
 
+def norm_inputs(problem: NormRope, tokens: int, backward: bool) -> Callable[[torch.device], tuple[Tensor, ...]]:
+    """x [B, S, H, D], weight, and tables [1, S, 1, D]; backward dy comes before them, and rstd after."""
+
+    def make(device: torch.device) -> tuple[Tensor, ...]:
+        rotation, dtype = problem.rope, DTYPES[problem.rope.x]
+        shape = (tokens // SEQUENCE, SEQUENCE, rotation.heads, rotation.width)
+        x, dy = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+        weight = (1 + 0.3 * torch.randn(rotation.width, device=device)).to(DTYPES[problem.norm.weight])
+        given = (x, weight, *(table[:, :, None] for table in tables(rotation, device)))
+        if not backward:
+            return given
+        return dy, *given, torch.rsqrt(x.float().square().mean(-1, keepdim=True) + problem.norm.eps)
+
+    return make
+
+
+def norm_reference(problem: NormRope) -> Callable[..., tuple[Tensor, ...]]:
+    """y and rstd."""
+
+    def run(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + problem.norm.eps)
+        return *rotation(problem.rope)(x * rstd * weight, cos, sin), rstd
+
+    return run
+
+
+def norm_gradient(problem: NormRope) -> Callable[..., tuple[Tensor, ...]]:
+    """dx and dweight, computed in at least f32."""
+    back = written_out(replace(problem.rope, inverse=True))
+
+    def run(dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor) -> tuple[Tensor, ...]:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        normed, turned = x.to(wide) * rstd, back(dy.to(wide), cos.to(wide), sin.to(wide))
+        grad = turned * weight.to(wide)
+        dx = (grad - normed * (grad * normed).mean(-1, keepdim=True)) * rstd
+        return dx.to(x.dtype), (turned * normed).flatten(0, -2).sum(0).to(weight.dtype)
+
+    return run
+
+
+def norm_written_out(problem: NormRope) -> Callable[..., Tensor]:
+    """The norm and the rotation as models write them."""
+    rotate = written_out(problem.rope)
+
+    def run(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + problem.norm.eps)
+        return rotate(weight * normed.to(x.dtype), cos, sin)
+
+    return run
+
+
+def norm_case(name: str, heads: int, tokens: int, backward: bool) -> Case:
+    """A case of QK-norm and rotation in bf16, half style, full tables."""
+    turn = Rope("bf16", "bf16", HEAD, HEAD, ("B", "S", "H"), ("", "S", ""), heads)
+    problem = NormRope(RmsNorm(HEAD, "bf16", "bf16", 1e-6, round="normed"), turn)
+    build = norm_rope.backward if backward else norm_rope.forward
+    peer = norm_gradient(problem) if backward else norm_written_out(problem)
+    size = 2 * tokens * heads * HEAD
+    return Case(
+        id=name,
+        workload=f"QK-norm and rope{', gradient' * backward}: {tokens} tokens x {heads} x {HEAD} bf16",
+        spec=build(name.replace("-", "_"), problem),
+        inputs=norm_inputs(problem, tokens, backward),
+        reference=norm_gradient(problem) if backward else norm_reference(problem),
+        peers={"eager": peer, "compile": peer},
+        bytes=(3 if backward else 2) * size + 4 * tokens * heads + 4 * SEQUENCE * HEAD,
+        bound=6e-3,
+    )
+
+
 def _problem(heads: int, table: str = "bf16", table_width: int = HEAD, **options: object) -> Rope:
     return Rope("bf16", table, HEAD, table_width, ("B", "H", "S"), ("", "S"), heads, **options)  # type: ignore[arg-type]
 
@@ -99,4 +172,8 @@ CASES = [
     case("rope-q16-f32-half-tables", _problem(16, "f32", HEAD // 2), 16384),
     case("rope-q16-interleaved", _problem(16, "f32", HEAD // 2, style="interleaved"), 16384),
     case("rope-q16-small", _problem(16), 2048),
+    norm_case("norm-rope-q16", 16, 16384, backward=False),
+    norm_case("norm-rope-q16-grad", 16, 16384, backward=True),
+    norm_case("norm-rope-k8", 8, 16384, backward=False),
+    norm_case("norm-rope-k8-grad", 8, 16384, backward=True),
 ]
