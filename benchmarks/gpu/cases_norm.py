@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from benchmarks.gpu.kernel_case import Case
 from mgraph.codegen.triton import RmsNorm, residual_norm
+from mgraph.codegen.triton.rms_norm import Tuning
 
 SIZES = (2048, 4096, 8192)
 EPS = 1e-5
@@ -89,18 +90,19 @@ def backward_liger(dy: Tensor, dsum: Tensor, total: Tensor, weight: Tensor, rstd
     )
 
 
-def case(name: str, rows: int, size: int) -> Case:
-    """A case in bf16; `name` is K1 or K2."""
+def case(name: str, rows: int, size: int, cut: Tuning | None = None) -> Case:
+    """A case in bf16; `name` is K1 or K2, `cut` a tuning other than the template's."""
     forward = name == "K1"
+    mark = f"-r{cut.rows}w{cut.num_warps}s{cut.num_stages}p{cut.programs_per_sm}" if cut else ""
     problem = RmsNorm(size, "bf16", "bf16", EPS, round="normed")
     build = residual_norm.forward if forward else residual_norm.backward
     peers: dict[str, Callable[..., Any]] = {"eager": backward_eager, "compile": backward_eager, "liger": backward_liger}
     if forward:
         peers = {"eager": forward_eager, "compile": forward_eager, "fused": forward_fused, "liger": forward_liger}
     return Case(
-        id=f"{name}-{rows}x{size}",
+        id=f"{name}-{rows}x{size}{mark}",
         workload=f"{'sum and its RMS norm' if forward else 'gradient of a sum and its RMS norm'}: {rows} x {size} bf16",
-        spec=build(f"{name.lower()}_{rows}_{size}", problem),
+        spec=build(f"{name.lower()}_{rows}_{size}{mark.replace('-', '_')}", problem, cut),
         inputs=forward_inputs(rows, size) if forward else backward_inputs(rows, size),
         reference=forward_reference if forward else backward_reference,
         peers=peers,
@@ -111,3 +113,21 @@ def case(name: str, rows: int, size: int) -> Case:
 
 CASES = [case("K1", 16384, size) for size in SIZES]
 CASES += [case("K2", rows, size) for rows in (16384, 512) for size in SIZES]
+
+FORWARD_GRID = [Tuning(rows, warps) for rows, warps in ((1, 4), (1, 8), (2, 8), (1, 16))]
+BACKWARD_GRID = [
+    Tuning(1, warps, stages, programs)
+    for warps, stages, programs in (
+        (4, 1, 4),
+        (4, 2, 4),
+        (8, 1, 2),
+        (8, 2, 2),
+        (8, 3, 2),
+        (8, 1, 3),
+        (16, 1, 1),
+        (16, 2, 1),
+    )
+]
+SWEEP = [case("K1", 16384, size, cut) for size in SIZES for cut in FORWARD_GRID]
+SWEEP += [case("K2", rows, size, cut) for rows in (16384, 512) for size in SIZES for cut in BACKWARD_GRID]
+"""The same with other tunings, to choose the template's by."""
