@@ -45,6 +45,7 @@ PASSES: dict[str, str] = {
     "fuse-rope": "mgraph.passes.fuse_rope:FuseRope",
     # fuse
     "fuse-products": "mgraph.passes.fuse_products:FuseProducts",
+    "fuse-regions": "mgraph.passes.fuse_regions:FuseRegions",
     # schedule
     "overlap-gradients": "mgraph.passes.overlap_gradients:OverlapGradients",
     "in-place": "mgraph.passes.in_place:InPlace",
