@@ -153,12 +153,14 @@ TUNINGS = [
     )
     for name, rows, problem, num_warps, num_stages, kept in (
         ("128k", 8192, LARGE, 16, 1, 9),
+        ("128k", 8192, LARGE, 16, 3, 9),
+        ("128k", 8192, LARGE, 16, 5, 8),
         ("128k", 8192, LARGE, 16, 3, 0),
         ("128k", 8192, LARGE, 16, 3, 4),
         ("128k", 8192, LARGE, 16, 2, 10),
-        ("128k", 8192, LARGE, 16, 4, 8),
         ("128k", 8192, LARGE, 8, 3, 6),
         ("32k", 16384, MEDIUM, 4, 1, 8),
+        ("32k", 16384, MEDIUM, 4, 3, 8),
         ("32k", 16384, MEDIUM, 4, 3, 4),
         ("32k", 16384, MEDIUM, 8, 1, 7),
         ("32k", 16384, MEDIUM, 8, 3, 6),

@@ -26,7 +26,7 @@ from mgraph.ir.graph import Node
 THREAD_ELEMENTS = 16
 """Elements of a tile that one thread has: in 16-bit dtypes two loads of 16 bytes."""
 
-KEPT = ((4, 4, 256), (8, 2, 192), (16, 1, 288))
+KEPT = ((4, 4, 256), (8, 2, 192), (16, 1, 256))
 """Ways to keep a row: warps, programs that then share a multiprocessor, and bytes of the row that a thread keeps in its
 registers, of which it has 512."""
 
@@ -115,7 +115,7 @@ def forward_backward_tuning(problem: CrossEntropy) -> Tuning:
         tile, kept = 32 * num_warps * THREAD_ELEMENTS, kept_bytes // (THREAD_ELEMENTS * item)
         if programs * (problem.size - kept * tile) * item <= CACHE_BYTES:
             break
-    return Tuning(tile, num_warps, kept=min(kept, -(-problem.size // tile)))
+    return Tuning(tile, num_warps, num_stages=4, kept=min(kept, -(-problem.size // tile)))
 
 
 def _tuning(problem: CrossEntropy, most_warps: int) -> Tuning:

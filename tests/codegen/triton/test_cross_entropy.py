@@ -169,13 +169,13 @@ def test_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "dtype", "cut"),
     [
-        (128256, "bf16", Tuning(8192, 16, kept=9)),
-        (50304, "bf16", Tuning(4096, 8, kept=6)),
-        (32768, "bf16", Tuning(2048, 4, kept=8)),
-        (32768, "f32", Tuning(4096, 8, kept=3)),
-        (262144, "bf16", Tuning(8192, 16, kept=9)),
-        (4096, "f16", Tuning(2048, 4, kept=2)),
-        (7, "f32", Tuning(2048, 4, kept=1)),
+        (128256, "bf16", Tuning(8192, 16, 4, 8)),
+        (50304, "bf16", Tuning(4096, 8, 4, 6)),
+        (32768, "bf16", Tuning(2048, 4, 4, 8)),
+        (32768, "f32", Tuning(4096, 8, 4, 3)),
+        (262144, "bf16", Tuning(8192, 16, 4, 8)),
+        (4096, "f16", Tuning(2048, 4, 4, 2)),
+        (7, "f32", Tuning(2048, 4, 4, 1)),
     ],
 )
 def test_how_a_row_is_kept(size: int, dtype: str, cut: Tuning) -> None:
