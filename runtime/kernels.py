@@ -273,6 +273,7 @@ class GpuSite:
         """The plan for inputs, or why the kernel does not take them."""
         leading: Shape | None = None
         dims = {"sms": self._device.multiprocessors}
+        shapes: dict[str, Shape] = {}
         strides: dict[str, Shape] = {}
         for item, tensor in zip(self._entry["inputs"], inputs, strict=True):
             wanted, shape = item["shape"], tuple(tensor.shape)
@@ -286,7 +287,7 @@ class GpuSite:
                 if leading is not None and here != leading:
                     return f"the leading dims of {item['name']} are {list(here)}, those before it {list(leading)}"
                 leading = here
-            strides[item["name"]] = tensor.stride()
+            shapes[item["name"]], strides[item["name"]] = shape, tensor.stride()
         dims["rows"] = math.prod(leading or ())
         for name, expression in self._entry["dims"].items():
             dims[name] = evaluate(expression, dims)
@@ -294,11 +295,17 @@ class GpuSite:
         for item in self._new:
             free = item["shape"][:1] == ["*"]
             shape = (*(leading or ()) * free, *(evaluate(extent, dims) for extent in item["shape"][free:]))
+            shapes[item["name"]] = shape
             strides[item["name"]] = _strides(shape, strides.get(item.get("like", "")))
             created.append((shape, strides[item["name"]]))
         arguments = {name for launch in self._entry["launches"] for name in launch["args"]}
-        named = {f"{name}_stride_{i}": n for name, all_ in strides.items() for i, n in enumerate(all_)}
-        named = {name: stride for name, stride in named.items() if name in arguments}
+        # Along a dim of one nothing is gone: its stride may be any number, odd ones and huge ones among them.
+        named = {
+            argument: stride * (shapes[name][i] > 1)
+            for name, all_ in strides.items()
+            for i, stride in enumerate(all_)
+            if (argument := f"{name}_stride_{i}") in arguments
+        }
         grids = tuple(
             (*(evaluate(extent, dims) for extent in launch["grid"]), 1, 1)[:3] for launch in self._entry["launches"]
         )

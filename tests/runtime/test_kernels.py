@@ -276,6 +276,17 @@ def test_strides_and_names_and_results_in_place(package: Path) -> None:
         site(x, torch.ones(5, 16), torch.ones(4)[::2])
 
 
+def test_the_stride_of_a_dim_of_one_means_nothing(package: Path) -> None:
+    twins = types.ModuleType("reference")
+    exec("def turn(x, table, total):\n    return x, total\n", twins.__dict__)
+    device = Recorder()
+    site = runtime.bind([TURN], package, twins, device, strict=True, jit=False).turn
+    x = torch.ones(2, 3, 16).as_strided((2, 1, 3, 16), (48, (1 << 40) + 1, 16, 1))
+    site(x, torch.ones(3, 16), torch.zeros(2))
+    (launch,) = device.launches
+    assert launch["kernel"][0] == "aligned" and launch["values"][2:5] == [3, 0, 16]
+
+
 def test_a_last_dim_with_gaps_is_copied_where_the_kernel_is_not_told_of_its_stride(package: Path) -> None:
     twins = types.ModuleType("reference")
     exec("def turn(x, table, total):\n    return x, total\n", twins.__dict__)
