@@ -1,4 +1,4 @@
-"""Cases of the update of all parameters: AdamW on f32 masters of bf16 params, and on f32 params."""
+"""Cases of the update of all parameters: AdamW on f32 masters of bf16 params, or f32 params; and the norm before it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.kernel_case import Case
-from mgraph.codegen.triton import adamw
+from mgraph.codegen.triton import adamw, square_sum
 from mgraph.codegen.triton.adamw import AdamW
+from mgraph.codegen.triton.square_sum import SquareSum
 
 BETAS, EPS, DECAY, LR, STEP = (0.9, 0.95), 1e-8, 0.1, 3e-4, 7
 Shape = tuple[int, ...]
@@ -95,7 +96,7 @@ def case(name: str, decayed: Sequence[Shape], others: Sequence[Shape], *, master
     return Case(
         id=f"AdamW-{name}",
         workload=f"AdamW on {elements / 1e6:.0f}M {kind} in {len(shapes)} tensors, f32 gradients, two decays",
-        spec=adamw.build(f"adamw_{name.replace('-', '_')}", problem),
+        spec=adamw.build(f"adamw_{name.replace('-', '_').replace('.', '_')}", problem),
         inputs=inputs(shapes, masters),
         reference=reference(len(decayed)),
         peers={"fused": peer(len(decayed), scaled=False), "fused, scaling": peer(len(decayed), scaled=True)},
@@ -104,8 +105,30 @@ def case(name: str, decayed: Sequence[Shape], others: Sequence[Shape], *, master
     )
 
 
+def norm_case(name: str, shapes: Sequence[Shape]) -> Case:
+    """The norm of f32 gradients of these shapes."""
+    elements = sum(torch.Size(shape).numel() for shape in shapes)
+
+    def foreach(tensors: list[Tensor]) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+        return norm
+
+    return Case(
+        id=f"norm-{name}",
+        workload=f"norm of {elements / 1e6:.0f}M f32 gradients in {len(shapes)} tensors",
+        spec=square_sum.build(f"global_norm_{name.replace('.', '_')}", SquareSum("f32", root=True)),
+        inputs=lambda device: ([torch.randn(shape, device=device) for shape in shapes],),
+        reference=lambda tensors: (torch.stack([t.square().sum() for t in tensors]).sum().sqrt(),),
+        peers={"foreach": foreach},
+        bytes=4 * elements,
+        bound=1e-6,
+    )
+
+
+DENSE = decoder_shapes(16, 2048, 1024, 5632, 32768)
 CASES = [
-    case("0.9b-masters", *decoder_shapes(16, 2048, 1024, 5632, 32768), masters=True),
+    case("0.9b-masters", *DENSE, masters=True),
     case("0.1b-f32", *decoder_shapes(12, 768, 768, 2048, 32768), masters=False),
     case("small-masters", *decoder_shapes(4, 130, 30, 333, 1001), masters=True),
+    norm_case("0.9b", [*DENSE[0], *DENSE[1]]),
 ]
