@@ -241,6 +241,8 @@ def _rows_source(name: str, problem: CrossEntropy, cut: Tuning, *, gradient: boo
     for i in range(kept):
         lines.append(f"kept_{i} = {_read(_at(i * tile), problem, (i + 1) * tile)}")
     lines += _label_lines(problem)
+    if gradient:
+        lines.append("scale = tl.where(counted, tl.load(dsum_ptr), 0.0)")
     lines += [f"peak = tl.full([{lanes}], {_LOWEST!r}, tl.float32)", f"total = tl.zeros([{lanes}], tl.float32)"]
     for i in range(kept):
         lines += [*_wide_lines(f"kept_{i}", _at(i * tile), problem, (i + 1) * tile), *_ONLINE]
@@ -253,7 +255,6 @@ def _rows_source(name: str, problem: CrossEntropy, cut: Tuning, *, gradient: boo
         f"tl.store(losses_ptr + row, tl.where(counted, lse * {_LN2!r} - picked, 0.0))",
     ]
     if gradient:
-        lines.append("scale = tl.where(counted, tl.load(dsum_ptr), 0.0)")
         for i in range(kept):
             lines += _wide_lines(f"kept_{i}", _at(i * tile), problem, (i + 1) * tile)
             lines += _gradient_lines(_at(i * tile), problem, (i + 1) * tile)
