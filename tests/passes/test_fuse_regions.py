@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
+from mgraph.compiler import build_module
 from mgraph.ir.graph import Function
 from mgraph.ir.interpreter import run
 from mgraph.ir.parser import parse_module
 from mgraph.ir.printer import print_module
 from mgraph.ir.verifier import verify
-from mgraph.passes.base import Report
+from mgraph.passes.base import Report, Tier
+from mgraph.passes.equivalence import check
 from mgraph.passes.fuse_regions import FuseRegions
 from mgraph.passes.pipeline import parse_pipeline
+from mgraph.passes.samples import Shapes
+from mgraph.recipe import Recipe
 from tests.passes.raising import assert_same, inputs_of, module_of, ops, raised
+from tests.sampling import sampled
 
 CAPPED = """
 func @f(%x: f32[B, S, 200], %w: f32[200]) {
@@ -153,3 +160,25 @@ def test_the_twin_has_the_same_groups() -> None:
     assert list(parse_pipeline(pass_.spec)) == [pass_]
     assert FuseRegions().run(small, Report()) is small
     assert FuseRegions().on_twin(small).run(module_of(CAPPED), Report()).functions["f"].nodes[0].op != "region"
+
+
+class Lifted(FuseRegions):
+    """The pass, checked on the lifted graph."""
+
+    tier: ClassVar[Tier] = Tier.REASSOCIATING
+
+
+MODELS = [("dense-tiny-capped", "bf16", 12), ("moe-tiny-losses", "fp32", 2), ("gpt-oss-tiny", "bf16", 8)]
+
+
+@pytest.mark.parametrize(("model", "precision", "groups"), sampled(MODELS, 0, MODELS[:1]))
+def test_models(model: str, precision: str, groups: int) -> None:
+    """Steps of the zoo with regions, and without: the same bits, and the same numbers where nothing is rounded."""
+    recipe = Recipe(model=model, precision=precision, target="cpu", disable="in-place")
+    before, report = build_module(recipe).module, Report()
+    after = FuseRegions().run(before, report)
+    verify(after)
+    assert len(report.matches) == groups
+    for pass_ in (FuseRegions(), Lifted()):
+        evidence = check(pass_, before, after, Shapes.of(before))
+        assert len(evidence) == len(after.entries) and all(found.error <= found.bound for found in evidence)
