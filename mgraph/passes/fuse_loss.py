@@ -45,6 +45,10 @@ class FuseLoss(Pass):
 
 
 def _fused(function: Function, made_by: str, report: Report) -> Function:
+    for node in function.nodes:
+        if node.op == "cross_entropy_part_grad":
+            why = "the vocabulary is split over ranks, which join their parts between the loss and the gradient"
+            report.near_miss(function.name, node.id, FUSED, "vocabulary", why)
     for gradient in [node for node in function.nodes if node.op == "cross_entropy_grad"]:
         pair = _Pair(function, gradient)
         if pair.miss is not None:

@@ -92,6 +92,19 @@ def test_near_misses(old: str, new: str, expected: str) -> None:
     assert f"{miss.guard}: {miss.detail}".startswith(expected)
 
 
+def test_a_split_vocabulary_is_a_near_miss() -> None:
+    text = """
+func @f(%dsum: f32[], %logits: bf16[B, 512], %labels: i64[B], %lse: f32[B], %index: i64[]) {
+  %dlogits: bf16[B, 512] = cross_entropy_part_grad(%dsum, %logits, %labels, %lse, %index)
+  return %dlogits
+}
+"""
+    before, after, report = raised(FuseLoss(), text)
+    assert after is before
+    (miss,) = report.near_misses
+    assert miss.guard == "vocabulary" and "split over ranks" in miss.detail
+
+
 def test_what_the_logits_are_a_view_of_counts() -> None:
     text = TEXT.replace("(%dlogits, %dlogits)", "(%dlogits, %again)").replace(
         "  %y: bf16", "  %again: bf16[B, 7] = reshape(%made) {shape = [B, 7]}\n  %y: bf16"
