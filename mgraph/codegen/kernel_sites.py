@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from mgraph.codegen.triton import adamw, cross_entropy, embedding_grad, glu, residual_norm, rms_norm, rope, square_sum
+from mgraph.codegen.triton import (
+    adamw,
+    cross_entropy,
+    embedding_grad,
+    glu,
+    region,
+    residual_norm,
+    rms_norm,
+    rope,
+    square_sum,
+)
 from mgraph.codegen.triton.kernel import KernelSpec
 from mgraph.ir.graph import Module, Node, Value
+from mgraph.ir.local import Division, declared_sizes
+from mgraph.ir.types import TensorType
 
 
 class Template(NamedTuple):
@@ -30,8 +43,9 @@ class SumTemplate(NamedTuple):
 ON_ALL_TARGETS: dict[str, Template] = {
     "rms_norm": Template("rms_norm_fwd", rms_norm.problem_of, rms_norm.forward),
     "rms_norm_grad": Template("rms_norm_bwd", rms_norm.problem_of, rms_norm.backward),
+    "region": Template("region", region.problem_of, region.forward),
 }
-"""Ops that are kernel sites in every package: on the CPU their twin is faster than what torch has."""
+"""Ops that are kernel sites in every package: on the CPU their twin is faster than what torch has, or all there is."""
 
 ON_GPUS: dict[str, Template] = {
     "adamw": Template("adamw", adamw.problem_of, adamw.build),
@@ -60,9 +74,11 @@ SUMS_ON_GPUS: dict[str, SumTemplate] = {
 
 
 class KernelSites:
-    """Collects the sites; equal instances (size, dtypes, attributes) share one. `gpu`: there are binaries for GPUs."""
+    """Collects the sites; equal instances (size, dtypes, attributes) share one. `gpu`: there are binaries for GPUs;
+    `division` says what one rank has of each tensor, which is what its kernels are made for."""
 
-    def __init__(self, *, gpu: bool = False) -> None:
+    def __init__(self, *, gpu: bool = False, division: Division | None = None) -> None:
+        self._division = division
         self._templates = {**ON_ALL_TARGETS, **ON_GPUS} if gpu else ON_ALL_TARGETS
         self._sums = SUMS_ON_GPUS if gpu else {}
         self._names: dict[tuple[str, Any], str] = {}
@@ -72,12 +88,27 @@ class KernelSites:
     def name(self, node: Node) -> str | None:
         """The name of the site that runs a node, or None if that is for torch."""
         template = self._templates.get(node.op.removesuffix("_"))
-        return None if template is None else self._named(template, template.problem(node), node)
+        return None if template is None else self._named(template, template.problem(self._local(node)), node)
 
     def name_of_sum(self, part: Node, total: Value) -> str | None:
         """The name of the site that adds what a node makes to a total in place, or None if that is for torch."""
         template = self._sums.get(part.op)
-        return None if template is None else self._named(template, template.problem(part, total), part)
+        if template is None:
+            return None
+        return self._named(template, template.problem(self._local(part), self._local_value(total)), part)
+
+    def _local(self, node: Node) -> Node:
+        """A node with the types of one rank's parts."""
+        if self._division is None or not self._division.sizes:
+            return node
+        return node.with_values(
+            tuple(map(self._local_value, node.operands)), tuple(map(self._local_value, node.results))
+        )
+
+    def _local_value(self, value: Value) -> Value:
+        if self._division is None or not isinstance(value.type, TensorType):
+            return value
+        return replace(value, type=self._division.local_type(value.type))
 
     def _named(self, template: Template | SumTemplate, problem: Any, node: Node) -> str | None:
         if isinstance(problem, str):
@@ -97,7 +128,7 @@ class KernelSites:
 
 def kernel_sites(module: Module, *, gpu: bool = False) -> KernelSites:
     """The sites of a module, in the order of its functions."""
-    sites = KernelSites(gpu=gpu)
+    sites = KernelSites(gpu=gpu, division=Division.of(module, declared_sizes(module)))
     for function in module.functions.values():
         makers = function.producers()
         for node in function.nodes:

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from mgraph.codegen.fingerprint import fingerprint
-from mgraph.codegen.kernel_sites import kernel_sites
+from mgraph.codegen.kernel_sites import KernelSites
 from mgraph.codegen.manifest import file_digests, manifest, manifest_items, manifest_text
 from mgraph.codegen.step import step_text
 from mgraph.codegen.step_check import check_step
 from mgraph.codegen.triton.builder import KernelBuilder
 from mgraph.errors import PackageError, StorageError, storage_hint
 from mgraph.ir.graph import Module
+from mgraph.ir.local import Division, declared_sizes
 from mgraph.ir.printer import print_module
 
 MANIFEST = "manifest.json"
@@ -104,9 +105,9 @@ def check_target(target: Path, *, force: bool = False) -> list[str]:
 def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBuilder) -> None:
     """All files of the package, the manifest last; all else is made while the kernels are built."""
     directory.chmod(0o755)  # temporary directories are private; packages are not
-    sites = kernel_sites(module, gpu=bool(info.archs))
-    builder.start(sites.specs, directory)
+    sites = KernelSites(gpu=bool(info.archs), division=Division.of(module, declared_sizes(module)))
     step = step_text(module, sites)
+    builder.start(sites.specs, directory)
     (directory / "step.py").write_text(step, encoding="utf-8")
     text = info.write_graphs(directory / "graphs") if info.write_graphs is not None else print_module(module)
     check_step(module, step)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from mgraph.codegen.function_text import FunctionText, StepContext
-from mgraph.codegen.kernel_sites import KernelSites, kernel_sites
+from mgraph.codegen.kernel_sites import KernelSites
 from mgraph.codegen.names import identifier
 from mgraph.codegen.prepare import prepare
 from mgraph.codegen.source import SourceWriter
@@ -16,12 +16,12 @@ from mgraph.ir.local import Division, declared_sizes
 
 
 def step_text(module: Module, sites: KernelSites | None = None) -> str:
-    """step.py of a module whose updates of state are in place; `sites` are its kernel sites, found where not given."""
+    """step.py of a module whose updates of state are in place; `sites` gets the kernel sites that it calls."""
     functions = prepare(module)
     entry_functions = {entry.function for entry in module.entries.values()}
     names = function_names(module, functions)
     division = Division.of(module, declared_sizes(module))
-    context = StepContext(functions, names, sites or kernel_sites(module), StateTables(), division)
+    context = StepContext(functions, names, sites or KernelSites(division=division), StateTables(), division)
     trainable = [state.name for state in module.state.values() if state.trainable]
     if len(trainable) > SHORT:
         context.tables.add("PARAMETERS", trainable)

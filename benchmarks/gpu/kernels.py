@@ -1,0 +1,167 @@
+"""Kernels on a GPU: right first, then their time beside others'.
+
+    python3 -m benchmarks.gpu.kernels RESULTS.jsonl [CASE ...] [--no-peers]
+
+CASE is a beginning of an id (K5), all without one. Each kernel is compiled as a package has it, launched through the
+package's own runtime and compared with its reference in float64. Then it and its peers are captured in CUDA graphs of
+several calls, on inputs that do not fit in the L2 cache together, and the median time of a call is taken. `fraction` is
+the least bytes that the work moves, over the time and over what a copy moves on this card in this run. Exit status 1 on
+any complaint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.kernel_case import Case
+from mgraph.codegen.triton.aot import build_kernels
+from mgraph.runtime import kernels as runtime
+
+FAMILIES = ("adamw", "embedding", "glu", "loss", "norm", "rope")
+L2_BYTES = 50e6
+CALLS = 10
+
+
+def wide(value: Any) -> Any:
+    """Floats as float64, in lists too; fresh tensors in any case."""
+    if isinstance(value, list | tuple):
+        return [wide(v) for v in value]
+    return value.double() if value.is_floating_point() else value.clone()
+
+
+def flat(values: Any) -> list[Tensor]:
+    """All tensors of nested lists."""
+    if isinstance(values, Tensor):
+        return [values]
+    return [] if values is None else [tensor for value in values for tensor in flat(value)]
+
+
+def error_of(found: Any, expected: Any) -> float:
+    """The largest error of a result, in the Frobenius norm, relative to what it should be."""
+    worst = 0.0
+    for got, want in zip(flat(found), flat(expected), strict=True):
+        norm = float(want.double().norm())
+        off = float((got.double() - want.double()).norm()) / (norm or 1.0)
+        worst = max(worst, off if off == off else float("inf"))
+    return worst
+
+
+def seconds_of(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> float:
+    """Median seconds of a call, in a graph of calls that take the sets of inputs by turns."""
+    for inputs in sets:
+        run(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(CALLS):
+            run(*sets[index % len(sets)])
+    taken = []
+    for _ in range(15):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(begin.elapsed_time(end) / 1e3 / CALLS)
+    return statistics.median(taken[3:])
+
+
+def sets_of(case: Case, device: torch.device) -> list[tuple[Any, ...]]:
+    """Inputs several times over, so that they do not stay in the cache."""
+    first = case.inputs(device)
+    size = sum(t.numel() * t.element_size() for t in flat(first))
+    count = min(CALLS, max(1, int(2 * L2_BYTES / max(1, size)) + 1))
+    return [first, *(case.inputs(device) for _ in range(count - 1))]
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes per second that a copy reads and writes."""
+    source = torch.randn(2**28, device=device)
+    target = torch.empty_like(source)
+    return 8 * source.numel() / seconds_of(lambda a, b: b.copy_(a), [(source, target)])
+
+
+def measure(case: Case, device: torch.device, copy: float, with_peers: bool) -> tuple[dict[str, Any], list[str]]:
+    """The row of a case, and complaints."""
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        entries = build_kernels([case.spec], directory, ["sm_90a"])
+        (directory / "manifest.json").write_text(json.dumps({"kernels": entries}), encoding="utf-8")
+        runtime.set_device(device, strict=True)
+        site = getattr(runtime.kernels(directory / "step.py"), case.spec.name)
+    inputs = case.inputs(device)
+    expected = case.reference(*wide(inputs))
+    worst = error_of(site(*inputs), expected)
+    row: dict[str, Any] = {"id": case.id, "workload": case.workload, "error": worst, "bound": case.bound}
+    if not worst <= case.bound:
+        return row, [f"{case.id}: error {worst:.1e}, allowed {case.bound:.1e}"]
+    del inputs, expected
+    complaints = []
+    sets = sets_of(case, device)
+    row["ours"] = seconds_of(site, sets)
+    row["fraction"] = case.bytes / row["ours"] / copy
+    for name, peer in case.peers.items() if with_peers else ():
+        try:
+            torch._dynamo.reset()
+            run = torch.compile(peer, dynamic=False) if name.startswith("compile") else peer
+            row[name] = seconds_of(run, sets)
+        except Exception as error:  # a peer that does not run is a result, and the others go on
+            complaints.append(f"{case.id}, {name}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+    times = {name: row[name] for name in case.peers if name in row}
+    if times:
+        row["best_peer"] = min(times, key=times.__getitem__)
+        row["ratio"] = times[row["best_peer"]] / row["ours"]
+    return row, complaints
+
+
+def main() -> int:
+    """Measure the cases asked for; one line of JSON each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--no-peers", action="store_true")
+    options = parser.parse_intermixed_args()
+    device = torch.device("cuda", torch.cuda.current_device())
+    copy = copy_rate(device)
+    card = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "copy": copy}
+    card["date"] = datetime.date.today().isoformat()
+    print(f"{card['card']}: copy {copy / 1e12:.2f} TB/s", flush=True)
+    complaints: list[str] = []
+    for family in FAMILIES:
+        for case in importlib.import_module(f"benchmarks.gpu.cases_{family}").CASES:
+            if options.cases and not case.id.startswith(tuple(options.cases)):
+                continue
+            try:
+                row, more = measure(case, device, copy, not options.no_peers)
+            except Exception as error:  # the others go on
+                complaints.append(f"{case.id}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+                continue
+            complaints += more
+            with options.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**row, **card}) + "\n")
+            others = " ".join(f"{name} {row[name] * 1e6:.1f}" for name in case.peers if name in row)
+            print(
+                f"{case.id:28} {row.get('ours', 0) * 1e6:9.1f} us {row.get('fraction', 0):5.2f} of copy  "
+                f"error {row['error']:.1e}  {others}",
+                flush=True,
+            )
+            torch.cuda.empty_cache()
+    print("\n".join(complaints) or "all kernels are right", flush=True)
+    return bool(complaints)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
