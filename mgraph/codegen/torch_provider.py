@@ -143,6 +143,9 @@ def overwritable(node: Node) -> tuple[int, ...]:
         return (0,)
     if node.op == "matmul_add":
         return (0,)
+    if node.op == "region":
+        takes = node.attrs.get("takes")
+        return (takes,) if isinstance(takes, int) else ()
     if node.op not in OVERWRITING or "args" in node.attrs or len(node.results) != 1:
         return ()
     result = node.result.tensor

@@ -30,9 +30,19 @@ from mgraph.errors import PassError
 from mgraph.ir.dims import Dim, evaluate, names_in, product
 from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.ir.opdef import op_def
-from mgraph.ir.ops.region import STEPS, UNSQUEEZE, Space, Step, space_of, step_refusal
+from mgraph.ir.ops.region import STEPS, UNSQUEEZE, Space, Step, space_of, step_refusal, taken_by
 from mgraph.ir.types import Shard, TensorType
 from mgraph.passes.base import Pass, Report, Stage
+
+_FRESH = (STEPS - {UNSQUEEZE, "cast"}) | {
+    "aten.linear.default",
+    "aten.matmul.default",
+    "aten.mm.default",
+    "glu",
+    "grouped_matmul",
+    "matmul_add",
+}
+"""Ops whose results are memory of their own, contiguous."""
 
 POSITIONS = 8192
 """What named dims are taken for, but for the batch `B` of 1, where bytes are reckoned."""
@@ -79,12 +89,14 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Body:
-    """A group as a region: what it reads and gives, its steps, its space, and the most values that live at once."""
+    """A group as a region: what it reads and gives, its steps, the numbers of the results, the types of all values,
+    its space, and the most values that live at once."""
 
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
     steps: tuple[Step, ...]
     numbers: tuple[int, ...]
+    types: tuple[TensorType, ...]
     space: Space
     live: int
 
@@ -222,14 +234,14 @@ class _Partition:
             Step(node.op, tuple(numbers[v] for v in node.operands), tuple(sorted(node.attrs.items()))) for node in nodes
         )
         given = tuple(numbers[value] for value in results)
-        types = [value.tensor for value in numbers]
+        types = tuple(value.tensor for value in numbers)
         space = space_of(types, steps, given)
         if isinstance(space, str):
             return space
         split = self._split(type_ for i, type_ in enumerate(types) if i not in space.squeezed)
         if split is not None:
             return split
-        return _Body(operands, results, steps, given, space, _most_live(types, steps, given, space))
+        return _Body(operands, results, steps, given, types, space, _most_live(types, steps, given, space))
 
     def _way_back(self, group: set[int]) -> Node | None:
         """A node outside a group that depends on it and that it depends on, whole groups counted as one."""
@@ -302,7 +314,20 @@ class _Partition:
         if body is None:
             return last
         attrs: dict[str, Any] = {"results": body.numbers, "steps": tuple(map(tuple, body.steps))}
+        taken = self._taken(group, body)
+        attrs |= {} if taken is None else {"takes": taken}
         return Node("region", body.operands, body.results, attrs, last.phase, last.origin, self.limits.name)
+
+    def _taken(self, group: _Group, body: _Body) -> int | None:
+        """The first operand that only the group reads, and whose memory a result may have."""
+        for position, value in enumerate(body.operands):
+            maker = self.made.get(value)
+            if maker is None or value in self.kept or self.function.nodes[maker].op not in _FRESH:
+                continue
+            readers = {i for i in self.after[maker] if value in self.function.nodes[i].operands}
+            if readers <= set(group.nodes) and taken_by(body.types, body.space, body.numbers, position) is not None:
+                return position
+        return None
 
 
 def _most_live(types: Sequence[TensorType], steps: Sequence[Step], results: Sequence[int], space: Space) -> int:

@@ -182,3 +182,20 @@ def test_models(model: str, precision: str, groups: int) -> None:
     for pass_ in (FuseRegions(), Lifted()):
         evidence = check(pass_, before, after, Shapes.of(before))
         assert len(evidence) == len(after.entries) and all(found.error <= found.bound for found in evidence)
+
+
+def test_memory_that_nothing_else_reads_is_taken() -> None:
+    text = """
+func @f(%p: f32[B, S, 24], %w: f32[24, 200]) {
+  %x: f32[B, S, 200] = aten.matmul.default(%p, %w)
+  %a: f32[B, S, 200] = aten.sigmoid.default(%x)
+  %y: f32[B, S, 200] = aten.mul.Tensor(%a, %x)
+  return %y
+}
+"""
+    for change, taken in [("", 0), (", %x", None)]:
+        before, after, _ = raised(FuseRegions(), text.replace("return %y", f"return %y{change}"))
+        assert after.functions["f"].nodes[-1].attrs.get("takes") == taken
+        assert_same(before, after)
+    (node,) = raised(FuseRegions(), CAPPED)[1].functions["f"].nodes
+    assert "takes" not in node.attrs, "what comes from outside stays as it is"

@@ -7,8 +7,8 @@ f32 from where they are loaded to where a result is stored, which rounds once; a
 it stands, and comparisons see numbers as their dtype would have them. Whole numbers and bools are what they are.
 
 An operand has the shape of the space or broadcasts to it, with any strides over the leading dims where it has all
-columns; results are contiguous. Without reductions rows are cut into tiles; with them a program holds rows whole, and
-sums in f32.
+columns; results are contiguous, or one is the operand that the node may take, in place. Without reductions rows are cut
+into tiles; with them a program holds rows whole, and sums in f32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ from mgraph.codegen.triton.region_forms import FORMS, OF_ROWS, Rows
 from mgraph.ir.aten import argument_names, call_arguments
 from mgraph.ir.dims import Dim
 from mgraph.ir.graph import Node, Value
-from mgraph.ir.ops.region import COMPARISONS, Space, Step, space_of, step_refusal, steps_of, value_types
+from mgraph.ir.ops.region import (
+    COMPARISONS,
+    Space,
+    Step,
+    space_of,
+    step_refusal,
+    steps_of,
+    taken_by,
+    value_types,
+)
 from mgraph.ir.torch_bridge import torch_dtype_name
 from mgraph.ir.types import DType, TensorType
 
@@ -44,7 +53,8 @@ Extents = tuple[str | int, ...]
 @dataclass(frozen=True)
 class Region:
     """One instance of the op: number of leading dims, columns, operands (dtype and shape of each, where `n0`, `n1`, ...
-    are the leading extents), the dtypes of all values, the steps, the squeezed values, and the numbers of results."""
+    are the leading extents), the dtypes of all values, the steps, the squeezed values, and the numbers of results.
+    `in_place`: a result, and the operand that it overwrites."""
 
     leading: int
     size: int
@@ -53,6 +63,7 @@ class Region:
     steps: tuple[Step, ...]
     squeezed: frozenset[int]
     results: tuple[tuple[int, Extents], ...]
+    in_place: tuple[int, int] | None = None
 
     @property
     def reduces(self) -> bool:
@@ -86,6 +97,8 @@ def problem_of(node: Node) -> Region | str:
         return space
     leading = len(space.shape) - 1
     named = [_extents(type_, number, space) for number, type_ in enumerate(types)]
+    takes = node.attrs.get("takes")
+    place = taken_by(types, space, numbers, takes) if isinstance(takes, int) else None
     return Region(
         leading,
         space.columns,
@@ -94,6 +107,7 @@ def problem_of(node: Node) -> Region | str:
         steps,
         space.squeezed,
         tuple((number, named[number]) for number in numbers),
+        None if place is None or not isinstance(takes, int) else (place, takes),
     )
 
 
@@ -141,7 +155,8 @@ def forward(name: str, problem: Region, cut: Tuning | None = None) -> KernelSpec
     inputs = [f"x{i}" for i in range(len(problem.operands))]
     outputs = [f"y{i}" for i in range(len(problem.results))]
     strides = [f"x{i}_stride_{d}" for i in range(len(inputs)) for d in problem.strided(i)]
-    args = (*inputs, *outputs, "count", *extents[1:], *strides)
+    alias = {} if problem.in_place is None else {outputs[problem.in_place[0]]: inputs[problem.in_place[1]]}
+    args = (*inputs, *(y for y in outputs if y not in alias), "count", *extents[1:], *strides)
     grid: Expression = ("cdiv", "count", cut.rows)
     blocks = -(-problem.size // cut.columns)
     return KernelSpec(
@@ -153,7 +168,7 @@ def forward(name: str, problem: Region, cut: Tuning | None = None) -> KernelSpec
             for i, (x, (dtype, shape)) in enumerate(zip(inputs, problem.operands, strict=True))
         ),
         outputs=tuple(
-            TensorSpec(y, problem.dtypes[number], shape)
+            TensorSpec(y, problem.dtypes[number], shape, alias=alias.get(y, ""))
             for y, (number, shape) in zip(outputs, problem.results, strict=True)
         ),
         scratch=(),
@@ -200,7 +215,10 @@ def _source(
         narrow = f"{values[number]}.to(tl.{LANGUAGE[problem.dtypes[number]]})"
         full = shape[-1:] == (problem.size,) and number not in problem.squeezed
         where = f"row.to(tl.int64)[:, None] * {problem.size} + column[None, :]" if full else "row[:, None]"
-        lines.append(f"tl.store({y}_ptr + {where}, {narrow}{masks['full' if full else 'row']})")
+        where = f"{y}_ptr + {where}"
+        if problem.in_place is not None and outputs[problem.in_place[0]] == y:
+            where = _place(problem, problem.in_place[1])
+        lines.append(f"tl.store({where}, {narrow}{masks['full' if full else 'row']})")
     formula = "\n".join(f"    {line}" for line in _torch_lines(problem, values))
     body = "".join(f"    {line}\n" for line in lines)
     return f'''
@@ -237,6 +255,15 @@ def _is_indexed(problem: Region, operand: int) -> bool:
 def _load(problem: Region, operand: int, masks: dict[str, str]) -> str:
     """The line that loads an operand: a tile, a row of it, a column, or a single number."""
     dtype, extents = problem.operands[operand]
+    wide, tall = problem.is_wide(operand), any(n != 1 for n in extents[:-1])
+    mask = masks["full" if tall and wide else "row" if tall else "column"] if tall or wide else ""
+    widened = ".to(tl.float32)" if dtype in FLOATS else ""
+    return f"x{operand} = tl.load({_place(problem, operand)}{mask}){widened}"
+
+
+def _place(problem: Region, operand: int) -> str:
+    """Where the elements of an operand are that meet a tile."""
+    _, extents = problem.operands[operand]
     name, wide = f"x{operand}", problem.is_wide(operand)
     lead = problem.leading - (len(extents) - 1)
     present = [d for d, n in enumerate(extents[:-1]) if n != 1]
@@ -248,10 +275,7 @@ def _load(problem: Region, operand: int, masks: dict[str, str]) -> str:
         place = f"index_{lead + present[0]}"
         for d in present[1:]:
             place = f"({place}) * n{lead + d} + index_{lead + d}"
-    parts = [f"{name}_ptr"] + [f"({place})[:, None]"] * bool(place) + ["column[None, :]"] * wide
-    mask = masks["full" if place and wide else "row" if place else "column"] if place or wide else ""
-    widened = ".to(tl.float32)" if dtype in FLOATS else ""
-    return f"{name} = tl.load({' + '.join(parts)}{mask}){widened}"
+    return " + ".join([f"{name}_ptr"] + [f"({place})[:, None]"] * bool(place) + ["column[None, :]"] * wide)
 
 
 def _step_lines(

@@ -1,7 +1,8 @@
 """A region: pointwise steps and reductions of rows over one iteration space, as one node.
 
 Its attributes hold the body. Values are numbered: the operands first, then what each step makes. A step is an op, the
-numbers of its operands, and its attributes as pairs; `results` are the numbers of what the region gives:
+numbers of its operands, and its attributes as pairs; `results` are the numbers of what the region gives. `takes` is an
+operand that nothing else reads: the first result like it may have its memory.
 
     %y = region(%x, %w) {results = [3], steps = [["aten.tanh.default", [0], []], ["aten.mul.Tensor", [2, 1], []]]}
 
@@ -240,7 +241,15 @@ def _joint(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...] | str:
     return joint
 
 
-def _region(*operands: Any, steps: Any, results: Any) -> Any:
+def taken_by(types: Sequence[TensorType], space: Space, results: Sequence[int], operand: int) -> int | None:
+    """The place of the first result that fits into the memory of an operand: both full, of one dtype."""
+    if types[operand].shape != space.shape:
+        return None
+    fitting = (i for i, n in enumerate(results) if types[n].dtype is types[operand].dtype)
+    return next((i for i in fitting if space.role(results[i], types[results[i]]) == "full"), None)
+
+
+def _region(*operands: Any, steps: Any, results: Any, takes: int | None = None) -> Any:
     """What the steps make, one after the other, each rounded as its op rounds; a kernel may keep f32 between them."""
     values = list(operands)
     for step in steps_of({"steps": steps}):
@@ -266,7 +275,7 @@ def _flops(node: Node) -> Dim:
 define_op(
     "region",
     _region,
-    attrs={"steps": REQUIRED, "results": REQUIRED},
+    attrs={"steps": REQUIRED, "results": REQUIRED, "takes": None},
     infer=_infer,
     flops=_flops,
     bytes=traffic,
