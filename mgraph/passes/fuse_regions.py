@@ -319,13 +319,14 @@ class _Partition:
         return Node("region", body.operands, body.results, attrs, last.phase, last.origin, self.limits.name)
 
     def _taken(self, group: _Group, body: _Body) -> int | None:
-        """The first operand that only the group reads, and whose memory a result may have."""
+        """The first operand that nothing reads after the group, and whose memory a result may have."""
         for position, value in enumerate(body.operands):
             maker = self.made.get(value)
             if maker is None or value in self.kept or self.function.nodes[maker].op not in _FRESH:
                 continue
-            readers = {i for i in self.after[maker] if value in self.function.nodes[i].operands}
-            if readers <= set(group.nodes) and taken_by(body.types, body.space, body.numbers, position) is not None:
+            ends = [self.group_of[i].nodes[-1] for i in self.after[maker] if value in self.function.nodes[i].operands]
+            fits = taken_by(body.types, body.space, body.numbers, position) is not None
+            if fits and max(ends) <= group.nodes[-1]:
                 return position
         return None
 

@@ -2,7 +2,7 @@
 
 Its attributes hold the body. Values are numbered: the operands first, then what each step makes. A step is an op, the
 numbers of its operands, and its attributes as pairs; `results` are the numbers of what the region gives. `takes` is an
-operand that nothing else reads: the first result like it may have its memory.
+operand that nothing reads afterwards: the first result like it may have its memory.
 
     %y = region(%x, %w) {results = [3], steps = [["aten.tanh.default", [0], []], ["aten.mul.Tensor", [2, 1], []]]}
 
