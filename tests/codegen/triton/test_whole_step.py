@@ -22,8 +22,10 @@ from mgraph.ir.torch_bridge import to_torch_dtype
 from mgraph.recipe import Recipe
 from mgraph.runtime import v1
 from tests.codegen.triton import interpret_step
+from tests.sampling import sampled
 
 BATCH, SEQUENCE = 2, 9
+MODELS = ["dense-tiny", "gemma3-tiny", "qwen3-tiny", "gpt-oss-tiny", "moe-tiny"]
 
 
 def state_of(module: Module) -> dict[str, torch.Tensor]:
@@ -67,11 +69,11 @@ def interpret(directory: Path) -> None:
     version("triton") < "3.7" and version("numpy") >= "2.5",
     reason="the interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does",
 )
-@pytest.mark.parametrize("model", ["dense-tiny"])
+@pytest.mark.parametrize("model", sampled(MODELS, 0, always=["dense-tiny"]))
 def test_kernels_give_what_their_twins_give(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, evaluation, norm of the gradients and all state after a step, within f32."""
     module = build_module(Recipe(model=model, precision="fp32", target="h100")).module
-    assert emit(module, tmp_path) >= {"cross_entropy", "cross_entropy_fwd", "glu_fwd", "glu_bwd", "rope", "adamw"}
+    assert emit(module, tmp_path) >= {"cross_entropy", "cross_entropy_fwd", "glu_fwd", "glu_bwd", "adamw"}
     interpret(tmp_path)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(v1, "kernels", v1.kernels)  # put back afterwards
