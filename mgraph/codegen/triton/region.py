@@ -70,6 +70,12 @@ class Region:
         """Whether rows must be whole."""
         return any(step.reduces for step in self.steps)
 
+    @property
+    def extents(self) -> tuple[str, ...]:
+        """The leading extents by name, major first, without those that are always 1."""
+        named = {n for _, extents in self.operands for n in extents[:-1]}
+        return tuple(name for name in (f"n{i}" for i in range(self.leading)) if name in named)
+
     def is_wide(self, operand: int) -> bool:
         """Whether an operand has all columns."""
         extents = self.operands[operand][1]
@@ -148,7 +154,7 @@ def tuning(problem: Region) -> Tuning:
 def forward(name: str, problem: Region, cut: Tuning | None = None) -> KernelSpec:
     """The site `results = name(*operands)`."""
     cut = cut or tuning(problem)
-    extents = [f"n{i}" for i in range(problem.leading)]
+    extents = problem.extents
     count: Expression = 1
     for extent in extents:
         count = extent if count == 1 else ("mul", count, extent)
@@ -238,18 +244,19 @@ def _index_lines(problem: Region) -> list[str]:
     lead = problem.leading
     used = {lead - (len(shape) - 1) + d for shape in extents for d, n in enumerate(shape[:-1]) if n != 1}
     lines, rest = [], "row"
-    for i in range(lead - 1, -1, -1):
+    for name in reversed(problem.extents):
+        i = int(name[1:])
         if i in used:
-            lines.append(f"index_{i} = ({rest}{f' % n{i}' * (i > 0)}).to(tl.int64)")
-        rest = f"{rest} // n{i}"
+            lines.append(f"index_{i} = ({rest}{f' % {name}' * (name != problem.extents[0])}).to(tl.int64)")
+        rest = f"{rest} // {name}"
     return lines
 
 
 def _is_indexed(problem: Region, operand: int) -> bool:
     """Whether the place of an operand in a row needs more than the number of the row."""
     _, extents = problem.operands[operand]
-    whole = tuple(f"n{i}" for i in range(problem.leading))
-    return any(n != 1 for n in extents[:-1]) and (problem.is_wide(operand) or extents[:-1] != whole)
+    present = tuple(n for n in extents[:-1] if n != 1)
+    return bool(present) and (problem.is_wide(operand) or present != problem.extents)
 
 
 def _load(problem: Region, operand: int, masks: dict[str, str]) -> str:

@@ -122,6 +122,14 @@ func @f(%x: f32[B, S, 16], %y: f32[B, S, 16]) {
   return %d
 }
 """
+ONES = """
+func @f(%x: f32[1, S, 1, 24], %y: f32[1, S, 1, 1], %z: f32[S, 1, 24]) {
+  %a: f32[1, S, 1, 24] = aten.cos.default(%x)
+  %b: f32[1, S, 1, 24] = aten.mul.Tensor(%a, %y)
+  %c: f32[1, S, 1, 24] = aten.add.Tensor(%b, %z)
+  return %c
+}
+"""
 TAKEN = """
 func @f(%p: bf16[B, S, 24], %w: bf16[24, 40]) {
   %x: bf16[B, S, 40] = aten.matmul.default(%p, %w)
@@ -133,6 +141,7 @@ func @f(%p: bf16[B, S, 24], %w: bf16[24, 40]) {
 }
 """
 TEXTS = {
+    "ones": ONES,
     "taken": TAKEN,
     "capped": CAPPED,
     "operands": OPERANDS,
