@@ -43,7 +43,7 @@ from mgraph.passes.verify import TwinCheck
 from mgraph.recipe import MESH_AXES, Recipe
 
 RAISE = "raise-norm,raise-rope,raise-attention,raise-glu,raise-moe,raise-loss,cse,dce"
-FUSE = "fuse-norm,fuse-loss,fuse-products,"
+FUSE = "fuse-rope,fuse-norm,fuse-loss,fuse-products,"
 """What is fused for GPUs."""
 TIMES = "compilation.json"
 """The file in a package's graphs/ that keeps the seconds of each stage and the capture's report."""

@@ -3,10 +3,12 @@
     python3 -m benchmarks.gpu.training PACKAGES RESULTS.jsonl [dense] [llama8] [moe] [--peers eager,default,...]
 
 PACKAGES is what `benchmarks.gpu.build_training` made. All train the same weights on the same batches, with parameters
-in bf16 and AdamW on f32 masters and moments. First the losses of some steps: those of the package may be 1.5 times as
-far (root mean square of the relative differences) from an f32 run of eager PyTorch as those of eager bf16 are. Then the
-median seconds of a step. `copy` and `matmul` are this card's ceilings, measured in this run; `fraction` is the model's
-floating-point operations per second over the rate of a bf16 product of 8192^3. Exit status 1 on any complaint.
+in bf16 and AdamW on f32 masters and moments; gradients are f32 in the package, bf16 in its peers. First the losses of
+some steps: those of the package may be 1.5 times as far (root mean square of the relative differences) from an f32 run
+of eager PyTorch as those of eager bf16 are. Then the seconds of a step: the median over blocks of steps, with no wait
+for the GPU within one, as in a run. `copy` and `matmul` are this card's ceilings, measured in this run; `fraction` is
+the model's floating-point operations per second over the rate of a bf16 product of 8192^3. Exit status 1 on any
+complaint.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from mgraph.runtime.state import create_state
 IDS = {"dense": "E1a", "llama8": "E1b", "moe": "E2a"}
 CHECKED = 8
 CHECKED_LENGTH = 1024
+BLOCK = 5
 PEERS = ("eager", "default", "max-autotune-no-cudagraphs", "liger")
 
 
@@ -60,17 +63,17 @@ def losses_of(step: peers.Step, batches: Sequence[Batch]) -> list[float]:
     return [float(step(batch)) for batch in batches]
 
 
-def timed(step: peers.Step, batches: Sequence[Batch], steps: int) -> tuple[float, int]:
-    """Median seconds of a step, and peak memory."""
-    torch.cuda.reset_peak_memory_stats()
+def timed(step: peers.Step, batches: Sequence[Batch], steps: int) -> float:
+    """Median seconds of a step over blocks of steps."""
     taken = []
-    for index in range(steps):
+    for _ in range(0, steps, BLOCK):
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        step(batches[index % len(batches)])
+        for index in range(BLOCK):
+            step(batches[index % len(batches)])
         torch.cuda.synchronize()
-        taken.append(time.perf_counter() - begun)
-    return statistics.median(taken), torch.cuda.max_memory_allocated()
+        taken.append((time.perf_counter() - begun) / BLOCK)
+    return statistics.median(taken)
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
@@ -119,12 +122,13 @@ def compare(
 
     def row(variant: str, make: Callable[[], peers.Step]) -> list[float]:
         released()
+        torch.cuda.reset_peak_memory_stats()
         begun = time.perf_counter()
         step = make()
         first = float(step(batches[0]))
         started = time.perf_counter() - begun
         losses = [first, *losses_of(step, batches[1:])]
-        seconds, peak = timed(step, batches, steps)
+        seconds, peak = timed(step, batches, steps), torch.cuda.max_memory_allocated()
         rows.append(
             {
                 "id": IDS[name],

@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 2 -m benchmarks.gpu.two_gpus PACKAGES RESULTS.json [--small] [--steps N] [dense] [moe]
 
 PACKAGES is what `benchmarks.gpu.build_two_gpus` made. Every variant trains the same weights on the same batches, with
-parameters and gradients in bf16 and AdamW on f32 masters (`--small`: all in f32). Its losses must agree with those of
-one GPU that trains on the batches of both ranks (1 % in bf16, 1e-4 in f32); only then is it timed: the median seconds
-of a step, tokens/s in all, the share of the time in which communication runs and no computation does (from the kernels
-that the profiler saw), and peak memory. Exit status 1 on any complaint.
+parameters in bf16 and AdamW on f32 masters (`--small`: all in f32). Its losses must agree with those of one GPU that
+trains on the batches of both ranks (2 % in bf16, 1e-4 in f32). Then the median seconds of a step over blocks of steps,
+tokens/s in all, the share of the time in which communication runs and no computation does (from the kernels that the
+profiler saw), and peak memory. Exit status 1 on any complaint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from mgraph.runtime.package import load_package
 from mgraph.runtime.state import create_state
 
 CHECKED = 5
-Step = Callable[[Sequence[Sequence[Batch]], int], float]
+BLOCK = 5
+Step = Callable[[Sequence[Sequence[Batch]], int], Tensor]
 """Trains a step on the batches of both data ranks, of which it takes its own; the mean loss over all of them."""
 
 
@@ -69,13 +70,13 @@ def packaged(path: Path, axes: Mapping[str, int], device: torch.device) -> tuple
     lr = torch.tensor(LR, device=device)
     entries = package.manifest["entries"]
 
-    def step(batches: Sequence[Sequence[Batch]], index: int) -> float:
+    def step(batches: Sequence[Sequence[Batch]], index: int) -> Tensor:
         mine = batches[rank : rank + 1] if here.data_size > 1 else batches
         for number, of_rank in enumerate(mine):
             if "last" in entries and number + 1 == len(mine):
-                return float(package.call("last", state, *of_rank[index], lr)["loss"])
+                return package.call("last", state, *of_rank[index], lr)["loss"]
             package.call("microbatch", state, *of_rank[index])
-        return float(package.call("finish", state, lr)["loss"])
+        return package.call("finish", state, lr)["loss"]
 
     return step, state
 
@@ -87,7 +88,7 @@ def stepped(model: nn.Module, optimizer: Masters, *, shares_data: bool) -> Step:
     """The step of a wrapped model. `shares_data`: all ranks run both batches."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
-    def step(batches: Sequence[Sequence[Batch]], index: int) -> float:
+    def step(batches: Sequence[Sequence[Batch]], index: int) -> Tensor:
         mine = batches if shares_data else batches[rank : rank + 1]
         total = torch.zeros((), device=next(model.parameters()).device)
         for of_rank in mine:
@@ -98,7 +99,7 @@ def stepped(model: nn.Module, optimizer: Masters, *, shares_data: bool) -> Step:
         if not shares_data:
             dist.all_reduce(total)
             total /= world
-        return float(total)
+        return total
 
     return step
 
@@ -184,21 +185,22 @@ def measure(shape: Shape, found: Measured, step: Step, steps: int, device: torch
     """Train the checked steps, then time more of them."""
     world = dist.get_world_size()
     batches = [shape.batches(rank, CHECKED, device) for rank in range(world)]
-    found.losses = [step(batches, index) for index in range(CHECKED)]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    found.losses = [float(step(batches, index)) for index in range(CHECKED)]
     taken = []
-    for index in range(steps):
+    for _ in range(0, steps, BLOCK):
         dist.barrier()
         _synchronize(device)
         begun = time.perf_counter()
-        step(batches, index % CHECKED)
+        for index in range(BLOCK):
+            step(batches, index % CHECKED)
         _synchronize(device)
-        taken.append(time.perf_counter() - begun)
+        taken.append((time.perf_counter() - begun) / BLOCK)
     found.seconds = statistics.median(taken)
     found.tokens_per_second = world * shape.batch * shape.length / found.seconds
-    found.exposed = exposed_share(lambda: step(batches, 0), device)
     found.peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    found.exposed = exposed_share(lambda: step(batches, 0), device)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -222,7 +224,9 @@ def variants(
         model = shape.make().to(device)
         model.load_state_dict({n: weights[n] for n, _ in model.named_parameters()}, strict=False)
         low = weights[next(n for n, _ in model.named_parameters())].dtype
-        return make(model.to(low), device, compiled=compiled)
+        for parameter in model.parameters():  # buffers stay f32, as a package has them
+            parameter.data = parameter.data.to(low)
+        return make(model, device, compiled=compiled)
 
     yield "one", one
     for variant, axes in OURS.items():
@@ -230,9 +234,17 @@ def variants(
     for label, make in PEERS.items():
         if name == "moe" and make is tensor_parallel:
             continue  # DTensor has no plan for grouped products
-        for compiled in forms:
+        for compiled in reversed(forms):
             text = f"{label}, {'compiled' if compiled else 'eager'}"
             yield text, lambda m=make, c=compiled: peer(m, compiled=c)  # type: ignore[misc]
+
+
+def write(path: Path, rows: Sequence[Measured], complaints: Sequence[str]) -> None:
+    """The results so far."""
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    data = {"date": datetime.date.today().isoformat(), "card": card, "torch": torch.__version__}
+    data |= {"rows": [asdict(row) for row in rows], "complaints": list(complaints)}
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> int:
@@ -242,7 +254,7 @@ def main() -> int:
     parser.add_argument("results", type=Path)
     parser.add_argument("models", nargs="*", default=["dense", "moe"])
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--eager", action="store_true", help="leave out the compiled peers")
     options = parser.parse_intermixed_args()
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -265,7 +277,7 @@ def main() -> int:
                 complaints.append(f"{name}, {variant}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
                 continue
             expected = expected or found.losses
-            allowed = 1e-4 if options.small else 1e-2
+            allowed = 1e-4 if options.small else 2e-2
             worst = max(abs(a / b - 1) for a, b in zip(found.losses, expected, strict=True))
             if not worst <= allowed:
                 complaints.append(f"{name}, {variant}: losses differ by {worst:.1e}, allowed {allowed:.0e}")
@@ -277,14 +289,11 @@ def main() -> int:
                     f"{exposed}  peak {found.peak_bytes / 2**30:.1f} GiB  losses within {worst:.1e}",
                     flush=True,
                 )
+                write(options.results, rows, complaints)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     if rank == 0:
-        card = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        data = {"date": datetime.date.today().isoformat(), "card": card, "torch": torch.__version__}
-        data |= {"rows": [asdict(row) for row in rows], "complaints": complaints}
-        options.results.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         print("\n".join(complaints) or "all losses agree", flush=True)
     dist.destroy_process_group()
     return bool(complaints)
