@@ -25,6 +25,7 @@ from mgraph.ir.dims import Dim
 from mgraph.ir.graph import Node, Value
 from mgraph.ir.ops.region import (
     COMPARISONS,
+    STEEP,
     Space,
     Step,
     space_of,
@@ -293,7 +294,7 @@ def _step_lines(
     texts = []
     compares = step.op in COMPARISONS
     for i, dtype in zip(step.operands, dtypes, strict=True):
-        rounds = compares or (step.op == "cast" and made in WHOLE)
+        rounds = step.op in STEEP or (step.op == "cast" and made in WHOLE)
         narrow = rounds and dtype in ("bf16", "f16") and i not in exact
         texts.append(f"{values[i]}.to(tl.{FLOATS[dtype]}).to(tl.float32)" if narrow else values[i])
     if step.op == "cast":
@@ -301,7 +302,7 @@ def _step_lines(
             exact.add(number)
         return [f"{values[number]} = {_cast(texts[0], dtypes[0], made)}"]
     wanted = made
-    if compares:
+    if compares or step.op == "aten.isnan.default":
         literal = any(isinstance(value, float) for _, value in step.attrs)
         floats = literal or any(dtype in FLOATS for dtype in dtypes)
         wanted = "f32" if floats else max(dtypes, key=lambda dtype: ITEM_BYTES[dtype])

@@ -91,16 +91,30 @@ def _filled(a: Arguments) -> str:
 
 FORMS: dict[str, Form] = {
     "aten.abs.default": _call("abs"),
+    "aten.addcmul.default": lambda a: f"{a['self']} + {a.get('value', '1')} * {a['tensor1']} * {a['tensor2']}",
     "aten.bitwise_and.Tensor": _infix("&"),
     "aten.bitwise_not.default": lambda a: f"({a['self']}) == 0",
     "aten.bitwise_or.Tensor": _infix("|"),
     "aten.clamp.default": _clamp,
+    "aten.clamp_max.default": _clamp,
+    "aten.clamp_min.default": _clamp,
+    "aten.ceil.default": _call("ceil"),
     "aten.cos.default": _call("cos"),
     "aten.erf.default": _call("erf"),
     "aten.exp.default": _call("exp"),
+    "aten.exp2.default": _call("exp2"),
+    "aten.floor.default": _call("floor"),
     "aten.gelu.default": _gelu,
     "aten.gelu_backward.default": _gelu_backward,
+    "aten.isnan.default": lambda a: f"{a['self']} != {a['self']}",
+    "aten.leaky_relu.default": lambda a: (
+        f"tl.where({a['self']} > 0, {a['self']}, {a['self']} * {a.get('negative_slope', '0.01')})"
+    ),
+    "aten.leaky_relu_backward.default": lambda a: (
+        f"tl.where({a['self']} > 0, {a['grad_output']}, {a['grad_output']} * {a['negative_slope']})"
+    ),
     "aten.log.default": _call("log"),
+    "aten.log2.default": _call("log2"),
     "aten.logical_and.default": _infix("&"),
     "aten.logical_not.default": lambda a: f"({a['self']}) == 0",
     "aten.logical_or.default": _infix("|"),
@@ -122,6 +136,10 @@ FORMS: dict[str, Form] = {
     "aten.silu.default": lambda a: f"{a['self']} * tl.sigmoid({a['self']})",
     "aten.silu_backward.default": _silu_backward,
     "aten.sin.default": _call("sin"),
+    "aten.softplus_backward.default": lambda a: (
+        f"tl.where({a['self']} * {a['beta']} > {a['threshold']}, {a['grad_output']}, "
+        f"{a['grad_output']} * tl.sigmoid({a['self']} * {a['beta']}))"
+    ),
     "aten.sqrt.default": _call("sqrt_rn"),
     "aten.square.default": lambda a: f"{a['self']} * {a['self']}",
     "aten.tanh_backward.default": lambda a: f"{a['grad_output']} * (1 - {a['output']} * {a['output']})",
@@ -212,6 +230,51 @@ def _softmax_backward(rows: Rows, a: Arguments) -> str:
     return f"{a['output']} * ({a['grad_output']} - {dot})"
 
 
+def _log_softmax_backward(rows: Rows, a: Arguments) -> str:
+    total = rows.let("total", rows.sum(a["grad_output"]))
+    return f"{a['grad_output']} - tl.exp({a['output']}) * {total}"
+
+
+def _variance(rows: Rows, a: Arguments) -> str:
+    """The mean of squares around the mean; torch divides by one less unless told otherwise."""
+    low = rows.let("low", f"{a['self']} - {rows.sum(a['self'])} / {rows.size}")
+    total = rows.let("total", rows.sum(f"{low} * {low}"))
+    return f"{total} / {rows.size - int(float(a.get('correction', '1')))}"
+
+
+def _log_of_more(rows: Rows, x: str) -> str:
+    """log(1 + x): near 0 as 2 atanh(x / (2 + x)), by its series."""
+    ratio = rows.let("ratio", f"{x} / (2 + {x})")
+    square = rows.let("square", f"{ratio} * {ratio}")
+    series = f"{1 / 3!r} + {square} * (0.2 + {square} * ({1 / 7!r} + {square} * {1 / 9!r}))"
+    near = rows.let("near", f"2 * {ratio} * (1 + {square} * ({series}))")
+    return f"tl.where(tl.abs({x}) < 0.25, {near}, tl.log(1 + {x}))"
+
+
+def _less_one(rows: Rows, x: str) -> str:
+    """exp(x) - 1: near 0 by its series."""
+    series = "1"
+    for number in range(8, 1, -1):
+        series = f"1 + {x} * {1 / number!r} * ({series})"
+    near = rows.let("near", f"{x} * ({series})")
+    return f"tl.where(tl.abs({x}) < 0.35, {near}, tl.exp({x}) - 1)"
+
+
+def _softplus(rows: Rows, a: Arguments) -> str:
+    x, beta = a["self"], a.get("beta", "1")
+    scaled = rows.let("scaled", f"{x} * {beta}")
+    power = rows.let("power", f"tl.exp(-tl.abs({scaled}))")
+    bent = f"(tl.where({scaled} > 0, {scaled}, 0.0) + {rows.let('bent', _log_of_more(rows, power))}) / {beta}"
+    return f"tl.where({scaled} > {a.get('threshold', '20')}, {x}, {bent})"
+
+
+def _elu(rows: Rows, a: Arguments) -> str:
+    x, scale = a["self"], a.get("scale", "1")
+    scaled = rows.let("scaled", f"{x} * {a.get('input_scale', '1')}")
+    low = rows.let("low", _less_one(rows, scaled))
+    return f"tl.where({x} > 0, {x} * {scale}, {low} * {a.get('alpha', '1')} * {scale})"
+
+
 def _tanh(rows: Rows, a: Arguments) -> str:
     """(1 - e) / (1 + e) with e = exp(-2 |x|), and its series where the difference would cancel."""
     x = a["self"]
@@ -224,15 +287,21 @@ def _tanh(rows: Rows, a: Arguments) -> str:
 
 
 OF_ROWS: dict[str, Callable[[Rows, Any], str]] = {
+    "aten._log_softmax_backward_data.default": _log_softmax_backward,
     "aten._softmax.default": _softmax,
     "aten._softmax_backward_data.default": _softmax_backward,
     "aten.amax.default": lambda rows, a: _extreme(rows, a, least=False),
     "aten.amin.default": lambda rows, a: _extreme(rows, a, least=True),
+    "aten.elu.default": _elu,
+    "aten.expm1.default": lambda rows, a: _less_one(rows, a["self"]),
+    "aten.log1p.default": lambda rows, a: _log_of_more(rows, a["self"]),
     "aten.log_softmax.int": _log_softmax,
     "aten.logsumexp.default": _log_sum_exp,
     "aten.mean.dim": lambda rows, a: f"{rows.sum(a['self'])} / {rows.size}",
     "aten.softmax.int": _softmax,
+    "aten.softplus.default": _softplus,
     "aten.sum.dim_IntList": lambda rows, a: rows.sum(a["self"], a["zero"]),
     "aten.tanh.default": _tanh,
+    "aten.var.correction": _variance,
 }
 """Forms of several lines."""

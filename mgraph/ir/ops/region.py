@@ -38,10 +38,14 @@ _DTYPES = (DType.F32, DType.BF16, DType.F16, DType.I64, DType.I32, DType.BOOL)
 COMPARISONS = frozenset(
     f"aten.{name}.{kind}" for name in ("eq", "ne", "lt", "le", "gt", "ge") for kind in ("Scalar", "Tensor")
 )
+STEEP = COMPARISONS | {"aten.ceil.default", "aten.floor.default", "aten.isnan.default"}
+"""Steps whose results jump: they see a number as its dtype has it, rounded."""
 _OF_ANY = COMPARISONS | {
     *(f"aten.{name}.{kind}" for name in ("add", "sub", "mul", "div") for kind in ("Scalar", "Tensor")),
     "aten.abs.default",
     "aten.clamp.default",
+    "aten.clamp_max.default",
+    "aten.clamp_min.default",
     "aten.masked_fill.Scalar",
     "aten.maximum.default",
     "aten.minimum.default",
@@ -67,15 +71,19 @@ _OF_BOOLS = frozenset(
 _OF_FLOATS = frozenset(
     f"aten.{name}"
     for name in (
-        *(f"{unary}.default" for unary in ("cos", "erf", "exp", "gelu", "log", "reciprocal", "relu", "rsqrt")),
-        *(f"{unary}.default" for unary in ("sigmoid", "silu", "sin", "sqrt", "tanh")),
-        *(f"{unary}_backward.default" for unary in ("gelu", "sigmoid", "silu", "tanh", "threshold")),
+        *(f"{unary}.default" for unary in ("ceil", "cos", "elu", "erf", "exp", "exp2", "expm1", "floor", "gelu")),
+        *(f"{unary}.default" for unary in ("isnan", "leaky_relu", "log", "log1p", "log2", "reciprocal", "relu")),
+        *(f"{unary}.default" for unary in ("rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt", "tanh")),
+        *(f"{unary}_backward.default" for unary in ("gelu", "leaky_relu", "sigmoid", "silu", "softplus")),
+        *(f"{unary}_backward.default" for unary in ("tanh", "threshold")),
+        "addcmul.default",
         "pow.Tensor_Scalar",
     )
 )
 POINTWISE = _OF_ANY | _OF_BOOLS | _OF_FLOATS
 ROWWISE = frozenset(
     {
+        "aten._log_softmax_backward_data.default",
         "aten._softmax.default",
         "aten._softmax_backward_data.default",
         "aten.log_softmax.int",
@@ -90,6 +98,7 @@ REDUCTIONS = frozenset(
         "aten.logsumexp.default",
         "aten.mean.dim",
         "aten.sum.dim_IntList",
+        "aten.var.correction",
     }
 )
 """Steps that give one number a row."""
@@ -97,8 +106,10 @@ UNSQUEEZE = "aten.unsqueeze.default"
 STEPS = POINTWISE | ROWWISE | REDUCTIONS | {UNSQUEEZE}
 """All ops that a region takes."""
 
-_NUMBERS = frozenset({"alpha", "exponent", "max", "min", "other", "self", "threshold", "value"})
-_ATTRS = _NUMBERS | {"approximate", "args", "dim", "dtype", "half_to_float", "input_dtype", "keepdim"}
+_NUMBERS = "alpha beta correction exponent input_scale max min negative_slope other scale self threshold value"
+_ATTRS = {*_NUMBERS.split(), "approximate", "args", "dim", "dtype", "half_to_float", "input_dtype", "keepdim"} | {
+    "self_is_result"
+}
 
 
 class Step(NamedTuple):
@@ -143,7 +154,7 @@ def step_refusal(op: str, attrs: Mapping[str, Any], operands: Sequence[TensorTyp
             return f"{op} has the attribute {name} = {value}"
     if op in _OF_BOOLS and set(dtypes) != {DType.BOOL}:
         return f"{op} of {' and '.join(sorted({d.text for d in dtypes}))}, not of bool alone"
-    if op in _OF_FLOATS | ROWWISE and not all(d.is_float for d in dtypes):
+    if op in _OF_FLOATS | ROWWISE and not all(d.is_float for d in dtypes[:-1]):
         return f"{op} of integers"
     mixed = {d.is_float for d in dtypes[:-1]} == {True, False} and op not in (
         "aten.where.self",
@@ -151,6 +162,8 @@ def step_refusal(op: str, attrs: Mapping[str, Any], operands: Sequence[TensorTyp
     )
     if mixed and any(d in (DType.BF16, DType.F16) for d in dtypes):
         return f"{op} joins integers with numbers of 16 bits, to which they are rounded"
+    if attrs.get("self_is_result"):
+        return f"{op} of its own result"
     if op == "aten.pow.Tensor_Scalar" and float(attrs["exponent"]) not in POWERS:
         return f"{op} with exponent {attrs['exponent']}"
     if (op in ROWWISE or op in REDUCTIONS) and not _over_last(attrs, len(operands[0].shape)):

@@ -130,6 +130,34 @@ func @f(%x: f32[1, S, 1, 24], %y: f32[1, S, 1, 1], %z: f32[S, 1, 24]) {
   return %c
 }
 """
+BENT = """
+func @f(%x: f32[B, S, 50], %g: f32[B, S, 50]) {
+  %a: f32[B, S, 50] = aten.softplus.default(%x) {beta = 2.0}
+  %b: f32[B, S, 50] = aten.log1p.default(%a)
+  %c: f32[B, S, 50] = aten.elu.default(%x)
+  %d: f32[B, S, 50] = aten.expm1.default(%x)
+  %e: f32[B, S, 50] = aten.softplus_backward.default(%g, %x) {beta = 2.0, threshold = 20}
+  %h: f32[B, S, 50] = aten.leaky_relu_backward.default(%e, %x) {negative_slope = 0.1, self_is_result = false}
+  %i: f32[B, S, 50] = aten.addcmul.default(%h, %b, %c) {value = 0.5}
+  %j: f32[B, S, 1] = aten.var.correction(%i) {correction = 0, dim = [-1], keepdim = true}
+  %k: f32[B, S, 50] = aten.log_softmax.int(%d) {dim = -1}
+  %l: f32[B, S, 50] = aten._log_softmax_backward_data.default(%i, %k) {dim = -1, input_dtype = f32}
+  %m: f32[B, S, 50] = aten.clamp_min.default(%l) {min = -1.5}
+  %n: f32[B, S, 50] = aten.leaky_relu.default(%m)
+  return %n, %j, %b, %c, %d
+}
+"""
+STEEP = """
+func @f(%x: f16[B, S, 50], %y: f16[B, S, 50]) {
+  %a: f16[B, S, 50] = aten.mul.Tensor(%x, %y)
+  %b: f16[B, S, 50] = aten.mul.Scalar(%a) {other = 300}
+  %c: f16[B, S, 50] = aten.floor.default(%b)
+  %d: bool[B, S, 50] = aten.isnan.default(%c)
+  %e: i32[B, S, 50] = cast(%a) {dtype = i32}
+  %f: bool[B, S, 50] = aten.ge.Scalar(%a) {other = 0.5}
+  return %d, %e, %f
+}
+"""
 TAKEN = """
 func @f(%p: bf16[B, S, 24], %w: bf16[24, 40]) {
   %x: bf16[B, S, 40] = aten.matmul.default(%p, %w)
@@ -142,6 +170,8 @@ func @f(%p: bf16[B, S, 24], %w: bf16[24, 40]) {
 """
 TEXTS = {
     "ones": ONES,
+    "bent": BENT,
+    "steep": STEEP,
     "taken": TAKEN,
     "capped": CAPPED,
     "operands": OPERANDS,
