@@ -85,9 +85,9 @@ def pipeline_text(recipe: Recipe) -> str:
         return f"{NORMALIZE},{RAISE},{adapt}derive-serve{{max_length={recipe.max_length}}},cse,dce,in-place"
     frozen = [rule for rule in recipe.groups if parse_group(rule).frozen]
     optimizer = {n: getattr(recipe, n) for n in (*_ADAMW, "groups")}
-    scaled = {}
+    scaled: dict[str, OptionValue] = {"low_sums": recipe.grad_dtype == "param"}
     if recipe.precision == "fp16":
-        scaled = {"loss_scale": recipe.loss_scale}
+        scaled |= {"loss_scale": recipe.loss_scale}
         optimizer |= {n: getattr(recipe, f"loss_scale_{n}") for n in ("growth", "backoff", "interval")}
     again: dict[str, OptionValue] = {
         "mode": recipe.recompute,

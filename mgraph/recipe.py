@@ -82,6 +82,11 @@ class Recipe:
     )
     wide_sums: bool = option(False, "with fsdp: sum gradients narrower than fp32 over the ranks in fp32")
     precision: str = option("fp32", "dtype of the parameters and of the computation", ("fp32", "bf16", "fp16"))
+    grad_dtype: str = option(
+        "fp32",
+        "dtype in which gradients are summed over microbatches: fp32, or param, that of their parameter",
+        ("fp32", "param"),
+    )
     target: str = option("h100", "the machine that kernels are chosen for", tuple(TARGET_ARCHS))
     arch: str = option(
         "", "GPU architectures to build kernels for, comma-separated, or none (default: the target's, sm_90a for h100)"

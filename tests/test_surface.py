@@ -6,7 +6,7 @@ from mgraph.cli.app import command
 
 SURFACE = {
     "compile": "MODEL --for --mesh --place --sequence-parallel/--no-sequence-parallel --pad --zero "
-    "--keep-gathered/--no-keep-gathered --overlap/--no-overlap --wide-sums/--no-wide-sums --precision --target --arch "
+    "--keep-gathered/--no-keep-gathered --overlap/--no-overlap --wide-sums/--no-wide-sums --precision --grad-dtype --target --arch "
     "--output/-o --recompute "
     "--memory-budget --batch --seq --optimizer --weight-decay --groups --lora --lora-train --beta1 --beta2 --eps "
     "--max-norm --expert-bias-rate "

@@ -206,7 +206,8 @@ def _axis_line(axis: Axis) -> str:
 def _entry_line(entry: Entry) -> str:
     outputs = ", ".join(map(name_text, entry.outputs))
     updates = f" updates ({', '.join(fold_names(entry.updates))})" if entry.updates else ""
-    return f"entry {name_text(entry.name)} = @{name_text(entry.function)} -> ({outputs}){updates}{' captured' * entry.captured}"
+    captured = " captured" * entry.captured
+    return f"entry {name_text(entry.name)} = @{name_text(entry.function)} -> ({outputs}){updates}{captured}"
 
 
 def _state_lines(states: Mapping[str, State]) -> list[str]:

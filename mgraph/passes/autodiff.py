@@ -39,10 +39,12 @@ class Autodiff(Pass):
     """Derive the training entries from the captured forward.
 
     With `loss_scale` the backward is seeded with the state `loss_scale`, which begins with this value, so that small
-    gradients do not vanish in f16; 0 seeds it with 1.
+    gradients do not vanish in f16; 0 seeds it with 1. With `low_sums` gradients are summed in the dtype of their
+    parameters, else in f32.
     """
 
     loss_scale: float = 0.0
+    low_sums: bool = False
 
     name: ClassVar[str] = "autodiff"
     stage: ClassVar[Stage] = Stage.DERIVE
@@ -57,7 +59,7 @@ class Autodiff(Pass):
         function = module.entry_function("forward")
         if entry.outputs[:2] != (LOSS, COUNT):
             raise PassError(f"the forward entry gives {entry.outputs}, not a loss sum and a count")
-        differentiator = Differentiator(module, self.name)
+        differentiator = Differentiator(module, self.name, low_sums=self.low_sums)
         microbatch, state = _microbatch(differentiator, module, function, self.loss_scale)
         updates = (LOSS_TOTAL, COUNT_TOTAL, *(s.name for s in state if s.kind is StateKind.GRAD))
         report.count("gradients", len(updates) - 2)
@@ -85,7 +87,7 @@ def _microbatch(
     loss, count = trimmed.results
     needs = tuple(False for _ in trimmed.inputs())
     sweep = Sweep(differentiator, trimmed, "microbatch", needs)
-    state = _accumulators(module, loss.tensor.dtype)
+    state = _accumulators(differentiator, loss.tensor.dtype)
     scaling = _loss_scale_states(loss.tensor, loss_scale) if loss_scale else []
     by_name = {s.name: s for s in state}
     read = {v for node in trimmed.nodes for v in node.operands if v.is_state}
@@ -122,16 +124,16 @@ def _loss_scale_states(type_: TensorType, begin: float) -> list[State]:
     ]
 
 
-def _accumulators(module: Module, loss_dtype: DType) -> list[State]:
+def _accumulators(differentiator: Differentiator, loss_dtype: DType) -> list[State]:
     """Loss and count totals, and one gradient accumulator per trainable parameter."""
     zeros = (("zeros_",),)
     made = [
         State.make(LOSS_TOTAL, TensorType(loss_dtype), StateKind.SCALAR, init=zeros, persist=False),
         State.make(COUNT_TOTAL, TensorType(DType.I64), StateKind.SCALAR, init=zeros, persist=False),
     ]
-    for state in module.state.values():
+    for state in differentiator.module.state.values():
         if state.kind is StateKind.PARAM and state.trainable:
-            type_ = gradient_type(state.type)
+            type_ = differentiator.accumulator_type(state.type)
             made.append(State.make(f"{state.name}.grad", type_, StateKind.GRAD, init=zeros, persist=False))
     return made
 

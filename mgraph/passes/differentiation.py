@@ -38,7 +38,7 @@ VIEWS = frozenset(
 
 @cache
 def gradient_type(type_: TensorType) -> TensorType:
-    """The type of a gradient accumulator: f32, or f64 for f64."""
+    """The type of what is kept of a parameter in full precision: f32, or f64 for f64."""
     return type_.with_dtype(DType.F64 if type_.dtype is DType.F64 else DType.F32)
 
 
@@ -62,13 +62,19 @@ class Derivative:
 
 
 class Differentiator:
-    """Differentiates functions of a module on demand, once per (function, needed inputs, seeded results)."""
+    """Differentiates functions of a module on demand, once per (function, needed inputs, seeded results). `low_sums`:
+    gradients are summed in the dtype of their parameters."""
 
-    def __init__(self, module: Module, made_by: str) -> None:
+    def __init__(self, module: Module, made_by: str, *, low_sums: bool = False) -> None:
         self.module = module
         self.made_by = made_by
+        self._low_sums = low_sums
         self.functions: dict[str, Function] = {}
         self._done: dict[tuple[str, tuple[bool, ...], tuple[bool, ...]], Derivative] = {}
+
+    def accumulator_type(self, type_: TensorType) -> TensorType:
+        """The type in which the gradient of a parameter is summed."""
+        return type_ if self._low_sums else gradient_type(type_)
 
     def active(self, function: Function, needs: Sequence[bool]) -> set[Value]:
         """Values that depend differentiably on the needed inputs (trainable states always count)."""
@@ -110,7 +116,7 @@ class Differentiator:
             cotangents.append(value)
             sweep.add(result, value)
         accumulators = {
-            slot: sweep.builder.slot(f"grad.{slot.name}", gradient_type(slot.tensor))
+            slot: sweep.builder.slot(f"grad.{slot.name}", self.accumulator_type(slot.tensor))
             for slot, need in zip(function.slots, needs[len(function.params) :], strict=True)
             if need
         }

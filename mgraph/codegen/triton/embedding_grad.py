@@ -25,6 +25,7 @@ class EmbeddingGrad:
 
     width: int
     grad: str
+    total: str = "f32"
 
     @property
     def aligned(self) -> bool:
@@ -57,13 +58,13 @@ def problem_of(node: Node, total: Value) -> EmbeddingGrad | str:
         return f"the width {width} of a row is not a known number"
     if dtype not in TRITON_LANGUAGE_DTYPES:
         return f"the gradient is {dtype}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
-    if total.tensor.dtype.text != "f32":
-        return f"the total is {total.tensor.dtype.text}; the kernel takes f32"
-    return EmbeddingGrad(width, dtype)
+    if total.tensor.dtype.text not in TRITON_LANGUAGE_DTYPES:
+        return f"the total is {total.tensor.dtype.text}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
+    return EmbeddingGrad(width, dtype, total.tensor.dtype.text)
 
 
 def build(name: str, problem: EmbeddingGrad, cut: Tuning | None = None) -> KernelSpec:
-    """The site `total = name(total, grad, ids, order)`, in place: total f32 [V, width], grad [..., width], ids i32 [T]
+    """The site `total = name(total, grad, ids, order)`, in place: total [V, width], grad [..., width], ids i32 [T]
     (rows of total in ascending order; those from V on name none), order i64 [T] (rows of grad)."""
     cut = cut or tuning(problem)
     columns = ("cdiv", problem.width, cut.columns)
@@ -74,12 +75,12 @@ def build(name: str, problem: EmbeddingGrad, cut: Tuning | None = None) -> Kerne
         source=_source(name, problem, cut),
         twin=_twin(name, problem),
         inputs=(
-            TensorSpec("total", "f32", ("V", problem.width)),
+            TensorSpec("total", problem.total, ("V", problem.width)),
             TensorSpec("grad", problem.grad, ("*", problem.width)),
             TensorSpec("ids", "i32", ("T",)),
             TensorSpec("order", "i64", ("T",)),
         ),
-        outputs=(TensorSpec("sum", "f32", ("V", problem.width), alias="total"),),
+        outputs=(TensorSpec("sum", problem.total, ("V", problem.width), alias="total"),),
         scratch=(TensorSpec("partial", "f32", ("windows", problem.width)),),
         launches=(
             Launch(f"{name}_rows", args, ("T", columns), *shape),
@@ -93,6 +94,8 @@ def _source(name: str, problem: EmbeddingGrad, cut: Tuning) -> str:
     width, window = problem.width, cut.window
     ragged = width % cut.columns != 0
     mask = f", mask=column < {width}" if ragged else ""
+    low = problem.total != "f32"
+    widened, stored = ".to(tl.float32)" * low, f".to(tl.{TRITON_LANGUAGE_DTYPES[problem.total]})" * low
     tile = f"same[:, None] & (column < {width})[None, :]" if ragged else "same[:, None]"
     return f'''
 @triton.jit
@@ -122,7 +125,8 @@ def {name}_rows(total_ptr, grad_ptr, ids_ptr, order_ptr, partial_ptr, T, V):
             start += {cut.rows}
         if token != before:
             target = total_ptr + token.to(tl.int64) * {width} + column
-            tl.store(target, tl.load(target{mask}) + total{mask})
+            total += tl.load(target{mask}){widened}
+            tl.store(target, total{stored}{mask})
         else:
             tl.store(partial_ptr + (place // {window}).to(tl.int64) * {width} + column, total{mask})
 
@@ -148,7 +152,8 @@ def {name}_windows(total_ptr, ids_ptr, partial_ptr, T, V):
             found = tl.sum(same.to(tl.int32), axis=0)
             window += {cut.rows}
         target = total_ptr + token.to(tl.int64) * {width} + column
-        tl.store(target, tl.load(target{mask}) + total{mask})
+        total += tl.load(target{mask}){widened}
+        tl.store(target, total{stored}{mask})
 '''
 
 

@@ -29,13 +29,14 @@ PROBLEMS = {
     "one": (EmbeddingGrad(1, "f32"), None),
     "half": (EmbeddingGrad(24, "f16"), Tuning(2, 32, 2, 1)),
     "brain": (EmbeddingGrad(129, "bf16"), None),
+    "low total": (EmbeddingGrad(24, "f16", "f16"), Tuning(2, 32, 2, 1)),
 }
 
 
 def draw(problem: EmbeddingGrad, tokens: Tensor, **part: int) -> tuple[Tensor, ...]:
     """The arguments of a site: a total that is not zero, a gradient, and sorted tokens."""
     generator = torch.Generator().manual_seed(problem.width)
-    total = torch.randn(11, problem.width, generator=generator)
+    total = torch.randn(11, problem.width, generator=generator).to(DTYPES[problem.total])
     grad = torch.randn(*tokens.shape, problem.width, generator=generator).to(DTYPES[problem.grad])
     return total, grad, *rt.by_token(tokens, **part)
 
@@ -63,12 +64,17 @@ def batches() -> list[Tensor]:
 )
 def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     """Runs longer and shorter than a tile, and a part of a vocabulary with a token for padding."""
-    specs = [embedding_grad.build(name, problem, cut) for name, (problem, cut) in PROBLEMS.items()]
-    cases: list[Case] = [(name, draw(p, tokens)) for name, (p, _) in PROBLEMS.items() for tokens in batches()]
+    specs = [embedding_grad.build(name.replace(" ", "_"), problem, cut) for name, (problem, cut) in PROBLEMS.items()]
+    cases: list[Case] = [
+        (name.replace(" ", "_"), draw(p, tokens)) for name, (p, _) in PROBLEMS.items() for tokens in batches()
+    ]
     part = torch.tensor([3, 25, 12, 21, 12, 11, 0, 40, 13, 12])
     cases.append(("even", draw(PROBLEMS["even"][0], part, index=1, rows=11, padding_idx=13)))
     for (name, inputs), ((made,), after) in zip(cases, interpret(specs, cases, tmp_path), strict=True):
-        torch.testing.assert_close(made.double(), exact(inputs), rtol=1e-6, atol=2e-6, msg=name)
+        allowed = {"f32": 1e-6, "f16": 4e-3}[
+            PROBLEMS[name.replace("_", " ")][0].total
+        ]  # a total in f16 is rounded up to twice
+        torch.testing.assert_close(made.double(), exact(inputs), rtol=allowed, atol=2 * allowed, msg=name)
         assert torch.equal(made, after[0])
 
 
@@ -81,6 +87,8 @@ def test_twin(name: str) -> None:
         inputs = draw(problem, tokens)
         want = exact(inputs)
         assert twins.add(*inputs) is inputs[0]
+        if problem.total != "f32":
+            continue  # torch rounds after every row
         torch.testing.assert_close(inputs[0].double(), want, rtol=1e-6, atol=2e-6)
 
 
@@ -110,7 +118,7 @@ def test_problem_of_a_sum() -> None:
     ("change", "reason"),
     [
         (("bf16", "f64"), "the gradient is f64"),
-        (("f32[11", "bf16[11"), "the total is bf16"),
+        (("f32[11", "f64[11"), "the total is f64"),
         (("6]", "S]"), "the width S of a row is not a known number"),
     ],
 )
@@ -139,6 +147,6 @@ def test_a_step_adds_by_token(tmp_path: Path) -> None:
 
 
 def test_emitted_lines_fit() -> None:
-    specs = [embedding_grad.build(name, problem) for name, (problem, _) in PROBLEMS.items()]
+    specs = [embedding_grad.build(name.replace(" ", "_"), problem) for name, (problem, _) in PROBLEMS.items()]
     for text in (kernels_text(specs), reference_text(specs)):
         assert max(map(len, text.splitlines())) <= 120
