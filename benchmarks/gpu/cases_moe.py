@@ -24,7 +24,8 @@ SKEW = 2
 
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of a name."""
-    return to_torch_dtype(DType.parse(name))
+    dtype: torch.dtype = to_torch_dtype(DType.parse(name))
+    return dtype
 
 
 def draw(names: str, tokens: int, problem: MoeRows, device: torch.device) -> tuple[Tensor, ...]:

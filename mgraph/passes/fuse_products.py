@@ -1,11 +1,13 @@
-"""fuse-products: of two products that are summed, the second adds to the first.
+"""fuse-products: a product that is summed with another, or with the gradient of a dispatch, adds to it.
 
     %a = aten.matmul.default(%dq, %wq)           %a = aten.matmul.default(%dq, %wq)
     %b = aten.matmul.default(%dk, %wk)     ==>
     %dx = aten.add.Tensor(%a, %b)                %dx = matmul_add(%a, %dk, %wk)
 
 So the gradient of what several projections read is summed where each product is made, without passing through memory
-for it. The first product must be read by nothing else: its memory takes the sum.
+for it. The first product must be read by nothing else: its memory takes the sum. In place of it may stand
+`moe_dispatch_grad`, which the product of the router adds to; other sums are left to the regions, as these may read the
+product where they make what it is added to.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.passes.base import Pass, Report, Stage, Tier
 
 _PRODUCT = "aten.matmul.default"
+_TOTALS = {_PRODUCT, "moe_dispatch_grad"}
+"""Ops whose result, memory of its own, takes the sum."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,11 @@ class FuseProducts(Pass):
         made: dict[Node, Node] = {}
         gone: set[Node] = set()
         for node in function.nodes:
-            parts = sorted((makers[v] for v in node.operands if v in makers), key=order.__getitem__)
-            if node.op != "aten.add.Tensor" or len(parts) != 2 or not _is_sum(*parts, made):
+            parts = sorted(
+                (makers[v] for v in node.operands if v in makers),
+                key=lambda part: (part.op == _PRODUCT, order[part]),
+            )
+            if node.op != "aten.add.Tensor" or len(parts) != 2 or not _is_sum(parts[0], parts[1], made):
                 continue
             first, second = parts
             guard = _guard(node, first, second, users)
@@ -62,8 +69,8 @@ class FuseProducts(Pass):
 
 
 def _is_sum(first: Node, second: Node, made: Mapping[Node, Node]) -> bool:
-    """Whether two nodes are products, the first perhaps a sum of some already."""
-    return (first.op == _PRODUCT or first in made) and second.op == _PRODUCT and first is not second
+    """Whether the second of two nodes is a product, and the first what it may add to, perhaps a sum of some already."""
+    return (first.op in _TOTALS or first in made) and second.op == _PRODUCT and first is not second
 
 
 def _guard(node: Node, first: Node, second: Node, users: Mapping[Value, int]) -> tuple[str, str] | None:

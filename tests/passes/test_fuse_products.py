@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mgraph.passes.fuse_products import FuseProducts
-from tests.passes.raising import assert_same, ops, raised
+from tests.passes.raising import DIMS, assert_same, ops, raised
 
 TEXT = """
 func @f(%q: f32[B, S, 6], %k: f32[B, S, 4], %v: f32[B, S, 2], %wq: f32[6, 5], %wk: f32[4, 5], %wv: f32[2, 5]) {
@@ -47,3 +48,37 @@ def test_other_sums_stay() -> None:
     text = TEXT.replace("aten.matmul.default(%v, %wv)", "aten.neg.default(%c)")
     _, after, report = raised(FuseProducts(), text)
     assert ops(after.functions["f"])["aten.add.Tensor"] == 1 and len(report.matches) == 1
+
+
+ROUTED = """
+func @f(%drows: f32[2*S, 5], %order: i64[2*S], %dlogits: f32[S, 4], %router: f32[4, 5], %q: f32[S, 6], %wq: f32[6, 5]) {
+  %r: f32[S, 5] = aten.matmul.default(%dlogits, %router)
+  %d: f32[S, 5] = moe_dispatch_grad(%drows, %order) {top_k = 2}
+  %dx: f32[S, 5] = aten.add.Tensor(%r, %d)
+  %a: f32[S, 5] = aten.matmul.default(%q, %wq)
+  %e: f32[S, 5] = aten.add.Tensor(%dx, %a)
+  return %e
+}
+"""
+
+
+def test_a_product_adds_to_the_gradient_of_a_dispatch() -> None:
+    """In either order of the two; further products follow."""
+    texts = ROUTED, ROUTED.replace("(%r, %d)", "(%d, %r)")
+    for text in texts:
+        before, after, report = raised(FuseProducts(), text)
+        function = after.functions["f"]
+        assert ops(function) == {"moe_dispatch_grad": 1, "matmul_add": 2}
+        assert [[v.name for v in node.operands] for node in function.nodes[1:]] == [
+            ["d", "dlogits", "router"],
+            ["dx", "q", "wq"],
+        ]
+        assert report.near_misses == [] and len(report.matches) == 2
+        assert_same(before, after, order=torch.randperm(2 * DIMS["S"]))
+
+
+def test_a_gradient_that_is_read_elsewhere_stays() -> None:
+    text = ROUTED.replace("return %e", "return %e, %d")
+    before, after, report = raised(FuseProducts(), text)
+    assert [miss.detail for miss in report.near_misses] == ["`d` has 2 users, expected 1"]
+    assert ops(after.functions["f"]) == ops(before.functions["f"])
