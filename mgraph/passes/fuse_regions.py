@@ -5,7 +5,7 @@
                                                                         ["aten.mul.Tensor", [2, 1], []]]}
 
 What a region saves is the traffic of memory: a value that is made and read within it stays in registers. So groups grow
-along the values that they would keep, in the order of the function, as long as
+along the values that they would keep, in the order of the function, and then join those that read the same, as long as
 
     one space    all values broadcast to one shape, whose last dim is a known number (`mgraph.ir.ops.region`)
     order        no path leaves the group and comes back, through other groups either
@@ -43,6 +43,9 @@ _FRESH = (STEPS - {UNSQUEEZE, "cast"}) | {
     "matmul_add",
 }
 """Ops whose results are memory of their own, contiguous."""
+
+SIBLINGS = 16
+"""Nodes that may lie between two groups that are joined because they read the same."""
 
 POSITIONS = 8192
 """What named dims are taken for, but for the batch `B` of 1, where bytes are reckoned."""
@@ -133,6 +136,7 @@ class _Partition:
             for i in range(len(self.function.nodes)):
                 for j in sorted(self.before[i], reverse=True):
                     self._join(j, i)
+            self._join_siblings()
             found = {group: self._paying(group) for group in dict.fromkeys(self.group_of)}
             bodies = {group: body for group, body in found.items() if body is not None}
         if not bodies:
@@ -175,8 +179,16 @@ class _Partition:
                     return f"the last dim of {type_} lies over {axis}"
         return None
 
-    def _join(self, maker: int, reader: int) -> None:
-        """Make one group of those of a node and of one that reads it, where that is possible."""
+    def _join_siblings(self) -> None:
+        """Make one group of those that read one wide value and are not far apart, so that it is read once."""
+        for value, readers in self.function.users().items():
+            indices = sorted({self.made[node.results[0]] for node in readers})
+            for one, other in pairwise(indices):
+                if self.group_of[other].nodes[0] - self.group_of[one].nodes[-1] <= SIBLINGS:
+                    self._join(one, other, value)
+
+    def _join(self, maker: int, reader: int, shared: Value | None = None) -> None:
+        """Make one group of those of a node and of one that reads it, or the same as it, where that is possible."""
         one, other = self.group_of[maker], self.group_of[reader]
         if one is other or not (one.open and other.open):
             return
@@ -184,21 +196,26 @@ class _Partition:
         if node.phase is not self.function.nodes[maker].phase:
             return
         indices = tuple(sorted({*one.nodes, *other.nodes}))
+        refusal = self._refusal(indices, shared)
+        if refusal is None:
+            group = _Group(indices, True)
+            for index in indices:
+                self.group_of[index] = group
+        elif shared is None:
+            self._miss(node, *refusal)
+
+    def _refusal(self, indices: tuple[int, ...], shared: Value | None) -> tuple[str, str] | None:
+        """The guard that keeps nodes from being a group, and what is wrong."""
         body = self._body(indices)
         if isinstance(body, str):
-            self._miss(node, "space", body)
-            return
-        refusal = self._limit(body)
-        if refusal is not None:
-            self._miss(node, *refusal)
-            return
+            return "space", body
+        if shared is not None and shared.tensor.shape != body.space.shape:
+            return "space", f"{shared!r} is not as wide as the group"
+        limit = self._limit(body)
+        if limit is not None:
+            return limit
         way = self._way_back(set(indices))
-        if way is not None:
-            self._miss(node, "order", f"{way!r} reads the group and is read by it")
-            return
-        group = _Group(indices, True)
-        for index in indices:
-            self.group_of[index] = group
+        return None if way is None else ("order", f"{way!r} reads the group and is read by it")
 
     def _limit(self, body: _Body) -> tuple[str, str] | None:
         """The limit that a body passes, and by how much."""
