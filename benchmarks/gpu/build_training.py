@@ -23,6 +23,7 @@ def main() -> None:
             precision="bf16",
             max_norm=0.0,  # as the peers: no clipping, no decay
             weight_decay=0.0,
+            grad_dtype="param",  # theirs are bf16
             target="h100",
             output=str(Path(directory) / name),
         )

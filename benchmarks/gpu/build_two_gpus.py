@@ -36,6 +36,7 @@ def main() -> None:
                 precision="fp32" if options.small else "bf16",
                 max_norm=0.0,  # as the peers: no clipping, no decay
                 weight_decay=0.0,
+                grad_dtype="param",
                 target="cpu" if options.small else "h100",
                 output=str(options.directory / f"{model}-{mesh}"),
                 **more,

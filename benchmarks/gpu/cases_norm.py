@@ -128,6 +128,6 @@ BACKWARD_GRID = [
         (16, 2, 1),
     )
 ]
-SWEEP = [case("K1", 16384, size, cut) for size in SIZES for cut in FORWARD_GRID]
-SWEEP += [case("K2", rows, size, cut) for rows in (16384, 512) for size in SIZES for cut in BACKWARD_GRID]
+TUNINGS = [case("K1", 16384, size, cut) for size in SIZES for cut in FORWARD_GRID]
+TUNINGS += [case("K2", rows, size, cut) for rows in (16384, 512) for size in SIZES for cut in BACKWARD_GRID]
 """The same with other tunings, to choose the template's by."""

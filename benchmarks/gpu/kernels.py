@@ -142,6 +142,7 @@ def main() -> int:
     parser.add_argument("results", type=Path)
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--tunings", action="store_true", help="other tunings of the kernels, in place of the cases")
     options = parser.parse_intermixed_args()
     device = torch.device("cuda", torch.cuda.current_device())
     copy = copy_rate(device)
@@ -150,7 +151,8 @@ def main() -> int:
     print(f"{card['card']}: copy {copy / 1e12:.2f} TB/s", flush=True)
     complaints: list[str] = []
     for family in FAMILIES:
-        for case in importlib.import_module(f"benchmarks.gpu.cases_{family}").CASES:
+        module = importlib.import_module(f"benchmarks.gpu.cases_{family}")
+        for case in getattr(module, "TUNINGS", []) if options.tunings else module.CASES:
             if options.cases and not case.id.startswith(tuple(options.cases)):
                 continue
             try:

@@ -3,12 +3,11 @@
     python3 -m benchmarks.gpu.training PACKAGES RESULTS.jsonl [dense] [llama8] [moe] [--peers eager,default,...]
 
 PACKAGES is what `benchmarks.gpu.build_training` made. All train the same weights on the same batches, with parameters
-in bf16 and AdamW on f32 masters and moments; gradients are f32 in the package, bf16 in its peers. First the losses of
-some steps: those of the package may be 1.5 times as far (root mean square of the relative differences) from an f32 run
-of eager PyTorch as those of eager bf16 are. Then the seconds of a step: the median over blocks of steps, with no wait
-for the GPU within one, as in a run. `copy` and `matmul` are this card's ceilings, measured in this run; `fraction` is
-the model's floating-point operations per second over the rate of a bf16 product of 8192^3. Exit status 1 on any
-complaint.
+and gradients in bf16 and AdamW on f32 masters and moments. First the losses of some steps: those of the package may be
+1.5 times as far (root mean square of the relative differences) from an f32 run of eager PyTorch as those of eager bf16
+are. Then the seconds of a step: the median over blocks of steps, with no wait for the GPU within one, as in a run.
+`copy` and `matmul` are this card's ceilings, measured in this run; `fraction` is the model's floating-point operations
+per second over the rate of a bf16 product of 8192^3. Exit status 1 on any complaint.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 2 -m benchmarks.gpu.two_gpus PACKAGES RESULTS.json [--small] [--steps N] [dense] [moe]
 
 PACKAGES is what `benchmarks.gpu.build_two_gpus` made. Every variant trains the same weights on the same batches, with
-parameters in bf16 and AdamW on f32 masters (`--small`: all in f32). Its losses must agree with those of one GPU that
-trains on the batches of both ranks (2 % in bf16, 1e-4 in f32). Then the median seconds of a step over blocks of steps,
-tokens/s in all, the share of the time in which communication runs and no computation does (from the kernels that the
-profiler saw), and peak memory. Exit status 1 on any complaint.
+parameters and gradients in bf16 and AdamW on f32 masters (`--small`: all in f32). Its losses must agree with those of
+one GPU that trains on the batches of both ranks (2 % in bf16, 1e-4 in f32). Then the median seconds of a step over
+blocks of steps, tokens/s in all, the share of the time in which communication runs and no computation does (from the
+kernels that the profiler saw), and peak memory. `--only` takes beginnings of variants. Exit status 1 on any complaint.
 """
 
 from __future__ import annotations
@@ -255,6 +255,7 @@ def main() -> int:
     parser.add_argument("models", nargs="*", default=["dense", "moe"])
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", default="", help="comma-separated beginnings of variants")
     parser.add_argument("--eager", action="store_true", help="leave out the compiled peers")
     options = parser.parse_intermixed_args()
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -270,6 +271,8 @@ def main() -> int:
         for variant, make in variants(
             name, shape, options.packages, device, (False,) if options.eager else (False, True)
         ):
+            if variant != "one" and not variant.startswith(tuple(options.only.split(","))):
+                continue
             found = Measured(name, variant, [])
             try:
                 measure(shape, found, make(), options.steps, device)
