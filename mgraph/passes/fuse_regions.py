@@ -171,11 +171,12 @@ class _Partition:
             self._miss(node, "step", refusal)
         return _Group((index,), refusal is None)
 
-    def _split(self, types: Iterable[TensorType]) -> str | None:
-        """Which type has a last dim that lies over several ranks, whose extent the kernel would not know."""
+    def _split(self, space: Space, types: Iterable[TensorType]) -> str | None:
+        """Which type has a last dim that lies over ranks: over how many is not known, or its rows are reduced."""
         for type_ in types:
             for axis, placement in type_.placement:
-                if isinstance(placement, Shard) and placement.dim == len(type_.shape) - 1 and self.sizes[axis] != 1:
+                known = self.sizes[axis] == 1 or (self.sizes[axis] is not None and not space.reduces)
+                if isinstance(placement, Shard) and placement.dim == len(type_.shape) - 1 and not known:
                     return f"the last dim of {type_} lies over {axis}"
         return None
 
@@ -255,7 +256,7 @@ class _Partition:
         space = space_of(types, steps, given)
         if isinstance(space, str):
             return space
-        split = self._split(type_ for i, type_ in enumerate(types) if i not in space.squeezed)
+        split = self._split(space, (type_ for i, type_ in enumerate(types) if i not in space.squeezed))
         if split is not None:
             return split
         return _Body(operands, results, steps, given, types, space, _most_live(types, steps, given, space))

@@ -215,3 +215,20 @@ func @f(%p: f32[B, S, 24], %w: f32[24, 200]) {
         assert_same(before, after)
     (node,) = raised(FuseRegions(), CAPPED)[1].functions["f"].nodes
     assert "takes" not in node.attrs, "what comes from outside stays as it is"
+
+
+def test_rows_that_lie_over_ranks() -> None:
+    """Each rank has its part of every row, in a kernel of that width; but no rank can reduce a whole one."""
+
+    def fused(text: str, size: str) -> list[str]:
+        module = module_of(text)
+        placed = print_module(module).replace('module "test"', f'module "test"\naxis tp = {size}', 1)
+        placed = placed.replace("f32[B, S, 200]", "f32[B, S, 200]{tp=S(2)}").replace("f32[200]", "f32[200]{tp=S(0)}")
+        report = Report()
+        FuseRegions().run(parse_module(placed), report)
+        return [*(match.node for match in report.matches), *sorted({miss.detail for miss in report.near_misses})]
+
+    why = "the last dim of f32[B, S, 200]{tp=S(2)} lies over tp"
+    assert fused(CAPPED, "2") == ["c"]
+    assert fused(CAPPED, "*") == [why]
+    assert why in fused(SOFTMAX, "2")
