@@ -108,10 +108,11 @@ def moe_dispatch(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tenso
     return x.index_select(0, order // indices.shape[1]), order, offsets
 
 
-def moe_dispatch_grad(drows: Tensor, order: Tensor, *, top_k: int) -> Tensor:
-    """Gradient of `moe_dispatch` for x: the sum of a token's rows."""
-    dx: Tensor = F.embedding_bag(inverse(order).view(-1, top_k), drows, mode="sum")
-    return dx
+def moe_dispatch_grad(drows: Tensor, order: Tensor, more: Tensor | None = None, *, top_k: int) -> Tensor:
+    """Gradient of `moe_dispatch` for x: the sum of a token's rows, those of drows and of more [T*K, N]."""
+    places = inverse(order).view(-1, top_k)
+    dx: Tensor = F.embedding_bag(places, drows, mode="sum")
+    return dx if more is None else dx.add_(F.embedding_bag(places, more, mode="sum"))
 
 
 def moe_combine(rows: Tensor, weights: Tensor, order: Tensor, *, dtype: torch.dtype) -> Tensor:

@@ -72,16 +72,16 @@ def gradient_case(name: str, tokens: int, problem: MoeRows) -> Case:
 
 
 def dispatch_grad_case(name: str, tokens: int, problem: MoeRows) -> Case:
-    """The plain sum."""
+    """The plain sum, of one tensor of rows or the sum of two."""
     return _case(
         f"dispatch-grad-{name}",
         tokens,
         problem,
         moe_rows.dispatch_grad,
-        "rows order",
+        "rows order rows" if problem.more else "rows order",
         lambda *inputs: (moe.moe_dispatch_grad(*inputs, top_k=problem.choices),),
         partial(rt.moe_dispatch_grad, top_k=problem.choices),
-        passes=1,
+        passes=2 if problem.more else 1,
     )
 
 
@@ -124,5 +124,6 @@ CASES = [
     gradient_case("bf16", 16384, NARROW),
     gradient_case("odd", 8191, ODD),
     dispatch_grad_case("2048", 16384, MoeRows(2048, 8, "bf16")),
+    dispatch_grad_case("two", 16384, MoeRows(2048, 8, "bf16", more=True)),
     dispatch_grad_case("odd", 8191, MoeRows(2880, 4, "bf16")),
 ]

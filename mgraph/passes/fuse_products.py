@@ -8,6 +8,11 @@ So the gradient of what several projections read is summed where each product is
 for it. The first product must be read by nothing else: its memory takes the sum. In place of it may stand
 `moe_dispatch_grad`, which the product of the router adds to; other sums are left to the regions, as these may read the
 product where they make what it is added to.
+
+    %s = aten.add.Tensor(%a, %b)         ==>     %dx = moe_dispatch_grad(%a, %order, %b)
+    %dx = moe_dispatch_grad(%s, %order)
+
+The gradient of a dispatch sums rows as it is, and takes both parts of what the experts' products made for it.
 """
 
 from __future__ import annotations
@@ -35,7 +40,10 @@ class FuseProducts(Pass):
 
     def run(self, module: Module, report: Report) -> Module:
         """Rewrite every function; a module without a match is returned as it is."""
-        functions = {name: self._rewrite(function, report) for name, function in module.functions.items()}
+        functions = {
+            name: self._dispatched(self._rewrite(function, report), report)
+            for name, function in module.functions.items()
+        }
         changed = any(functions[name] is not f for name, f in module.functions.items())
         return replace(module, functions=functions) if changed else module
 
@@ -63,6 +71,30 @@ class FuseProducts(Pass):
             made[node] = replace(node, op="matmul_add", operands=operands, attrs={}, made_by=self.name)
             gone.add(second)
             report.match(function.name, node.id, f"{second.id} is added to {first.id}", [second.id, node.id], [node.id])
+        if not made:
+            return function
+        return replace(function, nodes=tuple(made.get(node, node) for node in function.nodes if node not in gone))
+
+    def _dispatched(self, function: Function, report: Report) -> Function:
+        """Gradients of a dispatch with both parts of a sum that only they read."""
+        makers, users = function.producers(), function.users()
+        made: dict[Node, Node] = {}
+        gone: set[Node] = set()
+        for node in function.nodes:
+            total = node.operands[0] if node.op == "moe_dispatch_grad" and len(node.operands) == 2 else None
+            sum_ = makers.get(total) if total is not None else None
+            if total is None or sum_ is None or sum_.op != "aten.add.Tensor":
+                continue
+            if sum_.attrs or any(part.type != total.type for part in sum_.operands):
+                report.near_miss(function.name, node.id, self.name, "sum", f"`{sum_.id}` is no sum of two such rows")
+                continue
+            if len(users[total]) != 1 or total in function.results:
+                report.near_miss(function.name, node.id, self.name, "users", f"`{sum_.id}` is read elsewhere, too")
+                continue
+            first, second = sum_.operands
+            made[node] = replace(node, operands=(first, node.operands[1], second), made_by=self.name)
+            gone.add(sum_)
+            report.match(function.name, node.id, f"it takes the parts of {sum_.id}", [sum_.id, node.id], [node.id])
         if not made:
             return function
         return replace(function, nodes=tuple(made.get(node, node) for node in function.nodes if node not in gone))

@@ -82,3 +82,34 @@ def test_a_gradient_that_is_read_elsewhere_stays() -> None:
     before, after, report = raised(FuseProducts(), text)
     assert [miss.detail for miss in report.near_misses] == ["`d` has 2 users, expected 1"]
     assert ops(after.functions["f"]) == ops(before.functions["f"])
+
+
+EXPERTS = """
+func @f(%up: f32[2*S, 5], %gate: f32[2*S, 5], %order: i64[2*S]) {
+  %s: f32[2*S, 5] = aten.add.Tensor(%up, %gate)
+  %d: f32[S, 5] = moe_dispatch_grad(%s, %order) {top_k = 2}
+  return %d
+}
+"""
+
+
+def test_the_gradient_of_a_dispatch_takes_both_parts_of_a_sum() -> None:
+    before, after, report = raised(FuseProducts(), EXPERTS)
+    (node,) = after.functions["f"].nodes
+    assert [v.name for v in node.operands] == ["up", "order", "gate"]
+    assert report.near_misses == [] and len(report.matches) == 1
+    assert_same(before, after, order=torch.randperm(2 * DIMS["S"]))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("return %d", "return %d, %s", "`s` is read elsewhere, too"),
+        ("(%up, %gate)", "(%up, %gate) {alpha = 2}", "`s` is no sum of two such rows"),
+        ("%gate: f32[2*S, 5]", "%gate: f32[5]", "`s` is no sum of two such rows"),
+    ],
+)
+def test_sums_that_the_gradient_of_a_dispatch_does_not_take(old: str, new: str, expected: str) -> None:
+    before, after, report = raised(FuseProducts(), EXPERTS.replace(old, new))
+    assert [miss.detail for miss in report.near_misses] == [expected]
+    assert ops(after.functions["f"]) == ops(before.functions["f"])

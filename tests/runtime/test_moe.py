@@ -54,6 +54,7 @@ def test_moe_rows(dtype: tuple[DType, torch.dtype]) -> None:
     rows, order, _ = rt.moe_dispatch(x, indices, num_experts=6)
     weights = numbers(9, 2, dtype=dtype[1])
     check("moe_dispatch_grad", rows, order, top_k=2)
+    check("moe_dispatch_grad", rows, order, numbers(18, 5, dtype=dtype[1]), top_k=2)
     check("moe_combine", rows, weights, order, exact_dtype=({"dtype": dtype[0]}, {"dtype": dtype[1]}))
     wide = ({"dtype": DType.F32}, {"dtype": torch.float32})
     check("moe_combine", rows, weights.float(), order, exact_dtype=wide)

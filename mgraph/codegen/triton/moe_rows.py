@@ -3,7 +3,7 @@
     combine         y[t]        = sum over k of weights[t, k] * rows[place[t, k]]      products rounded as the op says
     combine_grad    drows[r]    = dy[t] * weights[t, k]                                r = place[t, k]
                     dweights[t, k] = sum of dy[t] * rows[r]
-    dispatch_grad   dx[t]       = sum over k of drows[place[t, k]]
+    dispatch_grad   dx[t]       = sum over k of drows[place[t, k]] + more[place[t, k]]     more: only where there is
 
 in f32, each result rounded once. `order` says which pair t * K + k a row is of; a small launch turns it round, so that
 `place` says which row a pair has. A program is then at one token: what the token has is read or written once, the sums
@@ -35,13 +35,14 @@ PLACES = 512
 @dataclass(frozen=True)
 class MoeRows:
     """One instance: columns of a row, rows a token, the dtype of rows and tokens, that of the weights (none of the
-    dispatch), and that of the products (of `moe_combine` alone)."""
+    dispatch), that of the products (of `moe_combine` alone), and whether there are `more` rows to add."""
 
     width: int
     choices: int
     dtype: str
     weights: str = ""
     products: str = "f32"
+    more: bool = False
 
     @property
     def aligned(self) -> bool:
@@ -67,9 +68,10 @@ def problem_of(node: Node) -> MoeRows | str:
         return f"a token has {choices} rows; the kernel takes up to {MOST_CHOICES}"
     dtype = node.attrs.get("dtype", DType.F32)
     products = dtype.text if isinstance(dtype, DType) else str(dtype)
+    more = node.op == "moe_dispatch_grad" and len(node.operands) > 2
     if products not in TRITON_LANGUAGE_DTYPES:
         return f"the products are {products}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
-    return MoeRows(width, choices, rows.dtype.text, weights.dtype.text if weights else "", products)
+    return MoeRows(width, choices, rows.dtype.text, weights.dtype.text if weights else "", products, more)
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,11 @@ def combine(name: str, problem: MoeRows, cut: Tuning | None = None) -> KernelSpe
 
 
 def dispatch_grad(name: str, problem: MoeRows, cut: Tuning | None = None) -> KernelSpec:
-    """The site `dx = name(drows, order)`: drows [T*K, width], order i64 [T*K] → dx [T, width]."""
-    call = f"moe_dispatch_grad(drows, order, top_k={problem.choices})"
-    return _sum(name, problem, cut, _twin(name, call, "dx[t] = sum of drows[r]"), ("drows",), "dx")
+    """The site `dx = name(drows, order)` or `name(drows, order, more)`: drows and more [T*K, width], order i64 [T*K] →
+    dx [T, width]."""
+    also, added = (", more", " + more[r]") if problem.more else ("", "")
+    call = f"moe_dispatch_grad(drows, order{also}, top_k={problem.choices})"
+    return _sum(name, problem, cut, _twin(name, call, f"dx[t] = sum of drows[r]{added}"), ("drows",), "dx")
 
 
 def _sum(
@@ -121,16 +125,21 @@ def _sum(
 ) -> KernelSpec:
     cut = cut or sum_tuning(problem)
     grid = ("mul", "T", -(-problem.width // cut.columns))
+    more = ("more",) if problem.more else ()
     return KernelSpec(
         name=name,
         source=_places_source(name) + _sum_source(name, problem, cut, inputs[0], output),
         twin=twin,
-        inputs=(*(_tensor(tensor, problem) for tensor in inputs), _order(problem)),
+        inputs=(
+            *(_tensor(tensor, problem) for tensor in inputs),
+            _order(problem),
+            *(_tensor(tensor, problem) for tensor in more),
+        ),
         outputs=(TensorSpec(output, problem.dtype, ("T", problem.width)),),
         scratch=(TensorSpec("places", "i32", ("R",)),),
         launches=(
             _places_launch(name),
-            Launch(f"{name}_tokens", (*inputs, "places", output), (grid,), cut.num_warps, 1, problem.aligned),
+            Launch(f"{name}_tokens", (*inputs, *more, "places", output), (grid,), cut.num_warps, 1, problem.aligned),
         ),
         dims=_dims(problem),
     )
@@ -192,25 +201,26 @@ def _sum_source(name: str, problem: MoeRows, cut: Tuning, rows: str, output: str
     width, choices, columns = problem.width, problem.choices, cut.columns
     blocks = -(-width // columns)
     mask = f", mask=column < {width}" if width % columns else ""
-    token, block = (
-        ("tl.program_id(0)", "")
-        if blocks == 1
-        else (f"tl.program_id(0) // {blocks}", f"tl.program_id(0) % {blocks} * {columns} + ")
-    )
-    weights, weight, formula = "", "", f"sum of {rows}[places[t, k]]"
+    token, block = "tl.program_id(0)", ""
+    if blocks > 1:
+        token, block = f"tl.program_id(0) // {blocks}", f"tl.program_id(0) % {blocks} * {columns} + "
+    terms = [f"value = tl.load({rows}_ptr + element{mask}).to(tl.float32)"]
+    operands, formula = [f"{rows}_ptr"], f"{rows}[places[t, k]]"
     if problem.weights:
-        rounding = (
-            "" if problem.products == "f32" else f".to(tl.{TRITON_LANGUAGE_DTYPES[problem.products]}).to(tl.float32)"
-        )
-        weights = " weights_ptr,"
-        weight = f"""
-        weight = tl.load(weights_ptr + pair).to(tl.float32)
-        value = (value * weight){rounding}"""
-        formula = f"sum of weights[t, k] * {rows}[places[t, k]]"
+        operands, formula = [*operands, "weights_ptr"], f"weights[t, k] * {formula}"
+        narrow = f".to(tl.{TRITON_LANGUAGE_DTYPES[problem.products]}).to(tl.float32)"
+        terms += [
+            "weight = tl.load(weights_ptr + pair).to(tl.float32)",
+            f"value = (value * weight){narrow if problem.products != 'f32' else ''}",
+        ]
+    if problem.more:
+        operands, formula = [*operands, "more_ptr"], f"{formula} + more[places[t, k]]"
+        terms.append(f"value += tl.load(more_ptr + element{mask}).to(tl.float32)")
+    body = "".join(f"        {line}\n" for line in [*terms, "total += value"])
     return f'''
 @triton.jit
-def {name}_tokens({rows}_ptr,{weights} places_ptr, {output}_ptr):
-    """{output}[t] = {formula}
+def {name}_tokens({", ".join(operands)}, places_ptr, {output}_ptr):
+    """{output}[t] = sum of {formula}
 
     One token and {columns} of its {width} columns per program.
     """
@@ -219,10 +229,8 @@ def {name}_tokens({rows}_ptr,{weights} places_ptr, {output}_ptr):
     total = tl.zeros([{columns}], dtype=tl.float32)
     for choice in tl.static_range({choices}):
         pair = token * {choices} + choice
-        row = tl.load(places_ptr + pair).to(tl.int64)
-        value = tl.load({rows}_ptr + row * {width} + column{mask}).to(tl.float32){weight}
-        total += value
-    target = {output}_ptr + token.to(tl.int64) * {width} + column
+        element = tl.load(places_ptr + pair).to(tl.int64) * {width} + column
+{body}    target = {output}_ptr + token.to(tl.int64) * {width} + column
     tl.store(target, total.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}){mask})
 '''
 

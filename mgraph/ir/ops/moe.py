@@ -40,9 +40,13 @@ def moe_dispatch(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tenso
     return x[order // indices.shape[1]], order, offsets
 
 
-def moe_dispatch_grad(drows: Tensor, order: Tensor, *, top_k: int) -> Tensor:
-    """Gradient of `moe_dispatch`: dx [T, N] sums the K rows of a token of drows [T·K, N], in at least f32."""
-    pairs = promote(drows[order.argsort()]).unflatten(0, (-1, top_k))
+def moe_dispatch_grad(drows: Tensor, order: Tensor, more: Tensor | None = None, *, top_k: int) -> Tensor:
+    """Gradient of `moe_dispatch`: dx [T, N] sums the K rows of a token of drows [T·K, N], in at least f32.
+
+    With `more` [T·K, N], those of drows + more.
+    """
+    rows = promote(drows) if more is None else promote(drows) + promote(more)
+    pairs = rows[order.argsort()].unflatten(0, (-1, top_k))
     return rounded(pairs.sum(1), drows)
 
 
@@ -68,6 +72,8 @@ def _dispatch_gradient(request: GradientRequest) -> Sequence[Value | None]:
 def _infer_dispatch_grad(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     rows, width = types[0].shape
     tokens = divide(rows, attrs["top_k"])
+    if len(types) > 2 and types[2] != types[0]:
+        raise ValueError(f"moe_dispatch_grad: drows {types[0]} and more {types[2]} do not fit")
     if tokens is None:
         raise ValueError(f"moe_dispatch_grad: {rows} rows are not {attrs['top_k']} a token")
     return (TensorType(types[0].dtype, (tokens, width)),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import types
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def specs_of(name: str, problem: MoeRows, cut: Tuning | None) -> list[KernelSpec
         moe_rows.combine(f"{name}_combine", problem, cut),
         moe_rows.combine_grad(f"{name}_combine_grad", problem, cut),
         moe_rows.dispatch_grad(f"{name}_dispatch_grad", plain, cut),
+        moe_rows.dispatch_grad(f"{name}_dispatch_grad_more", replace(plain, more=True), cut),
     ]
 
 
@@ -79,6 +81,7 @@ def calls(problem: MoeRows, tokens: int) -> dict[str, tuple[tuple[Tensor, ...], 
         "combine": ((rows, weights, order), [y]),
         "combine_grad": ((dy, rows, weights, order), [drows, dweights]),
         "dispatch_grad": ((rows, order), [dx]),
+        "dispatch_grad_more": ((rows, order, rows.flip(1).contiguous()), [dx + dx.flip(1)]),
     }
 
 
@@ -130,7 +133,7 @@ def test_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
     gradient's read 8 places and 8 weights in three vectors more."""
     specs = specs_of("wide", MoeRows(2048, 8, "bf16", "bf16", "bf16"), None)
     texts = ptx_of(specs, tmp_path)
-    for spec, loads, stores in zip(specs, (8, 12, 8), (1, 8, 1), strict=True):
+    for spec, loads, stores in zip(specs, (8, 12, 8, 16), (1, 8, 1, 1), strict=True):
         text = texts[f"{spec.name}_tokens.aligned"]
         assert len(re.findall(r"ld\.global\S*\.v4\.b32", text)) == loads, spec.name
         assert len(re.findall(r"st\.global\S*\.v4\.b32", text)) == stores, spec.name
@@ -143,7 +146,8 @@ func @f(%rows: bf16[2*S, 48], %weights: f32[S, 2], %order: i64[2*S], %dy: bf16[S
   %y: bf16[S, 48] = moe_combine(%rows, %weights, %order) {dtype = bf16}
   %drows: bf16[2*S, 48], %dweights: f32[S, 2] = moe_combine_grad(%dy, %rows, %weights, %order)
   %dx: bf16[S, 48] = moe_dispatch_grad(%drows, %order) {top_k = 2}
-  return %y, %dweights, %dx
+  %dx2: bf16[S, 48] = moe_dispatch_grad(%drows, %order, %rows) {top_k = 2}
+  return %y, %dweights, %dx, %dx2
 }
 """
 
@@ -156,10 +160,11 @@ def changed(*changes: tuple[str, str]) -> Module:
 
 
 def test_problem_of_a_node() -> None:
-    combine, combine_grad, dispatch_grad = changed().functions["f"].nodes
+    combine, combine_grad, dispatch_grad, with_more = changed().functions["f"].nodes
     assert moe_rows.problem_of(combine) == MoeRows(48, 2, "bf16", "f32", "bf16")
     assert moe_rows.problem_of(combine_grad) == MoeRows(48, 2, "bf16", "f32")
     assert moe_rows.problem_of(dispatch_grad) == MoeRows(48, 2, "bf16")
+    assert moe_rows.problem_of(with_more) == MoeRows(48, 2, "bf16", more=True)
 
 
 def test_sites_in_packages_for_a_gpu() -> None:
@@ -167,6 +172,7 @@ def test_sites_in_packages_for_a_gpu() -> None:
         "moe_combine_fwd_0",
         "moe_combine_bwd_0",
         "moe_dispatch_bwd_0",
+        "moe_dispatch_bwd_1",
     ]
     assert not kernel_sites(changed()).specs
 
