@@ -59,7 +59,28 @@ def interpret(
     return results
 
 
+def multiply_bf16() -> None:
+    """Products of bf16 by their values: the interpreter keeps bf16 as 16-bit words, and multiplies those."""
+    import numpy
+    from triton import language
+    from triton.runtime import interpreter
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar is not language.bfloat16:
+            return handle
+        words = handle.data.astype(numpy.uint32) << 16
+        return interpreter.TensorHandle(words.view(numpy.float32), language.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return multiply(self, widened(a), widened(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
 def main(directory: Path) -> None:
+    multiply_bf16()
     entries = json.loads((directory / "manifest.json").read_text())["kernels"]
     twins = runtime._import_file(directory / "reference.py")
     sites = runtime.bind(entries, directory, twins, Interpreter(), strict=True, jit=True)

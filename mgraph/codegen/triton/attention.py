@@ -1,0 +1,521 @@
+"""Attention with masks that no fused kernel of torch takes, as Triton source and torch twin.
+
+    out = softmax(cap(scale * q k^T) + mask) v,   lse = log sum exp of the scores that are seen, and of the sink
+
+A program has a block of queries of one head and goes over blocks of keys; sums are kept relative to the largest score
+so far (Milakov and Gimelshein 2018, arXiv:1805.02867), as in FlashAttention-2 (Dao 2023, arXiv:2307.08691). Inside,
+scores are to the base 2. Keys that no query of the block can see, by position, are not read. Where segments or padding
+hide more, a first kernel finds for each block the first and the last key that it may see: for documents one after
+another these are the documents' own.
+
+Products are of 16-bit numbers with sums in f32; the weights are rounded to the dtype of v before their product.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mgraph.codegen.triton.kernel import Expression, KernelSpec, Launch, TensorSpec
+from mgraph.codegen.triton.rms_norm import TRITON_LANGUAGE_DTYPES
+from mgraph.codegen.triton.rope import lines_of, signature
+from mgraph.ir.graph import Node
+
+LARGEST_WIDTH = 256
+"""Above this a block of queries and one of keys do not fit in shared memory together."""
+
+SCANNED = 1024
+"""Positions that the search for what a block can see reads at a time."""
+
+LOG2E, LN2 = math.log2(math.e), math.log(2)
+
+LOWEST = -3.0e38
+"""A largest score of nothing: minus infinity would give no number where it is subtracted from itself."""
+
+FAR = 2**31 - 1
+"""Above all positions."""
+
+LARGEST = 2**63 - 1
+"""The largest number of a segment."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One instance of `attention` or `attention_grad`.
+
+    `width` is that of q and k, `value_width` that of v. `more` has the name and the dtype of each further operand.
+    `square`: there are as many queries as keys.
+    """
+
+    dtype: str
+    width: int
+    value_width: int
+    scale: float
+    causal: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    more: tuple[tuple[str, str], ...] = ()
+    square: bool = True
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """The attribute `extra` of the op."""
+        return tuple(name for name, _ in self.more)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the further operands in the source: a second `segments` is `segments_2`."""
+        return tuple(
+            f"{name}_{before + 1}" if (before := self.extra[:i].count(name)) else name
+            for i, name in enumerate(self.extra)
+        )
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The operands that hide keys: segments and padding."""
+        return tuple(name for name in self.operands if name != "sinks")
+
+    @property
+    def columns(self) -> int:
+        """`width`, rounded up to what a tile can have."""
+        return tile_columns(self.width)
+
+    @property
+    def value_columns(self) -> int:
+        """`value_width`, rounded up to what a tile can have."""
+        return tile_columns(self.value_width)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether rows begin on 16-byte boundaries when their strides do."""
+        return self.width % 8 == 0 and self.value_width % 8 == 0
+
+
+def tile_columns(width: int) -> int:
+    """A power of two, of at least the 16 columns that a matrix product takes."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def problem_of(node: Node) -> Attention | str:
+    """The instance that a node `attention` or `attention_grad` is, or why there is no kernel for it."""
+    first, further = (1, 6) if node.op == "attention_grad" else (0, 3)
+    q, k, v = (value.tensor for value in node.operands[first : first + 3])
+    attrs, extra = node.attrs, node.attrs.get("extra", ())
+    assert isinstance(extra, tuple), node
+    width, value_width, dtype = q.shape[3], v.shape[3], q.dtype.text
+    scale, window, softcap = attrs["scale"], attrs.get("window"), attrs.get("softcap")
+    if not isinstance(width, int) or not isinstance(value_width, int):
+        return f"the widths {width} and {value_width} of heads are not known numbers"
+    if max(width, value_width) > LARGEST_WIDTH:
+        return f"heads are {max(width, value_width)} wide; the kernel takes up to {LARGEST_WIDTH}"
+    if dtype not in ("bf16", "f16") or any(t.dtype is not q.dtype for t in (k, v)):
+        return f"q is {dtype}, k {k.dtype.text} and v {v.dtype.text}; the kernel takes bf16 or f16 for all"
+    if "start" in extra:
+        return "the queries start somewhere in a longer sequence"
+    if extra.count("keys") > 1 or extra.count("sinks") > 1:
+        return "the kernel takes one keys and one sinks"
+    if not isinstance(scale, float | int) or not scale > 0:
+        return f"the scale {scale} is not positive"
+    problem = Attention(
+        dtype=dtype,
+        width=width,
+        value_width=value_width,
+        scale=float(scale),
+        causal=bool(attrs.get("causal", False)),
+        window=window if isinstance(window, int) else None,
+        softcap=float(softcap) if isinstance(softcap, float | int) else None,
+        more=tuple(
+            (str(name), value.tensor.dtype.text) for name, value in zip(extra, node.operands[further:], strict=True)
+        ),
+        square=bool(q.shape[2] == k.shape[2]),
+    )
+    return "cuDNN's kernel is faster" if has_fused_kernel(problem) else problem
+
+
+def has_fused_kernel(problem: Attention) -> bool:
+    """Whether the runtime's attention runs a fused kernel of torch."""
+    even = problem.width == problem.value_width and problem.width % 8 == 0 and problem.softcap is None
+    return even and problem.window is None and not problem.marks and (problem.square or not problem.causal)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Queries and keys in a block (powers of two), warps, and blocks of keys (or, for the gradient of keys, of queries)
+    that are in shared memory at a time."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def tuning(problem: Attention) -> Tuning:
+    """The largest blocks whose sums stay in registers: 128 queries, but 64 of the widest heads."""
+    widest = max(problem.columns, problem.value_columns)
+    if widest > 128:
+        return Tuning(128, 64, 8, 2)
+    return Tuning(128, 64, 8, 3) if widest > 64 else Tuning(128, 64, 4, 3)
+
+
+def forward(name: str, problem: Attention, cut: Tuning | None = None) -> KernelSpec:
+    """The site `out, lse = name(q, k, v, ...)`: q [B, H, S, D], k [B, G, T, D], v [B, G, T, E] → out [B, H, S, E] like
+    q, lse f32 [B, H, S]; further operands as in the op."""
+    cut = cut or tuning(problem)
+    args = forward_arguments(problem)
+    grid: tuple[Expression, ...] = (("mul", ("mul", ("cdiv", "S", cut.queries), "B"), "H"),)
+    launch = Launch(name, args, grid, cut.num_warps, cut.num_stages, problem.aligned)
+    searches = (Reach(f"{name}_reach", "reach", cut.queries),) if problem.marks else ()
+    return KernelSpec(
+        name=name,
+        source="\n".join((*(search.source(problem) for search in searches), _source(name, problem, cut, args))),
+        twin=twin(name, "attention", ("q", "k", "v"), problem),
+        inputs=(*heads_of(problem), *further_of(problem)),
+        outputs=(out_of(problem), TensorSpec("lse", "f32", ("B", "H", "S"))),
+        scratch=tuple(search.scratch() for search in searches),
+        launches=(*(search.launch(problem) for search in searches), launch),
+    )
+
+
+def heads_of(problem: Attention) -> tuple[TensorSpec, ...]:
+    """q, k and v."""
+    return (
+        TensorSpec("q", problem.dtype, ("B", "H", "S", problem.width), strided=True),
+        TensorSpec("k", problem.dtype, ("B", "G", "T", problem.width), strided=True),
+        TensorSpec("v", problem.dtype, ("B", "G", "T", problem.value_width), strided=True),
+    )
+
+
+def further_of(problem: Attention) -> tuple[TensorSpec, ...]:
+    """The operands that `extra` names."""
+    shapes: dict[str, tuple[Expression, ...]] = {"sinks": ("H",), "segments": ("B", "S"), "keys": ("B", "T")}
+    return tuple(
+        TensorSpec(operand, dtype, shapes[name])
+        for operand, (name, dtype) in zip(problem.operands, problem.more, strict=True)
+    )
+
+
+def out_of(problem: Attention) -> TensorSpec:
+    """The result, with q's strides where it has q's shape."""
+    like = "q" if problem.width == problem.value_width else ""
+    return TensorSpec("out", problem.dtype, ("B", "H", "S", problem.value_width), like=like)
+
+
+def strides_of(*tensors: str) -> tuple[str, ...]:
+    """The strides of all dims but the last, which is contiguous."""
+    return tuple(f"{tensor}_stride_{dim}" for tensor in tensors for dim in range(3))
+
+
+def forward_arguments(problem: Attention) -> tuple[str, ...]:
+    """Tensors, extents, strides."""
+    out = ("out",) if problem.width == problem.value_width else ()
+    reach = ("reach",) if problem.marks else ()
+    tensors = ("q", "k", "v", *problem.operands, *reach, "out", "lse")
+    return (*tensors, "H", "G", "S", "T", *strides_of("q", "k", "v", *out))
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The kernel that finds what each block can see: `tensor` i32 [B, blocks, 2], the first, and one after the last.
+
+    Blocks are of `size` queries, that see keys; or, for the gradient of keys, of keys, that are seen by queries
+    (`of_keys`).
+    """
+
+    function: str
+    tensor: str
+    size: int
+    of_keys: bool = False
+
+    @property
+    def extent(self) -> str:
+        """The dim that is cut into blocks."""
+        return "T" if self.of_keys else "S"
+
+    def scratch(self) -> TensorSpec:
+        """The tensor that is written."""
+        return TensorSpec(self.tensor, "i32", ("B", ("cdiv", self.extent, self.size), 2))
+
+    def launch(self, problem: Attention) -> Launch:
+        """A program for each block."""
+        args = (*problem.marks, self.tensor, "S", "T")
+        return Launch(self.function, args, (("mul", ("cdiv", self.extent, self.size), "B"),), 4, 1, aligned=False)
+
+    def source(self, problem: Attention) -> str:
+        """Bounds by position; then the numbers of the block's segments from least to most, and who has such numbers."""
+        args = (*problem.marks, self.tensor, "S", "T")
+        segments = [name for name in problem.marks if name != "keys"]
+        which, at = ("known", "own") if self.of_keys else ("met", "other")
+        padding = f"{which} = {which} & (tl.load(keys_ptr + batch * T + {at}, mask={which}, other=0) != 0)"
+        padded = "keys" in problem.marks
+        block = [padding, "some = tl.max(known.to(tl.int32)) > 0"] if padded and self.of_keys else []
+        scan = [] if not padded else ["met = met & some"] if self.of_keys else [padding]
+        for name in segments:
+            block += [
+                f"mine = tl.load({name}_ptr + batch * S + own, mask=known, other=0).to(tl.int64)",
+                f"{name}_least = tl.min(tl.where(known, mine, {LARGEST}))",
+                f"{name}_most = tl.max(tl.where(known, mine, {-LARGEST}))",
+            ]
+            scan += [
+                f"theirs = tl.load({name}_ptr + batch * S + other, mask=met, other=0).to(tl.int64)",
+                f"met = met & (theirs >= {name}_least) & (theirs <= {name}_most)",
+            ]
+        body = lines_of(
+            f"blocks = tl.cdiv({self.extent}, {self.size})",
+            "block = tl.program_id(0) % blocks",
+            "batch = (tl.program_id(0) // blocks).to(tl.int64)",
+            f"own = block * {self.size} + tl.arange(0, {self.size})",
+            f"known = own < {self.extent}",
+            *block,
+            *(bounds_of_queries(problem, self.size) if self.of_keys else bounds_of_keys(problem, self.size)),
+            f"first = tl.full([{SCANNED}], {FAR}, tl.int32)",
+            f"last = tl.zeros([{SCANNED}], tl.int32)",
+            f"for start in range(low, high, {SCANNED}):",
+        )
+        loop = lines_of(
+            f"other = start + tl.arange(0, {SCANNED})",
+            "met = other < high",
+            *scan,
+            f"first = tl.minimum(first, tl.where(met, other, {FAR}))",
+            "last = tl.maximum(last, tl.where(met, other + 1, 0))",
+            depth=2,
+        )
+        store = lines_of(
+            f"tl.store({self.tensor}_ptr + tl.program_id(0) * 2, tl.min(first))",
+            f"tl.store({self.tensor}_ptr + tl.program_id(0) * 2 + 1, tl.max(last))",
+        )
+        what = f"The queries that may see a key of a block of {self.size}" if self.of_keys else ""
+        what = what or f"The keys that a query of a block of {self.size} may see"
+        return f'''
+@triton.jit
+def {self.function}({signature(args, (*problem.marks, self.tensor)).strip().rstrip(",")}):
+    """{what}: the first, and one after the last."""
+{body}{loop}{store}
+'''
+
+
+def bounds_of_keys(problem: Attention, size: int) -> list[str]:
+    """`low` and `high`: keys that queries of a block may see by their position."""
+    window = problem.window
+    return [
+        f"low = tl.maximum(block * {size} - {window - 1}, 0)" if window is not None else "low = block * 0",
+        f"high = tl.minimum(block * {size} + {size}, T)" if problem.causal else "high = T",
+    ]
+
+
+def bounds_of_queries(problem: Attention, size: int) -> list[str]:
+    """`low` and `high`: queries that may see keys of a block by their position."""
+    window = problem.window
+    return [
+        f"low = block * {size}" if problem.causal else "low = block * 0",
+        f"high = tl.minimum(block * {size} + {size - 1 + window}, S)" if window is not None else "high = S",
+    ]
+
+
+def reached(problem: Attention, size: int, *, step: int) -> list[str]:
+    """`low` and `high` of the keys of a block of queries, `low` at the beginning of a block of `step` keys."""
+    if not problem.marks:
+        return [*bounds_of_keys(problem, size), f"low = low // {step} * {step}"]
+    return [
+        "reach_ptr += (batch * blocks + block) * 2",
+        f"low = tl.load(reach_ptr) // {step} * {step}",
+        "high = tl.load(reach_ptr + 1)",
+    ]
+
+
+def block_lines(cut: Tuning, *, last_first: bool) -> list[str]:
+    """Which block of queries, head and batch a program has."""
+    return [
+        f"blocks = tl.cdiv(S, {cut.queries})",
+        "block = " + ("blocks - 1 - " if last_first else "") + "tl.program_id(0) % blocks",
+        "head = tl.program_id(0) // blocks % H",
+        "batch = (tl.program_id(0) // blocks // H).to(tl.int64)",
+        "group = head // (H // G)",
+    ]
+
+
+def to_head(tensor: str, head: str, row: str = "") -> list[str]:
+    """Moves a pointer to the first row of a head, or to another, by numbers of 64 bits."""
+    lines = [f"{tensor}_ptr += batch * {tensor}_stride_0 + {head}.to(tl.int64) * {tensor}_stride_1"]
+    return [*lines, f"{tensor}_ptr += ({row}).to(tl.int64) * {tensor}_stride_2"] if row else lines
+
+
+def inside(rows: str, width: int, columns: str = "feature", other: str = ", other=0.0") -> str:
+    """The mask of a tile [rows, columns of a head], as an argument; nothing where it is all inside."""
+    parts = [f"({rows})[:, None]"] if rows else []
+    if tile_columns(width) != width:
+        parts.append(f"({columns} < {width})[None, :]")
+    return f", mask={' & '.join(parts)}{other}" if parts else ""
+
+
+def seen_lines(problem: Attention, *, transposed: bool = False, all_inside: bool = False) -> list[str]:
+    """`seen`, whether a query `row` sees a key `column`: [queries, keys], or `transposed`; nothing where nothing is
+    hidden. Segments are `<name>_row` and `<name>_column`. `all_inside`: keys beyond the last do no harm."""
+    row, column = ("[None, :]", "[:, None]") if transposed else ("[:, None]", "[None, :]")
+    parts = []
+    if not all_inside and not (problem.causal and problem.square):
+        parts.append(f"(column < T){column}")
+    if problem.causal:
+        parts.append(f"(column{column} <= row{row})")
+    if problem.window is not None:
+        parts.append(f"(column{column} > (row - {problem.window}){row})")
+    for name in problem.marks:
+        parts.append(f"keys_column{column}" if name == "keys" else f"({name}_row{row} == {name}_column{column})")
+    return [f"seen = {'seen & ' * (i > 0)}{part}" for i, part in enumerate(parts)]
+
+
+def marks_of_rows(problem: Attention) -> list[str]:
+    """Reads the segments of the queries `row`."""
+    names = [name for name in problem.marks if name != "keys"]
+    return [f"{name}_row = tl.load({name}_ptr + batch * S + row, mask=row < S, other=0)" for name in names]
+
+
+def marks_of_columns(problem: Attention) -> list[str]:
+    """Reads the segments of the keys `column`, and which are no padding."""
+    lines = []
+    for name in problem.marks:
+        read = f"tl.load({name}_ptr + batch * T + column, mask=column < T, other=0)"
+        lines.append(f"{name}_column = {read}" + (" != 0" if name == "keys" else ""))
+    return lines
+
+
+def score_lines(problem: Attention) -> tuple[list[str], str]:
+    """What makes scores to the base 2 of the products `score`, up to a factor, and the text of that factor.
+
+    tanh(x) = 1 - 2 / (1 + exp(2 x)), whose exponential may be infinite.
+    """
+    if problem.softcap is None:
+        return [], f" * {problem.scale * LOG2E!r}"
+    turn, cap = 2 * LOG2E * problem.scale / problem.softcap, problem.softcap * LOG2E
+    return [f"bent = 1.0 - 2.0 / (1.0 + tl.exp2(score * {turn!r}))", f"score = bent * {cap!r}"], ""
+
+
+def _loop_lines(problem: Attention, cut: Tuning, *, masked: bool) -> list[str]:
+    """A block of keys enters the sums. Not `masked`: all queries of the block see all of them."""
+    dtype, (bend, factor) = TRITON_LANGUAGE_DTYPES[problem.dtype], score_lines(problem)
+    rows = "column < T" if masked else ""
+    mask = seen_lines(problem) if masked else []
+    return [
+        f"column = start + tl.arange(0, {cut.keys})",
+        "k_block = k_ptr + start * k_step",
+        "v_block = v_ptr + start * v_step",
+        f"k = tl.load(k_block + k_at{inside(rows, problem.width)})",
+        "score = tl.dot(q, tl.trans(k))",
+        *bend,
+        *(marks_of_columns(problem) if masked else []),
+        *mask,
+        'score = tl.where(seen, score, float("-inf"))' if mask else "",
+        f"above = tl.maximum(peak, tl.max(score, axis=1){factor})",
+        f"weight = tl.exp2(score{factor} - above[:, None])",
+        "shrink = tl.exp2(peak - above)",
+        "total = total * shrink + tl.sum(weight, axis=1)",
+        f"v = tl.load(v_block + v_at{inside(rows, problem.value_width, 'value')})",
+        f"sum = tl.dot(weight.to(tl.{dtype}), v, sum * shrink[:, None])",
+        "peak = above",
+    ]
+
+
+def loops(problem: Attention, cut: Tuning, masked: list[str], plain: list[str]) -> str:
+    """Loops over the blocks of keys from `low` to `high`: one; or three, of which the middle one has only keys that all
+    queries see, where that is most of the work."""
+
+    def loop(begin: str, end: str, lines: list[str]) -> str:
+        return lines_of(f"for start in range({begin}, {end}, {cut.keys}):") + lines_of(*lines, depth=2)
+
+    window, step = problem.window, cut.keys
+    if problem.marks or (window is not None and window < 2 * (cut.queries + cut.keys)):
+        return loop("low", "high", masked)
+    lines, first = "", "low"
+    if window is not None:
+        lines = lines_of(
+            f"begin = tl.maximum(tl.cdiv(block * {cut.queries} + {cut.queries - window}, {step}), 0) * {step}"
+        )
+        lines += loop("low", "tl.minimum(begin, high)", masked)
+        first = "begin"
+    end = f"tl.minimum(block * {cut.queries} + 1, T)" if problem.causal else "T"
+    lines += lines_of(f"end = {end} // {step} * {step}") + loop(first, "end", plain)
+    return lines + loop(f"tl.maximum({first}, end)", "high", masked)
+
+
+def _source(name: str, problem: Attention, cut: Tuning, args: tuple[str, ...]) -> str:
+    dtype, like_q = TRITON_LANGUAGE_DTYPES[problem.dtype], problem.width == problem.value_width
+    width = problem.value_width
+    tensors = ("q", "k", "v", *problem.operands, "reach", "out", "lse")
+    start = [
+        *block_lines(cut, last_first=problem.causal),
+        f"row = block * {cut.queries} + tl.arange(0, {cut.queries})",
+        f"feature = tl.arange(0, {problem.columns})",
+        f"value = tl.arange(0, {problem.value_columns})",
+        *to_head("q", "head", f"block * {cut.queries}"),
+        f"q_at = tl.arange(0, {cut.queries})[:, None] * q_stride_2 + feature[None, :]",
+        f"q = tl.load(q_ptr + q_at{inside('row < S', problem.width)})",
+        *to_head("k", "group"),
+        *to_head("v", "group"),
+        "k_step, v_step = k_stride_2.to(tl.int64), v_stride_2.to(tl.int64)",
+        f"k_at = tl.arange(0, {cut.keys})[:, None] * k_stride_2 + feature[None, :]",
+        f"v_at = tl.arange(0, {cut.keys})[:, None] * v_stride_2 + value[None, :]",
+        *marks_of_rows(problem),
+        *reached(problem, cut.queries, step=cut.keys),
+    ]
+    if "sinks" in problem.operands:
+        start += [
+            f"sink = tl.load(sinks_ptr + head).to(tl.float32) * {LOG2E!r}",
+            f"peak = tl.full([{cut.queries}], {LOWEST!r}, tl.float32)",
+            "peak = tl.maximum(peak, sink)",
+            "total = tl.exp2(sink - peak)",
+        ]
+    else:
+        start += [
+            f"peak = tl.full([{cut.queries}], {LOWEST!r}, tl.float32)",
+            f"total = tl.zeros([{cut.queries}], tl.float32)",
+        ]
+    start.append(f"sum = tl.zeros([{cut.queries}, {problem.value_columns}], tl.float32)")
+    end = [
+        "sum = sum / tl.where(total == 0.0, 1.0, total)[:, None]",
+        f"lse = (peak + tl.log2(total)) * {LN2!r}",
+        "tl.store(lse_ptr + (batch * H + head) * S + row, lse, mask=row < S)",
+        "" if like_q else f"out_stride_0, out_stride_1, out_stride_2 = H * S * {width}, S * {width}, {width}",
+        *to_head("out", "head", f"block * {cut.queries}"),
+        f"out_at = tl.arange(0, {cut.queries})[:, None] * out_stride_2 + value[None, :]",
+        f"tl.store(out_ptr + out_at, sum.to(tl.{dtype}){inside('row < S', width, 'value', other='')})",
+    ]
+    body = lines_of(*start) + loops(
+        problem, cut, _loop_lines(problem, cut, masked=True), _loop_lines(problem, cut, masked=False)
+    )
+    return f'''
+@triton.jit
+def {name}(
+{signature(args, tensors)}
+):
+    """{title(problem)}.
+
+    lse = log sum exp of the scores; q [B, H, S, {problem.width}], k [B, G, T, {problem.width}], v [B, G, T, {width}];
+    {cut.queries} queries per program.
+    """
+{body}{lines_of(*end)}'''
+
+
+def title(problem: Attention) -> str:
+    """The formula with the masks, for docstrings."""
+    scores = f"{problem.scale:.6g} * q k^T"
+    scores = scores if problem.softcap is None else f"{problem.softcap:g} * tanh({scores} / {problem.softcap:g})"
+    window = f"window of {problem.window}" if problem.window is not None else ""
+    masks = ", ".join(filter(None, ("causal" * problem.causal, window, *problem.operands)))
+    return f"out = softmax({scores}) v" + (f" ({masks})" if masks else "")
+
+
+def twin(name: str, op: str, tensors: tuple[str, ...], problem: Attention) -> str:
+    """The torch function of a site."""
+    args = ", ".join((*tensors, *problem.operands))
+    options = [f"scale={problem.scale!r}"]
+    options += ["causal=True"] if problem.causal else []
+    options += [f"{key}={value!r}" for key in ("window", "softcap") if (value := getattr(problem, key)) is not None]
+    options += [f"extra={problem.extra!r}"] if problem.extra else []
+    gradient = "The gradient of " if op == "attention_grad" else ""
+    return f'''
+def {name}({args}):
+    """{gradient}{title(problem)}."""
+    return rt.{op}(
+        {args},
+        {", ".join(options)},
+    )
+'''

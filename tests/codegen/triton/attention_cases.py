@@ -1,0 +1,120 @@
+"""Instances of attention with all masks, their operands, and what is right: the ops' own bodies in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mgraph.codegen.triton.attention import Attention
+from mgraph.ir.ops.attention import attention, attention_grad
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+PROBLEMS: dict[str, Attention] = {
+    "window": Attention("bf16", 16, 16, 0.25, causal=True, window=40),
+    "long_window": Attention("f16", 16, 16, 0.25, causal=True, window=140),
+    "window_of_one": Attention("f16", 16, 16, 0.25, causal=True, window=1),
+    "window_ahead": Attention("f16", 16, 16, 0.3, window=9),
+    "softcap": Attention("f16", 64, 64, 0.5, causal=True, softcap=2.0),
+    "softcap_of_all": Attention("bf16", 16, 16, 0.5, softcap=2.0, square=False),
+    "narrow": Attention("bf16", 20, 20, 0.3, causal=True),
+    "uneven": Attention("f16", 80, 16, 0.1, causal=True),
+    "past": Attention("f16", 16, 16, 0.25, causal=True, square=False),
+    "documents": Attention("bf16", 64, 64, 0.125, causal=True, more=(("segments", "i64"),)),
+    "mixed": Attention("f16", 16, 16, 0.25, more=(("segments", "i32"), ("segments", "i64"))),
+    "padding": Attention("f16", 16, 16, 0.25, causal=True, square=False, more=(("keys", "bool"),)),
+    "sinks_in_a_window": Attention("bf16", 64, 64, 0.125, causal=True, window=33, more=(("sinks", "bf16"),)),
+    "all": Attention(
+        "f16",
+        80,
+        80,
+        0.3,
+        causal=True,
+        window=50,
+        softcap=3.0,
+        more=(("keys", "i64"), ("sinks", "f32"), ("segments", "i64")),
+    ),
+}
+SIZES = {
+    "window": (1, 4, 2, 129, 129),
+    "long_window": (1, 2, 1, 333, 333),
+    "window_of_one": (2, 1, 1, 7, 7),
+    "window_ahead": (1, 2, 2, 70, 70),
+    "softcap": (1, 2, 1, 129, 129),
+    "softcap_of_all": (1, 2, 2, 33, 70),
+    "narrow": (1, 3, 1, 40, 40),
+    "uneven": (1, 2, 2, 129, 129),
+    "past": (1, 2, 1, 70, 33),
+    "documents": (2, 2, 1, 200, 200),
+    "mixed": (1, 2, 1, 129, 129),
+    "padding": (2, 2, 2, 33, 70),
+    "sinks_in_a_window": (1, 4, 2, 129, 129),
+    "all": (2, 4, 2, 129, 129),
+}
+"""Batch, query heads, key heads, queries and keys."""
+
+
+def heads(generator: torch.Generator, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
+    """Numbers [B, H, S, D] that lie as [B, S, H, D + 16]: as parts of a projection."""
+    batch, number, rows, width = shape
+    whole = torch.randn(batch, rows, number, width + 16, generator=generator).to(dtype)
+    return whole[..., :width].permute(0, 2, 1, 3)
+
+
+def draw(name: str) -> tuple[Tensor, ...]:
+    """q, k, v and the further operands of an instance."""
+    problem, (batch, queries, groups, rows, columns) = PROBLEMS[name], SIZES[name]
+    generator = torch.Generator().manual_seed(rows + problem.width)
+    dtype = DTYPES[problem.dtype]
+    q = heads(generator, (batch, queries, rows, problem.width), dtype)
+    k = heads(generator, (batch, groups, columns, problem.width), dtype)
+    v = heads(generator, (batch, groups, columns, problem.value_width), dtype).contiguous()
+    more: list[Tensor] = []
+    for kind, wanted in problem.more:
+        if kind == "sinks":
+            more.append(torch.randn(queries, generator=generator).to(DTYPES[wanted]))
+        elif kind == "segments":
+            more.append(
+                segments(generator, batch, rows, ordered=name != "mixed").to(getattr(torch, f"int{wanted[1:]}"))
+            )
+        else:
+            keys = torch.rand(batch, columns, generator=generator) < 0.7
+            keys[0, :5] = False
+            keys[-1, columns // 2 :] = False
+            more.append(keys if wanted == "bool" else 3 * keys.long())
+    return q, k, v, *more
+
+
+def segments(generator: torch.Generator, batch: int, rows: int, *, ordered: bool) -> Tensor:
+    """Numbers of documents one after another, of about 30 rows; or of four, shuffled."""
+    if not ordered:
+        return torch.randint(-2, 2, (batch, rows), generator=generator)
+    return (torch.rand(batch, rows, generator=generator) < 1 / 30).long().cumsum(1) - 1
+
+
+def wide(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Floats as float64."""
+    return tuple(t.double() if t.is_floating_point() else t for t in tensors)
+
+
+def results(name: str, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """out and lse in float64."""
+    p = PROBLEMS[name]
+    return attention(*wide(inputs), scale=p.scale, causal=p.causal, window=p.window, softcap=p.softcap, extra=p.extra)
+
+
+def gradients(name: str, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """dq, dk, dv, and dsinks, in float64; the inputs are dout, q, k, v, out, lse, ..."""
+    p = PROBLEMS[name]
+    return attention_grad(
+        *wide(inputs), scale=p.scale, causal=p.causal, window=p.window, softcap=p.softcap, extra=p.extra
+    )
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """The error in the Frobenius norm, relative to what it should be; infinite where infinities differ."""
+    finite = expected.isfinite()
+    if not torch.equal(finite, found.isfinite()):
+        return float("inf")
+    got, want = found.double()[finite], expected.double()[finite]
+    return float((got - want).norm() / want.norm())
