@@ -102,8 +102,10 @@ def moe_route_grad(
 
 def moe_dispatch(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Each token once per expert of its, sorted by expert: rows [T*K, N], order i64 [T*K], cumulative ends i32 [E]."""
-    by_expert, order = indices.flatten().sort(stable=True)
-    experts = torch.arange(num_experts, device=x.device)
+    # A GPU sorts byte by byte: two of them take a quarter of the time of eight.
+    chosen = indices.flatten().to(torch.int16 if num_experts < 2**15 else torch.int64)
+    by_expert, order = chosen.sort(stable=True)
+    experts = torch.arange(num_experts, dtype=chosen.dtype, device=x.device)
     offsets = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
     return x.index_select(0, order // indices.shape[1]), order, offsets
 
