@@ -106,6 +106,8 @@ def pipeline_text(recipe: Recipe) -> str:
     shard = "".join(f"{_sharding(recipe, axis)}," for axis in _SHARDING if axis in recipe.mesh_axes())
     schedule = "overlap-gradients," if recipe.overlap else ""
     fuse, graphs = (FUSE, ",cuda-graphs") if recipe.archs else ("", "")
+    if recipe.loss_budget:
+        fuse = (fuse or "fuse-loss,") + print_spec("chunk-loss", {"budget": recipe.loss_budget}) + ","
     return f"{NORMALIZE},{RAISE},{derive},{shard}{fuse}{schedule}cse,dce,in-place{graphs}"
 
 

@@ -100,6 +100,9 @@ class Recipe:
     memory_budget: str = option("", "with recompute selective: bytes of saved activations of a microbatch, e.g. 40GiB")
     batch: int = option(8, "sequences of the microbatch that memory_budget is for", within=(1, 2**31))
     seq: int = option(128, "tokens per sequence that memory_budget is for", within=(1, 2**31))
+    chunk_loss: str = option(
+        "", "bytes of logits to have at once in training, e.g. 512MiB: the loss takes some rows at a time (empty: all)"
+    )
     optimizer: str = option("adamw", "AdamW, or Adam with weight decay as part of the gradient (L2)", ("adamw", "adam"))
     weight_decay: float = option(0.01, "weight decay, for parameters of two dims or more", within=(0, 10))
     groups: tuple[str, ...] = option(
@@ -150,7 +153,7 @@ class Recipe:
             hint = "--recompute selective --memory-budget 40GiB go together"
             problem = f"recompute is {self.recompute}, and memory_budget is {self.memory_budget or 'not given'}"
             raise OptionError(problem, where="--memory-budget", hint=hint)
-        assert self.budget >= 0, "the budget is a number of bytes"
+        assert self.budget >= 0 and self.loss_budget >= 0, "budgets are numbers of bytes"
         for arch in self.archs:
             if arch not in ARCHS:
                 raise OptionError(
@@ -223,10 +226,19 @@ class Recipe:
     @property
     def budget(self) -> int:
         """The memory budget in bytes; 0 where none is given."""
-        match = _SIZE.fullmatch(self.memory_budget or "0B")
-        if match is None or (self.memory_budget and float(match[1]) <= 0):
-            hint = f"a number and one of {', '.join(_UNITS)}, e.g. 40GiB"
-            raise OptionError(f"memory_budget is {self.memory_budget!r}", where="--memory-budget", hint=hint)
+        return self._bytes_of("memory_budget", "40GiB")
+
+    @property
+    def loss_budget(self) -> int:
+        """Bytes of logits at once; 0 for all of them."""
+        return self._bytes_of("chunk_loss", "512MiB")
+
+    def _bytes_of(self, field: str, example: str) -> int:
+        text = getattr(self, field)
+        match = _SIZE.fullmatch(text or "0B")
+        if match is None or (text and float(match[1]) <= 0):
+            hint = f"a number and one of {', '.join(_UNITS)}, e.g. {example}"
+            raise OptionError(f"{field} is {text!r}", where=flag_of(field), hint=hint)
         return int(float(match[1]) * _UNITS[match[2]])
 
     @property

@@ -7,6 +7,8 @@ B batch, H query heads, G key heads, S queries, T keys, N rows, V vocabulary.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -182,9 +184,47 @@ def cross_entropy_with_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`cross_entropy`, its lse and `cross_entropy_grad` for the cotangent `dsum` of the sum; `out` may be `logits`."""
     total, lse = cross_entropy(logits, labels, ignore_index=ignore_index, classes=classes)
-    options = {"ignore_index": ignore_index, "classes": classes}
     grad = cross_entropy_grad(dsum, logits, labels, lse, ignore_index=ignore_index, classes=classes, out=out)
     return total, lse, grad
+
+
+def linear_cross_entropy_with_grad_(
+    total: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    dsum: Tensor,
+    *,
+    rows: int,
+    ignore_index: int = -100,
+    classes: int = 0,
+    loss: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The cross entropy of `logits = x @ weight.T` and its gradients: the sum, dx, and dweight added to `total`.
+
+    total [V, D] in place, x [..., D], weight [V, D], labels i64 [N], dsum f32 [] -> sum f32 [], dx as x. There are
+    never logits of more than `rows` rows; their gradient is written over them. `loss` gives (sum, lse, gradient) of the
+    logits, labels and dsum of some rows, the gradient over the logits: a kernel, in which `ignore_index` and `classes`
+    are constants.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    dx = torch.empty_like(flat)
+    memory = flat.new_empty(min(rows, flat.shape[0]), weight.shape[0])
+    if loss is None:
+        loss = functools.partial(_loss_over_logits, ignore_index=ignore_index, classes=classes)
+    losses = []
+    for start in range(0, flat.shape[0], rows):
+        part, names = flat[start : start + rows], labels[start : start + rows]
+        logits = torch.mm(part, weight.t(), out=memory[: part.shape[0]])
+        lost, _, dlogits = loss(logits, names, dsum)
+        losses.append(lost)
+        torch.mm(dlogits, weight, out=dx[start : start + rows])
+        addmm_(total, dlogits.t(), part)
+    return torch.stack(losses).sum(), dx.view(x.shape)
+
+
+def _loss_over_logits(logits: Tensor, labels: Tensor, dsum: Tensor, **options: int) -> tuple[Tensor, ...]:
+    return cross_entropy_with_grad(logits, labels, dsum, **options, out=logits)
 
 
 def row_lse(logits: Tensor) -> Tensor:

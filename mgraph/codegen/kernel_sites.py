@@ -60,6 +60,9 @@ ON_GPUS: dict[str, Template] = {
     "cross_entropy_with_grad": Template("cross_entropy", cross_entropy.problem_of, cross_entropy.forward_backward),
     "glu": Template("glu_fwd", glu.problem_of, glu.forward),
     "glu_grad": Template("glu_bwd", glu.problem_of, glu.backward),
+    "linear_cross_entropy_with_grad": Template(
+        "cross_entropy", cross_entropy.chunk_problem_of, cross_entropy.forward_backward
+    ),
     "moe_combine": Template("moe_combine_fwd", moe_rows.problem_of, moe_rows.combine),
     "moe_combine_grad": Template("moe_combine_bwd", moe_rows.problem_of, moe_rows.combine_grad),
     "moe_dispatch_grad": Template("moe_dispatch_bwd", moe_rows.problem_of, moe_rows.dispatch_grad),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from mgraph.codegen.bundles import HandleType
 from mgraph.ir.aten import overload
 from mgraph.ir.graph import Function, Node, Value
+from mgraph.ir.opdef import op_def
 from mgraph.ir.types import TensorType
 
 _MAY_ALIAS = {
@@ -59,7 +60,9 @@ def written_operands(node: Node) -> int:
     """
     name = node.op.split(".")[1] if "." in node.op else node.op
     in_place = name == "all_reduce" or (name.endswith("_") and not name.endswith("__"))
-    return len(node.results) if in_place else 0
+    if not in_place:
+        return 0
+    return len(node.results) if "." in node.op else op_def(node.op).updated(node)
 
 
 @functools.cache

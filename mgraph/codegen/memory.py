@@ -2,8 +2,9 @@
 
 An entry's functions are walked as they are emitted: a value dies at its last use, a view or a result in place takes no
 memory of its own, saved tensors travel in lists that the backward empties (`prepare`, `liveness`). While a node runs,
-its operands and its results are there; what a kernel or a library needs within itself is not counted, nor what an
-allocator keeps. Extents are those of one rank: named dims as given, others divided as placements say, rounded up.
+its operands and its results are there, and what its op declares to need besides (`workspace`); what a kernel or a
+library needs within itself is not counted, nor what an allocator keeps. Extents are those of one rank: named dims as
+given, others divided as placements say, rounded up.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mgraph.codegen.torch_provider import absorbable, overwritable
 from mgraph.ir.dims import evaluate
 from mgraph.ir.graph import Function, Module, Node, StateKind, Value
 from mgraph.ir.local import Division
+from mgraph.ir.opdef import is_known_op, op_def
 from mgraph.ir.types import Shard, TensorType, Type
 
 _STRIDED = ("transpose", "permute", "t", "mT", "expand", "expand_as", "slice", "select", "split", "chunk", "unbind")
@@ -92,6 +94,11 @@ class RankMemory:
             count = math.prod(self._local_shape(type_))
             self._bytes[type_] = -(-count * type_.dtype.bits // 8)
         return self._bytes[type_]
+
+    def workspace(self, node: Node) -> TensorType | None:
+        """The tensor that a node needs for itself while it runs."""
+        needs = op_def(node.op).workspace if "." not in node.op and is_known_op(node.op) else None
+        return None if needs is None else needs(node, [self._local_shape(v.tensor) for v in node.operands])
 
     def _local_shape(self, type_: TensorType) -> list[int]:
         shape: list[int] = [evaluate(extent, self._extents) for extent in type_.shape]
@@ -310,9 +317,12 @@ class _Walk:
                     del self.users[h]
 
     def _note(self, node: Node) -> None:
-        """The node runs: operands and results are there."""
-        if self.live > self.peak.bytes:
-            self.peak = Peak(self.live, self.function.name, node, tuple(self.users))
+        """The node runs: operands and results are there, and what its op says that it needs for itself."""
+        needed = self.memory.workspace(node)
+        own = () if needed is None else (self._storage(Value("workspace", needed), node),)
+        live = self.live + sum(s.bytes for s in own)
+        if live > self.peak.bytes:
+            self.peak = Peak(live, self.function.name, node, (*self.users, *own))
 
 
 def _storages(elements: Iterable[Held]) -> tuple[Storage, ...]:

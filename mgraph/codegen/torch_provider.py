@@ -83,6 +83,8 @@ def write(site: Site) -> Written:
         total, *rest = site.operands
         total = total if site.overwrite == 0 else f"{total}.clone()"
         return Written(f"rt.matmul_add_({', '.join([total, *rest])})", {0: 0} if site.overwrite == 0 else {})
+    if name == "linear_cross_entropy_with_grad":
+        return _linear_cross_entropy(site)
     if name == "wait":  # of what is reduced in place there is no more to write, and that is not asked for
         return Written(_chosen(site, f"rt.wait({site.operands[0]})"), {})
     if (kernel := site.kernels.name(node)) is not None:
@@ -105,6 +107,17 @@ def _kernel(site: Site, name: str, in_place: dict[int, int]) -> Written:
         if result not in in_place and operand != site.overwrite:
             texts[operand] += ".clone()"
     return Written(f"K.{name}({', '.join(texts)})", in_place)
+
+
+def _linear_cross_entropy(site: Site) -> Written:
+    """The runtime's loop over rows, which is handed the kernel site of the loss where there is one."""
+    node = site.node
+    assert node.op.endswith("_"), f"{node!r}: sums into state are emitted in place"
+    defaults = {} if (kernel := site.kernels.name(node)) else op_def(node.op).attrs
+    given = {k: v for k, v in node.attrs.items() if k == "rows" or (k in defaults and defaults[k] != v)}
+    options = [f"{k}={site.literal(v)}" for k, v in given.items()]
+    options += [f"loss=K.{kernel}"] if kernel else []
+    return Written(f"rt.{node.op}({', '.join([*site.operands, *options])})", {0: 0})
 
 
 def _write_aten(site: Site, in_place: dict[int, int]) -> Written:

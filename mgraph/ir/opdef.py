@@ -70,7 +70,9 @@ class OpDef:
     """All facts of an op.
 
     `attrs` maps attribute names to defaults (`REQUIRED` for none). `gradient` is `None` for an op with no gradient
-    (integer results, optimizer). `flops` and `bytes` take a node and give a dim expression.
+    (integer results, optimizer). `flops` and `bytes` take a node and give a dim expression. `workspace` takes a node
+    and its operands' shapes and gives the tensor that it needs for itself while it runs. `updates` is how many of the
+    first operands the in-place form writes, where those are not as many as it has results.
     """
 
     name: str
@@ -82,6 +84,8 @@ class OpDef:
     gradient: Gradient | None = None
     flops: Cost | None = None
     bytes: Cost | None = None
+    workspace: Callable[[Node, Sequence[Sequence[int]]], TensorType] | None = None
+    updates: int | None = None
     strategies: tuple[Strategy, ...] = ()
     compute_dtype: str = "operands"
     random: bool = False
@@ -91,6 +95,10 @@ class OpDef:
     def complete(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """The attributes with defaults filled in."""
         return {**{k: v for k, v in self.attrs.items() if v is not REQUIRED}, **attrs}
+
+    def updated(self, node: Node) -> int:
+        """How many of a node's first operands its in-place form writes, to be its first results."""
+        return len(node.results) if self.updates is None else self.updates
 
     def result_types(self, types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[Type, ...]:
         """Types of the results; raises ValueError where operands do not fit."""

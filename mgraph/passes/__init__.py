@@ -40,6 +40,7 @@ PASSES: dict[str, str] = {
     "tensor-parallel": "mgraph.passes.tensor_parallel:TensorParallel",
     "fully-shard": "mgraph.passes.fully_shard:FullyShard",
     # fuse
+    "chunk-loss": "mgraph.passes.chunk_loss:ChunkLoss",
     "fuse-loss": "mgraph.passes.fuse_loss:FuseLoss",
     "fuse-norm": "mgraph.passes.fuse_norm:FuseNorm",
     "fuse-rope": "mgraph.passes.fuse_rope:FuseRope",

@@ -22,9 +22,20 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mgraph.ir.graph import Function, Module, Node, Value
+from mgraph.ir.opdef import op_def
 from mgraph.passes.base import Pass, Report, Stage, Tier
 
-UPDATES = frozenset({"accumulate", "accumulate_each", "zero", "adamw", "expert_bias_update", "kv_append"})
+UPDATES = frozenset(
+    {
+        "accumulate",
+        "accumulate_each",
+        "adamw",
+        "expert_bias_update",
+        "kv_append",
+        "linear_cross_entropy_with_grad",
+        "zero",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -54,13 +65,14 @@ def _rewrite(function: Function, read_later: set[int], report: Report) -> Functi
     nodes: list[Node] = []
     for index, node in enumerate(function.nodes):
         if node.op in UPDATES:
-            targets = node.operands[: len(node.results)]
+            written = op_def(node.op).updated(node)
+            targets = node.operands[:written]
             free = [v for v in targets if (root := parts.get(v, v)).is_state or root in owned]
             late = [v for v in targets if _last_read_of(v, parts, last) > index or parts.get(v, v) in blocked]
             if len(free) == len(targets) and not late:
                 report.match(function.name, node.id, node.op)
                 node = replace(node, op=f"{node.op}_")
-                owned.update(node.results)
+                owned.update(node.results[:written])
             else:
                 guard = "is read again later" if late else "is not an old value of state"
                 culprit = late[0] if late else next(v for v in targets if v not in free)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from mgraph.codegen.triton.kernel import ITEM_BYTES, KernelSpec, Launch, TensorSpec
 from mgraph.codegen.triton.rms_norm import TRITON_LANGUAGE_DTYPES
+from mgraph.ir.dims import Dim
 from mgraph.ir.graph import Node
 
 THREAD_ELEMENTS = 16
@@ -74,13 +75,22 @@ def problem_of(node: Node) -> CrossEntropy | str:
     """The instance that a node of `cross_entropy`, `cross_entropy_grad` or `cross_entropy_with_grad` is, or why not."""
     first = 1 if node.op == "cross_entropy_grad" else 0
     logits, labels = (value.tensor for value in node.operands[first : first + 2])
-    size, dtype = logits.shape[1], logits.dtype.text
+    return _problem(node, logits.shape[1], logits.dtype.text, labels.dtype.text)
+
+
+def chunk_problem_of(node: Node) -> CrossEntropy | str:
+    """The instance of `cross_entropy_with_grad` that a `linear_cross_entropy_with_grad` runs on some rows at a time."""
+    _, x, weight, labels, _ = (value.tensor for value in node.operands)
+    return _problem(node, weight.shape[0], x.dtype.text, labels.dtype.text)
+
+
+def _problem(node: Node, size: Dim, dtype: str, labels: str) -> CrossEntropy | str:
     if not isinstance(size, int):
         return f"the vocabulary {size} is not a known number"
     if dtype not in TRITON_LANGUAGE_DTYPES:
         return f"the logits are {dtype}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
-    if labels.dtype.text != "i64":
-        return f"the labels are {labels.dtype.text}; the kernel takes i64"
+    if labels != "i64":
+        return f"the labels are {labels}; the kernel takes i64"
     ignore_index, classes = node.attrs.get("ignore_index", -100), node.attrs.get("classes", 0)
     assert isinstance(ignore_index, int) and isinstance(classes, int), node
     return CrossEntropy(size, dtype, ignore_index, classes if classes < size else 0)
