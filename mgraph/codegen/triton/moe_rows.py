@@ -28,7 +28,7 @@ MOST_ELEMENTS = 32768
 WASTE = 1 / 16
 """Share of idle lanes, where a row ends within a tile, up to which a wider tile is taken."""
 
-PLACES = 512
+PLACES = 256
 """Rows whose place one program of the small launch writes."""
 
 

@@ -34,8 +34,8 @@ PROBLEMS: dict[str, tuple[MoeRows, Tuning | None]] = {
     "brain": (MoeRows(100, 8, "bf16", "bf16", "bf16"), Tuning(64, 1)),
     "brain_wide": (MoeRows(48, 5, "bf16", "f32", "f32"), None),
 }
-TOKENS = {"odd": (1,), "half_single": (1, 7), "brain_wide": (130,)}
-"""Tokens of a case; 7 where not named. 130 of 5 rows are more than one program of the small launch takes."""
+TOKENS = {"odd": (1,), "half_single": (1, 7), "half": (130,)}
+"""Tokens of a case; 7 where not named. 130 of 2 rows are more than one program of the small launch takes."""
 
 
 def specs_of(name: str, problem: MoeRows, cut: Tuning | None) -> list[KernelSpec]:
