@@ -5,7 +5,7 @@ Parameters and gradients are in the model's dtype, AdamW runs on f32 masters wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,13 +53,21 @@ class _Group:
 
     @torch.no_grad()
     def step(self) -> None:
-        if self.low:
-            torch._foreach_copy_([c.grad for c in self.copies], [p.grad for p in self.low])
+        _copy([c.grad for c in self.copies], [p.grad for p in self.low])
         self.optimizer.step()
-        if self.low:
-            torch._foreach_copy_([p.data for p in self.low], self.copies)
+        _copy([p.data for p in self.low], self.copies)
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def _copy(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> None:
+    """Copy lists; distributed tensors have no fused form of it."""
+    if all(type(t) is Tensor for t in targets) and targets:
+        torch._foreach_copy_(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        assert target is not None and source is not None
+        target.copy_(source)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:

@@ -169,11 +169,11 @@ def test_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "dtype", "cut"),
     [
-        (128256, "bf16", Tuning(8192, 16, 4, 8)),
+        (128256, "bf16", Tuning(8192, 16, 5, 8)),
         (50304, "bf16", Tuning(4096, 8, 4, 6)),
-        (32768, "bf16", Tuning(2048, 4, 4, 8)),
+        (32768, "bf16", Tuning(4096, 8, 1, 7)),
         (32768, "f32", Tuning(4096, 8, 4, 3)),
-        (262144, "bf16", Tuning(8192, 16, 4, 8)),
+        (262144, "bf16", Tuning(8192, 16, 5, 8)),
         (4096, "f16", Tuning(2048, 4, 4, 2)),
         (7, "f32", Tuning(2048, 4, 4, 1)),
     ],
