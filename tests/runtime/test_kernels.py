@@ -80,11 +80,17 @@ def bind(package: Path, device: Recorder, strict: bool = False, entry: dict[str,
     return runtime.bind([entry], package, twins, device, strict=strict, jit=False)
 
 
+def only(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The result of a site that has one."""
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
 def test_cpu_binds_twins(package: Path) -> None:
     runtime.set_device("cpu")
     sites = runtime.kernels(package / "step.py")
     assert sites.providers == {"scale": "twin"}
-    y = sites.scale(torch.full((3, 8), 2.0), torch.full((3, 1), 3.0))
+    y = only(sites.scale(torch.full((3, 8), 2.0), torch.full((3, 1), 3.0)))
     assert torch.equal(y, torch.full((3, 8), 6.0).bfloat16())
     with pytest.raises(AttributeError, match="'scal'"):
         sites.scal(1)
@@ -95,7 +101,7 @@ def test_launch_arguments(package: Path) -> None:
     sites = bind(package, device)
     assert sites.providers == {"scale": "cubin"}
     x, factor = torch.ones(5, 2, 8), torch.ones(5, 2, 1)
-    y = sites.scale(x, factor)
+    y = only(sites.scale(x, factor))
     assert y.shape == (5, 2, 8) and y.dtype == torch.bfloat16
     (launch,) = device.launches
     assert launch["kernel"] == ("aligned", "scale", 64)
@@ -143,7 +149,7 @@ def test_calls_the_kernel_does_not_take(package: Path, x: torch.Tensor, factor: 
     device = Recorder()
     sites = bind(package, device)
     with pytest.warns(RuntimeWarning, match=reason):
-        y = sites.scale(x, factor)
+        y = only(sites.scale(x, factor))
     assert torch.equal(y, (x * factor).bfloat16())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -155,7 +161,7 @@ def test_calls_the_kernel_does_not_take(package: Path, x: torch.Tensor, factor: 
 
 def test_no_rows_need_no_launch(package: Path) -> None:
     device = Recorder()
-    y = bind(package, device, strict=True).scale(torch.ones(0, 8), torch.ones(0, 1))
+    y = only(bind(package, device, strict=True).scale(torch.ones(0, 8), torch.ones(0, 1)))
     assert y.shape == (0, 8) and device.launches == []
 
 
