@@ -127,14 +127,15 @@ def attention_grad(
     blocks = list(_blocks(q, k, mask, form))
     dqs: list[Tensor] = []
     dk = dv = torch.empty(0)
-    if len(blocks) > 1:
+    whole = len(blocks) == 1 and blocks[0][1] == slice(0, k.shape[2])
+    if not whole:
         dk, dv = torch.zeros_like(wide(k)), torch.zeros_like(wide(v))
     for rows, columns in blocks:
         seen = _Block(mask, rows, columns, q)
         at_rows = (dout[:, :, rows], q[:, :, rows], out[:, :, rows], lse[:, :, rows])
         part_q, part_k, part_v = form.backward(*at_rows, k[:, :, columns], v[:, :, columns], seen)
         dqs.append(part_q)
-        if len(blocks) == 1:
+        if whole:
             dk, dv = part_k, part_v
         else:
             dk[:, :, columns] += part_k
