@@ -248,7 +248,7 @@ def measured(name: str, variant: Variant, sizes: Sizes, card: dict[str, Any], op
     with options.results.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     print(
-        f"{name:18} {seconds * 1e3:8.2f} ms  {fraction:5.2f} of matmul  extra {extra / 2**20:7.0f} MiB  error {off:.1e}",
+        f"{name:18} {seconds * 1e3:8.2f} ms  {fraction:5.2f} of matmul  extra {extra / 2**20:6.0f} MiB error {off:.1e}",
         flush=True,
     )
     return []

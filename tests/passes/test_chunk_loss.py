@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 
 from mgraph.codegen.memory import RankMemory
-from mgraph.compiler import build_module
+from mgraph.codegen.triton import cross_entropy
+from mgraph.compiler import build_module, pipeline_text
+from mgraph.errors import OptionError
 from mgraph.ir.graph import Module
 from mgraph.ir.torch_bridge import to_torch_dtype
 from mgraph.ir.verifier import verify
 from mgraph.passes.activations import extents
 from mgraph.passes.base import Report
 from mgraph.passes.chunk_loss import CHUNKED, ChunkLoss, rows_within
+from mgraph.passes.equivalence import check
 from mgraph.passes.fuse_loss import FuseLoss
 from mgraph.passes.in_place import InPlace
+from mgraph.passes.samples import Shapes
 from mgraph.recipe import Recipe
 from mgraph.runtime import kernels as runtime
 from tests.passes.raising import assert_same, module_of, raised
@@ -113,9 +118,10 @@ func @f(%dsum: f32[], %logits: bf16[B, 512], %labels: i64[B], %lse: f32[B], %ind
     assert miss.guard == "vocabulary" and "split over ranks" in miss.detail
 
 
-def trained(model: str, precision: str) -> Module:
+@functools.cache
+def trained(model: str, precision: str, mesh: str = "dp=1") -> Module:
     """A model in training, before what the pass must come before."""
-    return build_module(Recipe(model=model, target="cpu", precision=precision, disable="in-place")).module
+    return build_module(Recipe(model=model, target="cpu", precision=precision, mesh=mesh, disable="in-place")).module
 
 
 def chunked(module: Module, rows: int) -> Module:
@@ -130,16 +136,23 @@ def chunked(module: Module, rows: int) -> Module:
 
 
 @pytest.mark.parametrize(
-    ("model", "precision", "bound"),
-    [("dense-tiny", "fp32", 1e-6), ("dense-tiny-geglu", "fp32", 1e-6), ("dense-tiny", "bf16", 1e-2)],
+    ("model", "precision", "gpu", "bound"),
+    [
+        ("dense-tiny", "fp32", False, 1e-6),
+        ("dense-tiny", "fp32", True, 1e-6),
+        ("dense-tiny-geglu", "fp32", False, 1e-6),
+        ("dense-tiny", "bf16", False, 1e-2),
+    ],
 )
-def test_the_step_is_that_of_all_rows_at_once(model: str, precision: str, bound: float, tmp_path: Path) -> None:
+def test_the_step_is_that_of_all_rows_at_once(
+    model: str, precision: str, gpu: bool, bound: float, tmp_path: Path
+) -> None:
     """Loss, count and all sums of gradients of a microbatch whose rows 5 does not divide; embeddings of the second
     model are tied, so that its total gets the gradients of both uses. Relative to the largest element of each."""
     before = trained(model, precision)
     after = chunked(before, 5)
-    text, names = emitted(after, tmp_path / "after")
-    assert f"rt.{CHUNKED}_(" in text and "rows=5" in text
+    text, names = emitted(after, tmp_path / "after", gpu=gpu)
+    assert f"rt.{CHUNKED}_(" in text and "rows=5" in text and ("loss=K.cross_entropy_0" in text) == gpu
     _, old_names = emitted(before, tmp_path / "before")
     runtime.set_device("cpu")
     torch.manual_seed(0)
@@ -155,6 +168,34 @@ def test_the_step_is_that_of_all_rows_at_once(model: str, precision: str, bound:
         assert old.dtype == new.dtype
         assert (new.double() - old.double()).abs().max() <= bound * max(1.0, float(old.abs().max()))
     assert any(not torch.equal(ours[n], states[n]) for n in states if n.endswith("embed.weight.grad"))
+
+
+def test_on_two_ranks() -> None:
+    """The entries of all ranks of a mesh agree with those before, lifted to 1e-9."""
+    module = trained("dense-tiny", "fp32", mesh="dp=2")
+    before = FuseLoss().run(module, Report())
+    for evidence in check(ChunkLoss(), before, chunked(module, 5), Shapes.of(before)):
+        assert evidence.error <= evidence.bound <= 1e-9
+
+
+def test_the_kernel_of_the_loss() -> None:
+    """It is that of the same loss of all rows."""
+    node = ChunkLoss(budget=BUDGET).run(module_of(TEXT), Report()).functions["f"].nodes[0]
+    assert cross_entropy.chunk_problem_of(node) == cross_entropy.CrossEntropy(7, "bf16")
+    wide = ChunkLoss(budget=BUDGET).run(module_of(TEXT.replace("bf16", "f64")), Report()).functions["f"].nodes[0]
+    assert "the logits are f64" in str(cross_entropy.chunk_problem_of(wide))
+
+
+def test_the_recipe_s_pipelines() -> None:
+    """For a GPU after what is fused anyway; elsewhere the loss is fused for it."""
+    text = "fuse-loss,chunk-loss{budget=1048576},"
+    assert text in pipeline_text(Recipe(model="dense-tiny", target="cpu", chunk_loss="1MiB"))
+    assert "fuse-loss" in (made := pipeline_text(Recipe(model="dense-tiny", chunk_loss="1MiB")))
+    assert made.index("fuse-loss") < made.index("chunk-loss{budget=1048576},")
+    assert "chunk-loss" not in pipeline_text(Recipe(model="dense-tiny"))
+    for wrong in ("1MB", "0MiB", "-1KiB"):
+        with pytest.raises(OptionError, match="chunk_loss is"):
+            Recipe(model="dense-tiny", chunk_loss=wrong)
 
 
 def test_predicted_memory() -> None:

@@ -120,10 +120,10 @@ def trained() -> Module:
     return build_module(Recipe(model="dense-tiny", target="cpu", precision="bf16", disable="in-place")).module
 
 
-def emitted(module: Module, directory: Path) -> tuple[str, dict[str, Any]]:
-    """The text of the module's step, and what it defines."""
+def emitted(module: Module, directory: Path, *, gpu: bool = False) -> tuple[str, dict[str, Any]]:
+    """The text of the module's step, and what it defines; with `gpu` of kernel sites for one, as twins."""
     module = InPlace().run(module, Report())
-    sites = kernel_sites(module)
+    sites = kernel_sites(module, gpu=gpu)
     directory.mkdir()
     entries = build_kernels(sites.specs, directory, archs=())
     (directory / "manifest.json").write_text(json.dumps({"kernels": entries}))
