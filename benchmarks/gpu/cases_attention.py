@@ -1,0 +1,223 @@
+"""Cases of attention with masks (A2): windows, sinks, softcap and documents, forward and backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.kernel_case import Case
+from mgraph.codegen.triton import attention, attention_grad
+from mgraph.codegen.triton.attention import Attention
+from mgraph.ir.ops.attention import attention as body
+from mgraph.ir.ops.attention import attention_grad as gradient_body
+
+DOCUMENT = 512
+"""The mean length of a document."""
+
+
+@functools.cache
+def flex() -> Any:
+    """The module of flex attention."""
+    import torch.nn.attention.flex_attention as module
+
+    return module
+
+
+def draw(problem: Attention, sizes: tuple[int, int, int, int], device: torch.device) -> tuple[Tensor, ...]:
+    """q, k, v [B, H, S, D], in memory [B, S, H, D], and the further operands, for sizes B, H, G, S."""
+    batch, queries, keys, rows = sizes
+
+    def heads(number: int) -> Tensor:
+        made = torch.randn(batch, rows, number, problem.width, device=device, dtype=torch.bfloat16)
+        return made.permute(0, 2, 1, 3)
+
+    more = []
+    for name in problem.extra:
+        if name == "sinks":
+            more.append(torch.randn(queries, device=device, dtype=torch.bfloat16))
+        else:
+            more.append((torch.rand(batch, rows, device=device) < 1 / DOCUMENT).long().cumsum(1))
+    return heads(queries), heads(keys), heads(keys), *more
+
+
+def by_heads(
+    run: Callable[..., tuple[Tensor, ...]], problem: Attention, heads: tuple[int, ...], groups: tuple[int, ...]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """The op's body for one batch and one head of the keys at a time, whose scores fit in memory.
+
+    `heads` and `groups` say which operands have a dim of query heads and which of key heads; sinks have the former.
+    """
+
+    def whole(*operands: Tensor) -> tuple[Tensor, ...]:
+        number, count = operands[groups[0]].shape[1], operands[heads[0]].shape[0]
+        first = len(operands) - len(problem.extra)
+        rows = []
+        for batch in range(count):
+            parts = []
+            for group in range(number):
+                cut = []
+                for index, operand in enumerate(operands):
+                    name = problem.extra[index - first] if index >= first else ""
+                    if name == "sinks":
+                        cut.append(operand.chunk(number)[group])
+                        continue
+                    row = operand[batch : batch + 1]
+                    cut.append(row.chunk(number, 1)[group] if index in (*heads, *groups) else row)
+                parts.append(run(*cut, **options(problem)))
+            rows.append([torch.cat(same, 1 if same[0].dim() > 1 else 0) for same in zip(*parts, strict=True)])
+        return tuple(
+            torch.cat(same) if same[0].dim() > 1 else torch.stack(same).sum(0) for same in zip(*rows, strict=True)
+        )
+
+    return whole
+
+
+def options(problem: Attention) -> dict[str, Any]:
+    """The attributes of the op."""
+    return {
+        "scale": problem.scale,
+        "causal": problem.causal,
+        "window": problem.window,
+        "softcap": problem.softcap,
+        "extra": problem.extra,
+    }
+
+
+def flex_forward(problem: Attention) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Flex attention with the same masks; a sink is added to the sums afterwards.
+
+    The blocks of a mask are found once for a shape, or for some documents, as users of it do.
+    """
+    masks: dict[Any, Any] = {}
+
+    def mask_of(q: Tensor, ids: Tensor | None) -> Any:
+        key = (q.shape, None if ids is None else ids.data_ptr())
+        if key not in masks:
+
+            def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+                visible = i >= j
+                visible = visible if problem.window is None else visible & (i - j < problem.window)
+                return visible if ids is None else visible & (ids[b, i] == ids[b, j])
+
+            batch = None if ids is None else q.shape[0]
+            masks[key] = flex().create_block_mask(seen, batch, None, q.shape[2], q.shape[2], q.device)
+        return masks[key]
+
+    def bend(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        cap = problem.softcap or 1.0
+        return cap * torch.tanh(score / cap)
+
+    compiled: list[Any] = []
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
+        given = dict(zip(problem.extra, more, strict=True))
+        if not compiled:
+            compiled.append(torch.compile(flex().flex_attention, dynamic=False))
+        out, lse = compiled[0](
+            q,
+            k,
+            v,
+            score_mod=None if problem.softcap is None else bend,
+            block_mask=mask_of(q, given.get("segments")),
+            scale=problem.scale,
+            enable_gqa=True,
+            return_lse=True,
+        )
+        if "sinks" not in given:
+            return out, lse
+        total = torch.logaddexp(lse, given["sinks"].float()[:, None])
+        return out * (lse - total).exp()[..., None].to(out.dtype), total
+
+    return run
+
+
+def flex_backward(problem: Attention) -> Callable[..., tuple[Tensor, ...]]:
+    """The gradient of flex attention without sinks, of a forward that runs once for some inputs.
+
+    It runs on the stream of captures, since its gradient will run where it did.
+    """
+    run = flex_forward(replace(problem, more=tuple(m for m in problem.more if m[0] != "sinks")))
+    made: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
+
+    def gradient(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *more: Tensor
+    ) -> tuple[Tensor, ...]:
+        if dout.data_ptr() not in made:
+            if torch.cuda.graph.default_capture_stream is None:
+                torch.cuda.graph.default_capture_stream = torch.cuda.Stream()
+            leaves = tuple(t.detach().requires_grad_() for t in (q, k, v))
+            kept = [t for name, t in zip(problem.extra, more, strict=True) if name != "sinks"]
+            torch.cuda.synchronize()
+            with torch.cuda.stream(torch.cuda.graph.default_capture_stream):
+                made[dout.data_ptr()] = run(*leaves, *kept)[0], leaves
+            torch.cuda.synchronize()
+        result, leaves = made[dout.data_ptr()]
+        return torch.autograd.grad(result, leaves, dout, retain_graph=True)
+
+    return gradient
+
+
+def traffic(problem: Attention, sizes: tuple[int, int, int, int], backward: bool) -> int:
+    """Bytes of operands and results, each moved once."""
+    batch, queries, keys, rows = sizes
+    of_queries, of_keys = (2 * batch * number * rows * problem.width for number in (queries, keys))
+    sums = 4 * batch * queries * rows
+    return 4 * of_queries + 4 * of_keys + sums if backward else 2 * of_queries + 2 * of_keys + sums
+
+
+def cases(name: str, what: str, problem: Attention, sizes: tuple[int, int, int, int]) -> list[Case]:
+    """Forward and backward."""
+    site = name.replace("-", "_")
+    workload = f"{what}: B {sizes[0]}, H {sizes[1]}, G {sizes[2]}, S {sizes[3]}, D {problem.width}, bf16"
+
+    def saved(device: torch.device) -> tuple[Tensor, ...]:
+        q, k, v, *more = draw(problem, sizes, device)
+        out, lse = by_heads(body, problem, (0,), (1, 2))(q, k, v, *more)
+        like_q = torch.empty_like(q).copy_(out)
+        return torch.randn_like(q), q, k, v, like_q, lse, *more
+
+    return [
+        Case(
+            id=f"A2-{name}",
+            workload=f"attention, {workload}",
+            spec=attention.forward(f"attention_{site}", problem),
+            inputs=lambda device: draw(problem, sizes, device),
+            reference=by_heads(body, problem, (0,), (1, 2)),
+            peers={"flex": flex_forward(problem)},
+            bytes=traffic(problem, sizes, backward=False),
+            bound=6e-3,
+        ),
+        Case(
+            id=f"A2-{name}-grad",
+            workload=f"gradient of attention, {workload}",
+            spec=attention_grad.backward(f"attention_{site}_grad", problem),
+            inputs=saved,
+            reference=by_heads(gradient_body, problem, (1, 0, 4, 5), (2, 3)),
+            peers={"flex": flex_backward(problem)},
+            bytes=traffic(problem, sizes, backward=True),
+            bound=1e-2,
+        ),
+    ]
+
+
+CASES = [
+    *cases("window", "window 1024", Attention("bf16", 128, 128, 128**-0.5, True, 1024), (4, 32, 8, 4096)),
+    *cases(
+        "sinks",
+        "sinks and window 128",
+        Attention("bf16", 64, 64, 0.125, True, 128, more=(("sinks", "bf16"),)),
+        (4, 64, 8, 4096),
+    ),
+    *cases("softcap", "softcap 50", Attention("bf16", 128, 128, 128**-0.5, True, softcap=50.0), (4, 32, 8, 4096)),
+    *cases(
+        "documents",
+        f"documents of about {DOCUMENT}",
+        Attention("bf16", 128, 128, 128**-0.5, True, more=(("segments", "i64"),)),
+        (4, 32, 8, 4096),
+    ),
+]
