@@ -40,8 +40,8 @@ PASSES: dict[str, str] = {
     "tensor-parallel": "mgraph.passes.tensor_parallel:TensorParallel",
     "fully-shard": "mgraph.passes.fully_shard:FullyShard",
     # fuse
-    "chunk-loss": "mgraph.passes.chunk_loss:ChunkLoss",
     "fuse-loss": "mgraph.passes.fuse_loss:FuseLoss",
+    "chunk-loss": "mgraph.passes.chunk_loss:ChunkLoss",
     "fuse-norm": "mgraph.passes.fuse_norm:FuseNorm",
     "fuse-rope": "mgraph.passes.fuse_rope:FuseRope",
     # fuse
