@@ -100,10 +100,14 @@ class _Head:
         self._x, self._weight = self._linear.operands
         readers, backward_views = self._readers(dlogits)
         self._dx = self._one(readers, "dx", lambda n: n.op == "aten.matmul.default" and n.operands[1] is self._weight)
+        _check(len(readers) > 1, "dweight", f"nothing makes a gradient of {self._weight!r}")
         transposed = self._one(readers, "dweight", lambda n: n.op == "aten.t.default")
         _check(len(readers) == 2, "dlogits", f"the gradient is read by {', '.join(f'`{n.op}`' for n in readers)}")
         product = self._one(self._sole(transposed.result, "dweight"), "dweight", self._is_dweight)
-        self._update = self._one(self._sole(product.result, "total"), "total", lambda n: n.op == "accumulate")
+        (self._update,) = self._sole(product.result, "total")
+        _check(
+            self._update.op == "accumulate", "total", f"{product.result!r} goes to `{self._update.op}`, not to a total"
+        )
         self._check_total(self._update.operands[0])
         gone = {*forward_views, *backward_views, self._linear, loss, self._dx, transposed, product, self._update}
         self.replaced = tuple(node for node in function.nodes if node in gone)

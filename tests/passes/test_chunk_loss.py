@@ -88,13 +88,17 @@ def test_rows() -> None:
         ("matmul.default(%d, %weight)", "matmul.default(%d, %again)",
          "dx: 0 of `aten.matmul.default`, `aten.t.default` fit"),
         ("reshape(%x) {", "reshape(%again_x) {", "dweight: 0 of `aten.mm.default` fit"),
-        ("accumulate(%grad, %mm)", "aten.mul.Tensor(%grad, %mm)", "total: 0 of `aten.mul.Tensor` fit"),
+        ("accumulate(%grad, %mm)", "aten.mul.Tensor(%grad, %mm)",
+         "total: %mm goes to `aten.mul.Tensor`, not to a total"),
         ("return %y,", "return %grad, %y,", "total: %grad is a result of the function"),
+        ("aten.t.default(%flat)", "aten.t.default(%other_rows)", "dweight: nothing makes a gradient of %weight"),
         ("accumulate(%grad,", "accumulate(%late,", "total: %late is made after the loss"),
     ],
 )  # fmt: skip
 def test_near_misses(old: str, new: str, expected: str) -> None:
-    more = "%other: bf16[B, S, 7], %bias: bf16[7], %again: bf16[7, 3], %again_x: bf16[B, S, 3]"
+    more = (
+        "%other: bf16[B, S, 7], %bias: bf16[7], %again: bf16[7, 3], %again_x: bf16[B, S, 3], %other_rows: bf16[B*S, 7]"
+    )
     text = TEXT.replace("%grad: f32[7, 3])", f"%grad: f32[7, 3], {more})")
     assert old in text
     text = text.replace(old, new)
