@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from mgraph.codegen.triton import attention, kernels_text, reference_text
-from mgraph.codegen.triton.attention import Attention, Tuning
+from mgraph.codegen.triton import KernelSpec, attention, kernels_text, reference_text
+from mgraph.codegen.triton.attention import Attention, Reach, Tuning, further_of
 from mgraph.ir.graph import Node
+from mgraph.ir.ops import attention as op
 from tests.codegen.triton.attention_cases import PROBLEMS, draw, error, results
 from tests.codegen.triton.interpret_cases import Case, interpret
 from tests.passes.raising import module_of
 
-CUT = Tuning(32, 32, 4, 2)
+CUT, SMALL = Tuning(64, 64, 4, 2), Tuning(32, 32, 4, 2)
+"""The latter is small enough for three loops where the window is long."""
 
 
 @pytest.mark.skipif(
@@ -25,7 +27,7 @@ CUT = Tuning(32, 32, 4, 2)
 )
 def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     """All masks alone and together, odd sizes, heads that share keys, permuted parts of projections."""
-    specs = [attention.forward(name, problem, CUT) for name, problem in PROBLEMS.items()]
+    specs = [attention.forward(n, problem, SMALL if n == "long_window" else CUT) for n, problem in PROBLEMS.items()]
     cases: list[Case] = [(name, draw(name)) for name in PROBLEMS]
     for (name, inputs), ((out, lse), _) in zip(cases, interpret(specs, cases, tmp_path), strict=True):
         want, want_lse = results(name, inputs)
@@ -33,6 +35,59 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
         assert out.dtype is inputs[0].dtype and lse.dtype is torch.float32
         assert error(out, want) <= bound, name
         assert error(lse, want_lse) <= 2e-6, name
+
+
+REACHED = {
+    "documents": Attention("bf16", 16, 16, 1.0, True, more=(("segments", "i64"),)),
+    "documents_in_a_window": Attention("bf16", 16, 16, 1.0, True, 20, more=(("segments", "i64"),)),
+    "documents_both_ways": Attention("bf16", 16, 16, 1.0, more=(("segments", "i32"),)),
+    "padding": Attention("bf16", 16, 16, 1.0, True, more=(("keys", "bool"), ("segments", "i64"))),
+    "padding_alone": Attention("bf16", 16, 16, 1.0, window=30, more=(("keys", "i64"),)),
+}
+
+
+def searches(name: str) -> list[KernelSpec]:
+    """The searches of an instance as sites of their own: what blocks of queries see, and what sees blocks of keys."""
+    problem, made = REACHED[name], []
+    for of_keys in (False, True):
+        search = Reach(f"{name}_{'by' * of_keys}", "reach", 32, of_keys=of_keys)
+        inputs, outputs, launches = further_of(problem), (search.scratch(),), (search.launch(problem),)
+        dims = {"S": "T"} if "segments" not in problem.extra else {} if "keys" in problem.extra else {"T": "S"}
+        twin = f"def {search.function}(): ..."
+        made.append(KernelSpec(search.function, search.source(problem), twin, inputs, outputs, (), launches, dims=dims))
+    return made
+
+
+def reach_of(name: str, more: tuple[torch.Tensor, ...], *, of_keys: bool) -> list[list[int]]:
+    """The first and one after the last that any of each block of 32 sees, or is seen by, one batch after another."""
+    problem, rows = REACHED[name], more[0].shape[1]
+    given = tuple(zip(problem.extra, more, strict=True))
+    zeros = torch.zeros(more[0].shape[0], 1, rows, 16)
+    hidden = op._hidden(zeros, zeros, problem.causal, problem.window, given)
+    seen = ~hidden.expand(more[0].shape[0], 1, 1, rows, rows)[:, 0, 0]
+    blocks = (seen.mT if of_keys else seen).split(32, 1)
+    met = [block[batch].any(0).nonzero() for batch in range(len(seen)) for block in blocks]
+    return [[int(m.min()), int(m.max()) + 1] if len(m) else [] for m in met]
+
+
+@pytest.mark.skipif(version("triton") < "3.7" and version("numpy") >= "2.5", reason="as above")
+def test_blocks_reach_no_further_than_they_see(tmp_path: Path) -> None:
+    """With documents one after another, of 30 rows or so, and with padding."""
+    generator = torch.Generator().manual_seed(5)
+    specs, cases, wanted = [], [], []
+    for name, problem in REACHED.items():
+        ids = (torch.rand(2, 129, generator=generator) < 1 / 30).long().cumsum(1)
+        keys = torch.arange(129) < torch.tensor([[96], [32]])
+        drawn = {"segments": ids, "keys": keys}
+        types = {"i64": torch.int64, "i32": torch.int32, "bool": torch.bool}
+        more = tuple(drawn[kind].to(types[dtype]) for kind, dtype in problem.more)
+        for of_keys, spec in enumerate(searches(name)):
+            specs.append(spec)
+            cases.append((spec.name, more))
+            wanted.append(reach_of(name, more, of_keys=bool(of_keys)))
+    for (name, _), want, ((reach,), _) in zip(cases, wanted, interpret(specs, cases, tmp_path), strict=True):
+        found = [pair if pair[0] < pair[1] else [] for pair in reach.flatten(0, 1).tolist()]
+        assert found == want, name
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
