@@ -3,10 +3,11 @@
     python3 -m benchmarks.gpu.linear_loss RESULTS.jsonl [--budgets 256MiB 512MiB] [--no-peers] [--small]
 
 First every variant computes the loss, dx and dweight of fewer rows, some of them ignored and of which chunks leave a
-rest, and is compared with float64. Then the median seconds of a call on 8192 rows of 4096 and a vocabulary of 128256 in
-bf16. `fraction` is the rate of the three products over that of one alone, `x @ weight.T`, in this run. `extra` is the
-peak of memory over what there was before and what the call leaves: dx, and the gradient of the weight where it is not
-added in f32 to a total that is there, as ours is. `--small` is for a machine without a GPU and measures nothing of use.
+rest, and is compared with float64: the errors of others are said, ours must be small. Then the median seconds of a call
+on 8192 rows of 4096 and a vocabulary of 128256 in bf16. `fraction` is the rate of the three products over that of one
+alone, `x @ weight.T`, in this run. `extra` is the peak of memory over what there was before and what the call leaves:
+dx, and the gradient of the weight where it is not added in f32 to a total that is there, as ours is. `--small` is for a
+machine without a GPU and measures nothing of use.
 Exit status 1 on any complaint.
 """
 
@@ -235,7 +236,7 @@ def measured(name: str, variant: Variant, sizes: Sizes, card: dict[str, Any], op
     device = torch.device("cpu" if options.small else "cuda")
     try:
         off = error(variant, sizes, device)
-        if not off <= BOUND:
+        if name.startswith("ours") and not off <= BOUND:  # others may leave out small gradients by design
             return [f"{name}: error {off:.1e}, allowed {BOUND:.1e}"]
         gc.collect()
         inputs = draw(sizes.rows, sizes, device)
