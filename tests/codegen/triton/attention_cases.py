@@ -37,18 +37,18 @@ PROBLEMS: dict[str, Attention] = {
 }
 SIZES = {
     "window": (1, 4, 2, 129, 129),
-    "long_window": (1, 2, 1, 333, 333),
+    "long_window": (1, 1, 1, 333, 333),
     "window_of_one": (2, 1, 1, 7, 7),
-    "window_ahead": (1, 2, 2, 70, 70),
-    "softcap": (1, 2, 1, 129, 129),
+    "window_ahead": (1, 1, 1, 70, 70),
+    "softcap": (1, 1, 1, 129, 129),
     "softcap_of_all": (1, 2, 2, 33, 70),
     "narrow": (1, 3, 1, 40, 40),
-    "uneven": (1, 2, 2, 129, 129),
+    "uneven": (1, 1, 1, 129, 129),
     "past": (1, 2, 1, 70, 33),
     "documents": (2, 1, 1, 200, 200),
-    "mixed": (1, 2, 1, 129, 129),
+    "mixed": (1, 1, 1, 129, 129),
     "padding": (2, 2, 2, 33, 70),
-    "sinks_in_a_window": (1, 4, 2, 129, 129),
+    "sinks_in_a_window": (1, 2, 1, 129, 129),
     "all": (2, 2, 1, 129, 129),
 }
 """Batch, query heads, key heads, queries and keys."""

@@ -50,7 +50,7 @@ def searches(name: str) -> list[KernelSpec]:
     """The searches of an instance as sites of their own: what blocks of queries see, and what sees blocks of keys."""
     problem, made = REACHED[name], []
     for of_keys in (False, True):
-        search = Reach(f"{name}_{'by' * of_keys}", "reach", 32, of_keys=of_keys)
+        search = Reach(f"{name}_{'by' * of_keys}", "reach", 64, of_keys=of_keys)
         inputs, outputs, launches = further_of(problem), (search.scratch(),), (search.launch(problem),)
         dims = {"S": "T"} if "segments" not in problem.extra else {} if "keys" in problem.extra else {"T": "S"}
         twin = f"def {search.function}(): ..."
@@ -59,13 +59,13 @@ def searches(name: str) -> list[KernelSpec]:
 
 
 def reach_of(name: str, more: tuple[torch.Tensor, ...], *, of_keys: bool) -> list[list[int]]:
-    """The first and one after the last that any of each block of 32 sees, or is seen by, one batch after another."""
+    """The first and one after the last that any of each block of 64 sees, or is seen by, one batch after another."""
     problem, rows = REACHED[name], more[0].shape[1]
     given = tuple(zip(problem.extra, more, strict=True))
     zeros = torch.zeros(more[0].shape[0], 1, rows, 16)
     hidden = op._hidden(zeros, zeros, problem.causal, problem.window, given)
     seen = ~hidden.expand(more[0].shape[0], 1, 1, rows, rows)[:, 0, 0]
-    blocks = (seen.mT if of_keys else seen).split(32, 1)
+    blocks = (seen.mT if of_keys else seen).split(64, 1)
     met = [block[batch].any(0).nonzero() for batch in range(len(seen)) for block in blocks]
     return [[int(m.min()), int(m.max()) + 1] if len(m) else [] for m in met]
 
@@ -77,7 +77,7 @@ def test_blocks_reach_no_further_than_they_see(tmp_path: Path) -> None:
     specs, cases, wanted = [], [], []
     for name, problem in REACHED.items():
         ids = (torch.rand(2, 129, generator=generator) < 1 / 30).long().cumsum(1)
-        keys = torch.arange(129) < torch.tensor([[96], [32]])
+        keys = torch.arange(129) < torch.tensor([[128], [64]])
         drawn = {"segments": ids, "keys": keys}
         types = {"i64": torch.int64, "i32": torch.int32, "bool": torch.bool}
         more = tuple(drawn[kind].to(types[dtype]) for kind, dtype in problem.more)
