@@ -14,7 +14,7 @@ PROBLEMS: dict[str, Attention] = {
     "window": Attention("bf16", 16, 16, 0.25, causal=True, window=40),
     "long_window": Attention("f16", 16, 16, 0.25, causal=True, window=140),
     "window_of_one": Attention("f16", 16, 16, 0.25, causal=True, window=1),
-    "window_ahead": Attention("f16", 16, 16, 0.3, window=9),
+    "window_ahead": Attention("f16", 16, 16, 0.3, window=2),
     "softcap": Attention("f16", 64, 64, 0.5, causal=True, softcap=2.0),
     "softcap_of_all": Attention("bf16", 16, 16, 0.5, softcap=2.0, square=False),
     "narrow": Attention("bf16", 20, 20, 0.3, causal=True),
