@@ -20,7 +20,6 @@ from mgraph.passes.pipeline import parse_pipeline
 from mgraph.passes.samples import Shapes
 from mgraph.recipe import Recipe
 from tests.passes.raising import assert_same, inputs_of, module_of, ops, raised
-from tests.sampling import sampled
 
 CAPPED = """
 func @f(%x: f32[B, S, 200], %w: f32[200]) {
@@ -171,7 +170,8 @@ class Lifted(FuseRegions):
 MODELS = [("dense-tiny-capped", "bf16", 9), ("moe-tiny-losses", "fp32", 5), ("gpt-oss-tiny", "bf16", 5)]
 
 
-@pytest.mark.parametrize(("model", "precision", "groups"), sampled(MODELS, 0, MODELS[:1]))
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "precision", "groups"), MODELS)
 def test_models(model: str, precision: str, groups: int) -> None:
     """Steps of the zoo with regions, and without: the same bits, and the same numbers where nothing is rounded."""
     recipe = Recipe(model=model, precision=precision, target="cpu", disable="in-place")

@@ -112,7 +112,7 @@ def test_rotations_of_anything_else_are_no_near_misses() -> None:
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("qwen3", {"precision": "bf16"}),
+        pytest.param("qwen3", {"precision": "bf16"}, marks=pytest.mark.full),
         pytest.param("gemma3", {"packed": True, "recompute": "full"}, marks=pytest.mark.full),
         pytest.param("qwen3", {"mesh": "fsdp=2,tp=2", "sequence_parallel": True}, marks=pytest.mark.full),
     ],
