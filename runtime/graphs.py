@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mgraph.errors import PackageError
+
 State = dict[str, Tensor]
 Entry = Callable[..., tuple[Tensor, ...]]
 MOST_SHAPES = 8
@@ -67,9 +69,8 @@ class EntryGraphs:
         if held is None or not held.is_of(state):
             try:
                 held = self._held[key] = self._capture(entry, state, inputs)
-            except RuntimeError as error:  # torch and the driver raise nothing more exact
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
+            except (RuntimeError, PackageError) as error:  # torch and the driver raise nothing more exact
+                # Nothing has run, so nothing has to be undone; lack of memory, too, may be that of the graph alone.
                 self._entries -= {name}
                 self._say(name, str(error).strip().splitlines()[0])
                 return entry(state, *inputs)
@@ -80,8 +81,12 @@ class EntryGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         own = tuple(t.clone() for t in inputs)
         graph = torch.cuda.CUDAGraph()
-        # Other threads (a checkpoint's, a collective's watchdog) may go on with the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # A capture that fails leaves its stream as the current one: the outer context puts ours back. Other threads (a
+        # checkpoint's, a collective's watchdog) may go on with the device meanwhile.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             outputs = entry(state, *own)
         return _Captured(graph, own, outputs, tuple(state.values()))
 

@@ -352,7 +352,7 @@ class ListSite(GpuSite):
         reason = self._reason(inputs, lists=parts is None)
         if reason is not None:
             return self._refused(reason, inputs)
-        parts = parts or self._tables.make(key, lists)
+        parts = self._tables.make(key, lists) if parts is None else parts
         if parts is None:
             return self._refused("a CUDA graph captures tensors that it was never called with before", inputs)
         if not parts:

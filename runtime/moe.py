@@ -113,8 +113,11 @@ def moe_dispatch(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tenso
 def moe_dispatch_grad(drows: Tensor, order: Tensor, more: Tensor | None = None, *, top_k: int) -> Tensor:
     """Gradient of `moe_dispatch` for x: the sum of a token's rows, those of drows and of more [T*K, N]."""
     places = inverse(order).view(-1, top_k)
-    dx: Tensor = F.embedding_bag(places, drows, mode="sum")
-    return dx if more is None else dx.add_(F.embedding_bag(places, more, mode="sum"))
+    if more is None:
+        dx: Tensor = F.embedding_bag(places, drows, mode="sum")
+        return dx
+    first, second = (F.embedding_bag(places, wide(rows), mode="sum") for rows in (drows, more))
+    return first.add_(second).to(drows.dtype)
 
 
 def moe_combine(rows: Tensor, weights: Tensor, order: Tensor, *, dtype: torch.dtype) -> Tensor:

@@ -89,7 +89,7 @@ class Tables:
     def known(self, key: Places) -> tuple[Part, ...] | None:
         """The parts of lists at these places, if they were made before. Those that a CUDA graph takes are kept for as
         long as this object lives."""
-        parts = self._known.get(key) or self._captured.get(key)
+        parts = self._known.get(key, self._captured.get(key))
         if parts is not None and self._capturing():
             self._captured[key] = parts
         return parts

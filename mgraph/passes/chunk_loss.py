@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mgraph.ir.graph import Function, Module, Node, Value
+from mgraph.ir.types import DType
 from mgraph.passes.base import Pass, Report, Stage, Tier
 
 CHUNKED = "linear_cross_entropy_with_grad"
@@ -109,6 +110,8 @@ class _Head:
             self._update.op == "accumulate", "total", f"{product.result!r} goes to `{self._update.op}`, not to a total"
         )
         self._check_total(self._update.operands[0])
+        dx, x = self._dx.result, self._x
+        _check(dx.type == x.type, "dx", f"{dx!r} is {dx.type}, and {x!r} is {x.type}")
         gone = {*forward_views, *backward_views, self._linear, loss, self._dx, transposed, product, self._update}
         self.replaced = tuple(node for node in function.nodes if node in gone)
         self._results = self._update.result, total_loss, self._dx.result
@@ -167,6 +170,8 @@ class _Head:
         nodes = self._function.nodes
         early = maker is None or nodes.index(maker) < nodes.index(self._loss)
         _check(early, "total", f"{total!r} is made after the loss")
+        exact = total.tensor.dtype in (DType.F32, DType.F64)
+        _check(exact, "total", f"{total!r} is {total.tensor.dtype.text}: every chunk would round the sum to that")
 
     def joined(self, rows: int, made_by: str) -> tuple[Function, Node]:
         """The function with one node in the place of the loss."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from mgraph.ir.graph import Module, Node
+from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.ir.types import DType
 from mgraph.passes.base import Pass, Report, Stage, Tier
 
@@ -22,8 +22,17 @@ CAPTURED = ("microbatch", "finish", "last")
 """Entries that are called again and again with the same shapes."""
 _GROUPED = ("grouped_matmul", "grouped_outer")
 _WAITING = frozenset(
-    {"aten.nonzero.default", "aten.masked_select.default", "aten._local_scalar_dense.default", "aten.unique.default"}
+    {
+        "aten._local_scalar_dense.default",
+        "aten.bincount.default",
+        "aten.masked_select.default",
+        "aten.nonzero.default",
+        "aten.unique.default",
+    }
 )
+_INDEXING = frozenset({"aten.index.Tensor", "aten.index_put.default"})
+_LISTS = frozenset({"adamw", "global_norm", "square_sum"})
+"""Ops whose kernels find lists of tensors by tables, which are copied to the GPU when the tensors are first seen."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,9 @@ class CudaGraphs(Pass):
             if name not in entries:
                 continue
             function = entries[name].function
-            obstacles = ((where, n.id, why) for where, n in _nodes(module, function) if (why := _obstacle(n)))
+            obstacles = (
+                (where.name, n.id, why) for where, n in _nodes(module, function) if (why := _obstacle(where, n))
+            )
             if (found := next(obstacles, None)) is not None:
                 where, node, why = found
                 report.near_miss(where, node, name, "host", f"{name} is launched op by op: {why}")
@@ -52,23 +63,35 @@ class CudaGraphs(Pass):
         return replace(module, entries=entries) if entries != dict(module.entries) else module
 
 
-def _nodes(module: Module, function: str) -> Iterator[tuple[str, Node]]:
-    """The nodes of a function and of all that it calls, each function once, with its name."""
+def _nodes(module: Module, function: str) -> Iterator[tuple[Function, Node]]:
+    """The nodes of a function and of all that it calls, each function once, with that function."""
     todo, seen = [function], {function}
     while todo:
-        name = todo.pop()
-        for node in module.functions[name].nodes:
-            yield name, node
+        where = module.functions[todo.pop()]
+        for node in where.nodes:
+            yield where, node
             if node.op == "call" and (callee := str(node.attrs["callee"])) not in seen:
                 seen.add(callee)
                 todo.append(callee)
 
 
-def _obstacle(node: Node) -> str | None:
+def _obstacle(function: Function, node: Node) -> str | None:
     """Why a node cannot be part of a graph."""
     place = f"{node.op} at {node.origin}"
-    if node.op in _WAITING:
+    if node.op in _WAITING or (node.op in _INDEXING and any(v.tensor.dtype is DType.BOOL for v in node.operands[1:])):
         return f"{place} waits for an extent that is a result"
-    if node.op in _GROUPED and node.operands[0].tensor.dtype is not DType.BF16:
-        return f"{place} reads the sizes of its groups on the host, as torch has grouped products of bf16 alone"
+    if node.op in _GROUPED and not all(map(_fused, node.operands[:2])):
+        return f"{place} reads the sizes of its groups on the host, as torch has grouped products of aligned bf16 alone"
+    if node.op.removesuffix("_") in _LISTS:
+        makers = function.producers()
+        waits = [m for v in node.operands if (m := makers.get(v)) is not None and m.op == "wait"]
+        starts = [makers[v].op for m in waits for v in m.operands if v in makers]
+        if any(op.startswith("reduce_scatter") for op in starts):
+            return f"{place} takes new tensors, whose places are known when they are there"
     return None
+
+
+def _fused(value: Value) -> bool:
+    """Whether torch's fused grouped product takes an operand: bf16, with rows on 16 bytes either way round."""
+    extents = [n for n in value.tensor.shape[-2:] if isinstance(n, int)]
+    return value.tensor.dtype is DType.BF16 and all(n % 8 == 0 for n in extents)

@@ -76,6 +76,7 @@ def test_rows() -> None:
     ("old", "new", "expected"),
     [
         ("return %y,", "return %lse, %y,", "lse: %lse is read"),
+        ("f32[7, 3]", "bf16[7, 3]", "total: %grad is bf16: every chunk would round the sum to that"),
         ("return %y,", "return %logits, %y,", "logits: %logits is a result of the function"),
         ("return %y,", "return %linear, %y,", "logits: %linear is a result of the function"),
         ("return %y,", "return %flat, %y,", "dlogits: %flat is a result of the function"),

@@ -9,8 +9,9 @@ from mgraph.ir.graph import Module
 from mgraph.ir.parser import parse_module
 from mgraph.ir.printer import print_module
 from mgraph.passes.base import Report
-from mgraph.passes.cuda_graphs import CudaGraphs
+from mgraph.passes.cuda_graphs import CudaGraphs, _obstacle
 from mgraph.recipe import Recipe
+from tests.passes.raising import module_of
 
 
 def built(model: str, precision: str) -> Module:
@@ -41,3 +42,27 @@ def test_what_reads_on_the_host_is_not(moe: dict[str, Module]) -> None:
     (miss,) = report.near_misses
     assert any(miss.node == node.id for node in module.functions[miss.function].nodes)
     assert "grouped_matmul at models/experts.py" in miss.detail and "on the host" in miss.detail
+
+
+def test_lists_of_new_tensors_keep_finish_from_it() -> None:
+    """Where ranks share the optimizer's state alone, gradients of a step are new tensors."""
+    module = build_module(Recipe(model="dense-tiny", mesh="fsdp=2", zero=1, target="cpu")).module
+    report = Report()
+    after = CudaGraphs().run(module, report)
+    assert after.entries["microbatch"].captured and not after.entries["finish"].captured
+    (miss,) = report.near_misses
+    assert "takes new tensors" in miss.detail
+
+
+GROUPED = """
+func @f(%rows: bf16[B, 8], %w: bf16[4, 8, N], %offsets: i32[4]) {
+  %y: bf16[B, N] = grouped_matmul(%rows, %w, %offsets)
+  return %y
+}
+"""
+
+
+@pytest.mark.parametrize(("width", "found"), [(16, False), (100, True)])
+def test_unaligned_groups_are_multiplied_on_the_host(width: int, found: bool) -> None:
+    function = module_of(GROUPED.replace("N", str(width))).functions["f"]
+    assert (_obstacle(function, function.nodes[0]) is not None) is found

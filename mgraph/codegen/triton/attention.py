@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mgraph.codegen.triton.kernel import Expression, KernelSpec, Launch, TensorSpec
+from mgraph.codegen.triton.kernel import TRITON_DTYPES, Expression, KernelSpec, Launch, TensorSpec
 from mgraph.codegen.triton.rms_norm import TRITON_LANGUAGE_DTYPES
 from mgraph.codegen.triton.rope import lines_of, signature
 from mgraph.ir.graph import Node
@@ -110,6 +110,9 @@ def problem_of(node: Node) -> Attention | str:
         return f"heads are {max(width, value_width)} wide; the kernel takes up to {LARGEST_WIDTH}"
     if dtype not in ("bf16", "f16") or any(t.dtype is not q.dtype for t in (k, v)):
         return f"q is {dtype}, k {k.dtype.text} and v {v.dtype.text}; the kernel takes bf16 or f16 for all"
+    for name, value in zip(extra, node.operands[further:], strict=True):
+        if value.tensor.dtype.text not in TRITON_DTYPES:
+            return f"{name} is {value.tensor.dtype.text}; the kernel takes {', '.join(TRITON_DTYPES)}"
     if "start" in extra:
         return "the queries start somewhere in a longer sequence"
     if extra.count("keys") > 1 or extra.count("sinks") > 1:

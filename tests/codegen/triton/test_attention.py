@@ -136,6 +136,7 @@ def test_problem_of_a_node() -> None:
         ([("bf16", "f32")], "q is f32"),
         ([("%k: bf16", "%k: f16")], "k f16"),
         ([("scale = 0.125", "scale = -1.0")], "the scale -1.0 is not positive"),
+        ([("%ids: i64", "%ids: u8")], "segments is u8"),
         ([("%ids: i64[B, S]", "%ids: i64[]"), ('"segments"', '"start"')], "start somewhere"),
     ],
 )
