@@ -17,7 +17,7 @@ The gradient of a dispatch sums rows as it is, and takes both parts of what the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -71,9 +71,7 @@ class FuseProducts(Pass):
             made[node] = replace(node, op="matmul_add", operands=operands, attrs={}, made_by=self.name)
             gone.add(second)
             report.match(function.name, node.id, f"{second.id} is added to {first.id}", [second.id, node.id], [node.id])
-        if not made:
-            return function
-        return replace(function, nodes=tuple(made.get(node, node) for node in function.nodes if node not in gone))
+        return _replaced(function, made, gone)
 
     def _dispatched(self, function: Function, report: Report) -> Function:
         """Gradients of a dispatch with both parts of a sum that only they read."""
@@ -95,9 +93,14 @@ class FuseProducts(Pass):
             made[node] = replace(node, operands=(first, node.operands[1], second), made_by=self.name)
             gone.add(sum_)
             report.match(function.name, node.id, f"it takes the parts of {sum_.id}", [sum_.id, node.id], [node.id])
-        if not made:
-            return function
-        return replace(function, nodes=tuple(made.get(node, node) for node in function.nodes if node not in gone))
+        return _replaced(function, made, gone)
+
+
+def _replaced(function: Function, made: Mapping[Node, Node], gone: Set[Node]) -> Function:
+    """The function with other nodes for some, and without those that these took in; itself where there are none."""
+    if not made:
+        return function
+    return replace(function, nodes=tuple(made.get(node, node) for node in function.nodes if node not in gone))
 
 
 def _is_sum(first: Node, second: Node, made: Mapping[Node, Node]) -> bool:

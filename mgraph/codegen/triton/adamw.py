@@ -24,11 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mgraph.codegen.triton.kernel import KernelSpec, Launch, Lists, TensorSpec
+from mgraph.codegen.triton.kernel import TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, Lists, TensorSpec
 from mgraph.ir.graph import Node
 from mgraph.ir.opdef import op_def
-
-TRITON_LANGUAGE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 Group = tuple[float, float, int]
 """Weight decay, multiplier of the rate, and how many consecutive parameters they are of."""

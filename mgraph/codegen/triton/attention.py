@@ -16,8 +16,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mgraph.codegen.triton.kernel import TRITON_DTYPES, Expression, KernelSpec, Launch, TensorSpec
-from mgraph.codegen.triton.rms_norm import TRITON_LANGUAGE_DTYPES
+from mgraph.codegen.triton.kernel import (
+    TRITON_DTYPES,
+    TRITON_LANGUAGE_DTYPES,
+    Expression,
+    KernelSpec,
+    Launch,
+    TensorSpec,
+)
 from mgraph.codegen.triton.rope import lines_of, signature
 from mgraph.ir.graph import Node
 

@@ -40,8 +40,7 @@ from mgraph.codegen.triton.attention import (
     to_head,
     twin,
 )
-from mgraph.codegen.triton.kernel import KernelSpec, Launch, TensorSpec
-from mgraph.codegen.triton.rms_norm import TRITON_LANGUAGE_DTYPES
+from mgraph.codegen.triton.kernel import TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, TensorSpec
 from mgraph.codegen.triton.rope import lines_of, signature
 
 ROWS = 64

@@ -22,8 +22,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from mgraph.codegen.triton.kernel import ITEM_BYTES, Expression, KernelSpec, Launch, TensorSpec
-from mgraph.codegen.triton.rms_norm import TRITON_LANGUAGE_DTYPES
+from mgraph.codegen.triton.kernel import ITEM_BYTES, TRITON_LANGUAGE_DTYPES, Expression, KernelSpec, Launch, TensorSpec
 from mgraph.ir.graph import Node
 
 MOST_LEADING = 3

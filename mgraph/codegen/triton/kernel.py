@@ -34,6 +34,9 @@ TRITON_DTYPES = {
 }
 """mgraph's dtype name → the name in a Triton signature."""
 
+TRITON_LANGUAGE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+"""The floats that kernels take, by mgraph's dtype name → the name in Triton's language."""
+
 ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "f64": 8, "i64": 8, "i32": 4, "bool": 1}
 """Bytes of one element, by mgraph's dtype name."""
 

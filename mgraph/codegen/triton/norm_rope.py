@@ -17,9 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mgraph.codegen.triton.kernel import Expression, KernelSpec, Launch, TensorSpec
+from mgraph.codegen.triton.kernel import TRITON_LANGUAGE_DTYPES, Expression, KernelSpec, Launch, TensorSpec
 from mgraph.codegen.triton.rms_norm import (
-    TRITON_LANGUAGE_DTYPES,
     RmsNorm,
     formula,
     instance,

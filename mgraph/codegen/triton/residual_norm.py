@@ -14,9 +14,8 @@ made: four tensors of x's size go through memory each way, where a norm and a su
 
 from __future__ import annotations
 
-from mgraph.codegen.triton.kernel import KernelSpec, Launch, TensorSpec
+from mgraph.codegen.triton.kernel import TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, TensorSpec
 from mgraph.codegen.triton.rms_norm import (
-    TRITON_LANGUAGE_DTYPES,
     RmsNorm,
     Tuning,
     backward_tuning,

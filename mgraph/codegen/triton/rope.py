@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mgraph.codegen.triton.kernel import ITEM_BYTES, Expression, KernelSpec, Launch, TensorSpec
-from mgraph.codegen.triton.rms_norm import TRITON_LANGUAGE_DTYPES
+from mgraph.codegen.triton.kernel import ITEM_BYTES, TRITON_LANGUAGE_DTYPES, Expression, KernelSpec, Launch, TensorSpec
 from mgraph.ir.graph import Node, Value
 
 LARGEST_WIDTH = 4096
