@@ -1,12 +1,13 @@
 """Training on two GPUs: tp2, fsdp2 and dp2 beside DDP, FSDP2 and DTensor's tensor parallelism, in one process group.
 
-    torchrun --nproc-per-node 2 -m benchmarks.gpu.two_gpus PACKAGES RESULTS.json [--small] [--steps N] [dense] [moe]
+    torchrun --nproc-per-node 2 -m benchmarks.gpu.two_gpus PACKAGES RESULTS.jsonl [--small] [--steps N] [dense] [moe]
 
 PACKAGES is what `benchmarks.gpu.build_two_gpus` made. Every variant trains the same weights on the same batches, with
 parameters and gradients in bf16 and AdamW on f32 masters (`--small`: all in f32). Its losses must agree with those of
 one GPU that trains on the batches of both ranks (2 % in bf16, 1e-4 in f32). Then the median seconds of a step over
 blocks of steps, tokens/s in all, the share of the time in which communication runs and no computation does (from the
-kernels that the profiler saw), and peak memory. `--only` takes beginnings of variants. Exit status 1 on any complaint.
+kernels that the profiler saw), and peak memory; each is a row that is added to RESULTS. `--only` takes beginnings of
+variants. Exit status 1 on any complaint.
 """
 
 from __future__ import annotations
@@ -239,12 +240,13 @@ def variants(
             yield text, lambda m=make, c=compiled: peer(m, compiled=c)  # type: ignore[misc]
 
 
-def write(path: Path, rows: Sequence[Measured], complaints: Sequence[str]) -> None:
-    """The results so far."""
+def write(path: Path, run: str, row: Measured) -> None:
+    """Add a row to the results."""
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    data = {"date": datetime.date.today().isoformat(), "card": card, "torch": torch.__version__}
-    data |= {"rows": [asdict(row) for row in rows], "complaints": list(complaints)}
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    data = {"run": run, "date": run[:10], "card": card, "torch": torch.__version__, **asdict(row)}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(data) + "
+")
 
 
 def main() -> int:
@@ -263,7 +265,7 @@ def main() -> int:
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    rows: list[Measured] = []
+    begun = datetime.datetime.now().isoformat(timespec="seconds")
     complaints: list[str] = []
     for name in options.models:
         shape = SHAPES[f"small-{name}" if options.small else name]
@@ -284,7 +286,6 @@ def main() -> int:
             worst = max(abs(a / b - 1) for a, b in zip(found.losses, expected, strict=True))
             if not worst <= allowed:
                 complaints.append(f"{name}, {variant}: losses differ by {worst:.1e}, allowed {allowed:.0e}")
-            rows.append(found)
             if rank == 0:
                 exposed = "" if found.exposed is None else f"  exposed {found.exposed:.1%}"
                 print(
@@ -292,7 +293,7 @@ def main() -> int:
                     f"{exposed}  peak {found.peak_bytes / 2**30:.1f} GiB  losses within {worst:.1e}",
                     flush=True,
                 )
-                write(options.results, rows, complaints)
+                write(options.results, begun, found)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
