@@ -22,7 +22,7 @@ ON_A_GPU = {
     "rms_norm_h100": "benchmarks.gpu.build_rms_norm DIR (anywhere), then benchmarks.gpu.check_rms_norm DIR FILE",
     "kernels_h100": "benchmarks.gpu.kernels FILE [K5 ...]",
     "training_one_gpu_h100": "benchmarks.gpu.build_training DIR (anywhere), then benchmarks.gpu.training DIR FILE",
-    "two_gpus_h200": "benchmarks.gpu.build_two_gpus DIR (anywhere), then benchmarks.gpu.two_gpus DIR FILE by torchrun (rows are added)",
+    "two_gpus_h200": "benchmarks.gpu.build_two_gpus DIR (anywhere), then benchmarks.gpu.two_gpus DIR FILE by torchrun",
     "training_h100": "mgraph compile (anywhere), then benchmarks.gpu.check_training FILE PACKAGE FAMILY:SIZE",
 }
 

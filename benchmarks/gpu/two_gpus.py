@@ -245,8 +245,7 @@ def write(path: Path, run: str, row: Measured) -> None:
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     data = {"run": run, "date": run[:10], "card": card, "torch": torch.__version__, **asdict(row)}
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(data) + "
-")
+        file.write(json.dumps(data) + "\n")
 
 
 def main() -> int:
