@@ -146,25 +146,21 @@ CASES = [
 
 TUNINGS = [
     both_case(
-        f"{name}-w{num_warps}-s{num_stages}-k{kept}",
+        f"{name}-w{num_warps}-s{num_stages}-k{kept}{'-hints' * hints}",
         rows,
         problem,
-        Tuning(512 * num_warps, num_warps, num_stages, kept),
+        Tuning(512 * num_warps, num_warps, num_stages, kept, hints),
     )
-    for name, rows, problem, num_warps, num_stages, kept in (
-        ("128k", 8192, LARGE, 16, 1, 9),
-        ("128k", 8192, LARGE, 16, 3, 9),
-        ("128k", 8192, LARGE, 16, 5, 8),
-        ("128k", 8192, LARGE, 16, 3, 0),
-        ("128k", 8192, LARGE, 16, 3, 4),
-        ("128k", 8192, LARGE, 16, 2, 10),
-        ("128k", 8192, LARGE, 8, 3, 6),
-        ("32k", 16384, MEDIUM, 4, 1, 8),
-        ("32k", 16384, MEDIUM, 4, 3, 8),
-        ("32k", 16384, MEDIUM, 4, 3, 4),
-        ("32k", 16384, MEDIUM, 8, 1, 7),
-        ("32k", 16384, MEDIUM, 8, 3, 6),
-        ("32k", 16384, MEDIUM, 16, 1, 4),
+    for name, rows, problem, num_warps, num_stages, kept, hints in (
+        ("128k", 8192, LARGE, 16, 5, 8, False),
+        ("128k", 8192, LARGE, 16, 5, 8, True),
+        ("128k", 8192, LARGE, 16, 4, 9, True),
+        ("128k", 8192, LARGE, 16, 5, 4, True),
+        ("50k-padded", 8192, PADDED, 16, 5, 6, True),
+        ("50k-padded", 8192, PADDED, 8, 4, 6, True),
+        ("50k-padded", 8192, PADDED, 8, 4, 6, False),
+        ("262k", 4096, LONGEST, 16, 5, 8, True),
+        ("262k", 4096, LONGEST, 16, 5, 8, False),
     )
 ]
 """The first of the cases, cut in other ways: what the tuning function is to choose from."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import weakref
 from pathlib import Path
@@ -13,10 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.gpu import training_models
+from benchmarks.gpu.build_two_gpus import MESHES
 from mgraph.cli.snapshots import open_package
 from mgraph.codegen.memory import RankMemory
-from mgraph.compiler import compile_package
+from mgraph.compiler import build_module, compile_package
 from mgraph.ir.graph import StateKind
+from mgraph.ir.mesh import mesh_sizes
 from mgraph.ir.parser import parse_module
 from mgraph.ir.types import DType, Shard, TensorType
 from mgraph.passes.activations import extents
@@ -29,9 +33,12 @@ from mgraph.recipe import Recipe
 from mgraph.runtime.package import load_package
 from mgraph.runtime.state import create_state
 from tests.passes.spread import trained
+from tests.sampling import sampled
 
 TOLERANCE = 0.05
-"""What a layer's peak may differ: on the CPU some ops of the runtime have temporaries of their own."""
+"""What a peak may differ from what is measured: some ops have temporaries of their own."""
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 class LiveBytes(TorchDispatchMode):
@@ -62,7 +69,19 @@ class LiveBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("model", "recompute", "sizes"),
-    [("moe-tiny", "none", (3, 65)), ("gemma3-tiny", "full", (2, 70))],
+    sampled(
+        [
+            ("dense-tiny", "none", (2, 96)),
+            ("moe-tiny", "none", (3, 65)),
+            ("gemma3-tiny", "full", (2, 70)),
+            ("gemma3-tiny", "none", (2, 64)),
+            ("qwen3-tiny", "none", (2, 48)),
+            ("gpt-oss-tiny", "none", (2, 64)),
+            ("mixtral-tiny", "full", (2, 64)),
+        ],
+        0,
+        always=[("moe-tiny", "none", (3, 65)), ("gemma3-tiny", "full", (2, 70)), ("qwen3-tiny", "none", (2, 48))],
+    ),
 )
 def test_what_is_measured(tmp_path: Path, model: str, recompute: str, sizes: tuple[int, int]) -> None:
     path = tmp_path / "package"
@@ -80,6 +99,36 @@ def test_what_is_measured(tmp_path: Path, model: str, recompute: str, sizes: tup
         peak = memory.entry(entry)
         assert abs(peak.bytes - live.peak) <= TOLERANCE * live.peak, (entry, peak.bytes, live.peak)
         assert sum(storage.bytes for storage in peak.alive) == peak.bytes
+
+
+def _measured() -> dict[tuple[str, str], int]:
+    """The last measured peak in bytes by model and variant, of all that a process has on its GPU."""
+    names = {"E1a": "dense", "E1b": "llama8", "E2a": "moe"}
+    found: dict[tuple[str, str], int] = {}
+    for row in map(json.loads, (RESULTS / "training_one_gpu_h100.jsonl").read_text(encoding="utf-8").splitlines()):
+        if row["variant"] == "ours":
+            found[names[row["id"]], "one"] = row["peak_bytes"]
+    for row in map(json.loads, (RESULTS / "two_gpus_h200.jsonl").read_text(encoding="utf-8").splitlines()):
+        if row["variant"] in MESHES and "peak_bytes" in row:
+            found[row["model"], row["variant"]] = row["peak_bytes"]
+    return found
+
+
+MEASURED = _measured()
+
+
+@pytest.mark.parametrize(("model", "variant"), sampled(sorted(MEASURED), 0, always=[("dense", "fsdp2")]))
+def test_what_gpus_measured(model: str, variant: str) -> None:
+    """The state and the highest peak are what the benchmarks of training had on their GPUs, with CUDA graphs."""
+    axes, more = MESHES[variant]
+    shared = {"precision": "bf16", "max_norm": 0.0, "weight_decay": 0.0, "grad_dtype": "param", "target": "h100"}
+    module = build_module(Recipe(f"{training_models.__file__}:{model}", mesh=axes, **shared, **more)).module
+    shape = training_models.SHAPES[model]
+    sizes = extents(module, {"B": shape.batch, "S": shape.length})
+    memory = RankMemory(module, sizes, mesh_sizes(module.mesh, {}, 1 if variant == "one" else 2))
+    steps = [memory.entry(entry).bytes for entry in ("microbatch", "finish", "last") if entry in module.entries]
+    predicted = sum(memory.state().values()) + max(steps)
+    assert abs(predicted - MEASURED[model, variant]) <= TOLERANCE * MEASURED[model, variant], predicted
 
 
 HAND = """mgraph-ir 1
