@@ -52,18 +52,26 @@ def create_state(
     """
     by_name = {spec.name: spec for spec in specs}
     initial = _Initial(by_name, seed, torch.device(device))
+    masters = {
+        _start_of(spec, mesh): spec for spec in by_name.values() if spec.kind == "master" and spec.name not in blank
+    }
     state: State = {}
     for spec in by_name.values():
-        share = spec.share(mesh)
+        master = masters.get(_start_of(spec, mesh), spec)
         if not set(initial.sources(spec)).isdisjoint(blank):
-            state[spec.name] = torch.zeros(share.shape, dtype=spec.dtype, device=device)  # also padding is 0
-        elif len(share.pieces) == 1 and share.pieces[0].sizes == share.shape:
-            state[spec.name] = initial.values(spec, share.pieces[0])
-        else:
-            state[spec.name] = torch.zeros(share.shape, dtype=spec.dtype, device=device)
-            for piece in share.pieces:
-                piece.of(state[spec.name]).copy_(initial.values(spec, piece))
-    return state
+            state[spec.name] = torch.zeros(spec.share(mesh).shape, dtype=spec.dtype, device=device)
+        elif master is not spec:  # drawn once for both: a draw in low precision is one in f32, rounded at the end
+            if master.name not in state:
+                state[master.name] = initial.share(master, mesh)
+            state[spec.name] = state[master.name].to(spec.dtype, copy=True)
+        elif spec.name not in state:
+            state[spec.name] = initial.share(spec, mesh)
+    return {name: state[name] for name in by_name}
+
+
+def _start_of(spec: StateSpec, mesh: Mesh) -> tuple[Any, ...]:
+    """What the values that a rank begins with depend on, but for their dtype."""
+    return spec.seed_name, repr(spec.init), spec.shape, spec.share(mesh)
 
 
 def whole_tensor(spec: StateSpec, local: Tensor, mesh: Mesh) -> Tensor:
@@ -119,6 +127,16 @@ class _Initial:
                     raise _error(spec, f"copies '{source}', whose shape is {list(self.specs[source].shape)}")
                 found += [] if source in found else [source]
         return found
+
+    def share(self, spec: StateSpec, mesh: Mesh) -> Tensor:
+        """What a rank has of a tensor; its padding is 0."""
+        share = spec.share(mesh)
+        if len(share.pieces) == 1 and share.pieces[0].sizes == share.shape:
+            return self.values(spec, share.pieces[0])
+        made = torch.zeros(share.shape, dtype=spec.dtype, device=self.device)
+        for piece in share.pieces:
+            piece.of(made).copy_(self.values(spec, piece))
+        return made
 
     def values(self, spec: StateSpec, piece: Piece) -> Tensor:
         """The values of a piece of the whole tensor."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -79,6 +80,26 @@ def test_low_precision_is_rounded_once_and_masters_copy_it() -> None:
     assert torch.equal(state["w"], wide.bfloat16())
     assert state["w.master"].dtype == torch.float32 and torch.equal(state["w.master"], state["w"].float())
     assert torch.equal(state["tied"], state["w"].float() * 2)
+
+
+def test_a_parameter_and_its_master_are_one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is declared first; neither shares memory with the other."""
+    draws: list[philox.Key] = []
+
+    def counted(shape: Sequence[int], key: philox.Key, *rest: Any, **named: Any) -> torch.Tensor:
+        draws.append(key)
+        return philox.normal(shape, key, *rest, **named)
+
+    monkeypatch.setitem(_DRAWS, "normal_", counted)
+    param = spec("w", ("normal_", 0.5, 0.02), dtype=torch.bfloat16)
+    master = replace(spec("w", ("normal_", 0.5, 0.02)), name="w.master", kind="master")
+    other = spec("v", ("normal_", 0.5, 0.02))
+    for specs in ([param, master, other], [master, other, param]):
+        draws.clear()
+        state = create_state(specs, 3, "cpu")
+        assert list(state) == [s.name for s in specs] and len(draws) == 2
+        wide = philox.normal((5, 3), philox.key_from(3, "w", 0)).mul_(0.02).add_(0.5)
+        assert torch.equal(state["w.master"], wide) and torch.equal(state["w"], wide.bfloat16())
 
 
 @pytest.mark.parametrize(
