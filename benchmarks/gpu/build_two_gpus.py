@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu import training_models
 from mgraph.compiler import compile_package
 from mgraph.recipe import Recipe
 
-MESHES: dict[str, tuple[str, dict[str, bool]]] = {
+MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("dp=1", {}),
     "dp2": ("dp=2", {"overlap": True}),
     "fsdp2": ("fsdp=2", {}),

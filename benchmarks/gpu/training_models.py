@@ -51,7 +51,7 @@ class Shape:
                 share = self.changes["top_k"] / self.changes["num_experts"]
             total += share * parameter.numel() * (not name.startswith("embed"))
         width = self.changes["num_heads"] * self.changes["head_width"]
-        return self.batch * self.length * 6 * (total + self.changes["num_layers"] * width * self.length)
+        return float(self.batch * self.length * 6 * (total + self.changes["num_layers"] * width * self.length))
 
     def make_empty(self) -> models.Decoder:
         """The model without values."""

@@ -76,7 +76,7 @@ class LiveBytes(TorchDispatchMode):
             ("gemma3-tiny", "full", (2, 70)),
             ("gemma3-tiny", "none", (2, 64)),
             ("qwen3-tiny", "none", (2, 48)),
-            ("gpt-oss-tiny", "none", (2, 64)),
+            ("dense-tiny-sinks", "none", (2, 64)),
             ("mixtral-tiny", "full", (2, 64)),
         ],
         0,
@@ -121,8 +121,9 @@ MEASURED = _measured()
 def test_what_gpus_measured(model: str, variant: str) -> None:
     """The state and the highest peak are what the benchmarks of training had on their GPUs, with CUDA graphs."""
     axes, more = MESHES[variant]
-    shared = {"precision": "bf16", "max_norm": 0.0, "weight_decay": 0.0, "grad_dtype": "param", "target": "h100"}
-    module = build_module(Recipe(f"{training_models.__file__}:{model}", mesh=axes, **shared, **more)).module
+    settings: dict[str, Any] = {"max_norm": 0.0, "weight_decay": 0.0, "grad_dtype": "param", **more}
+    recipe = Recipe(f"{training_models.__file__}:{model}", mesh=axes, precision="bf16", target="h100", **settings)
+    module = build_module(recipe).module
     shape = training_models.SHAPES[model]
     sizes = extents(module, {"B": shape.batch, "S": shape.length})
     memory = RankMemory(module, sizes, mesh_sizes(module.mesh, {}, 1 if variant == "one" else 2))
