@@ -43,8 +43,8 @@ from mgraph.passes.verify import TwinCheck
 from mgraph.recipe import MESH_AXES, Recipe
 
 RAISE = "raise-norm,raise-rope,raise-attention,raise-glu,raise-moe,raise-loss,cse,dce"
-FUSE = "fuse-rope,fuse-norm,fuse-loss,fuse-products,"
-"""What is fused for GPUs."""
+FUSE, REGIONS = "fuse-rope,fuse-norm,fuse-loss,fuse-products,", "fuse-regions,"
+"""What is fused for GPUs: into ops that have a name, and what is left."""
 TIMES = "compilation.json"
 """The file in a package's graphs/ that keeps the seconds of each stage and the capture's report."""
 _SHARDING = ("dp", "tp", "fsdp")
@@ -108,6 +108,7 @@ def pipeline_text(recipe: Recipe) -> str:
     fuse, graphs = (FUSE, ",cuda-graphs") if recipe.archs else ("", "")
     if recipe.loss_budget:
         fuse = (fuse or "fuse-loss,") + print_spec("chunk-loss", {"budget": recipe.loss_budget}) + ","
+    fuse += REGIONS if recipe.archs else ""
     return f"{NORMALIZE},{RAISE},{derive},{shard}{fuse}{schedule}cse,dce,in-place{graphs}"
 
 
