@@ -1,9 +1,13 @@
-"""Runs kernel sites of a package in Triton's interpreter on given tensors.
+"""Runs kernel sites of a package on given tensors: in Triton's interpreter, or on a GPU.
 
 A program of its own, since interpreted and compiled kernels cannot share a process: `python interpret_cases.py PKG`
 with TRITON_INTERPRET=1, where PKG holds the manifest, `kernels.py`, `reference.py` and `cases.pt`, a list of (site,
 inputs). The sites run through the runtime's own call path, launched by the JIT launcher. Results go to `results.pt`:
 for each case the outputs, and the inputs as they are afterwards.
+
+Where the environment has MGRAPH_KERNELS_ON=sm_90a the same tests run binaries for that GPU on it. Each tensor is then
+an allocation of its own that ends with it, so that reads past an end are seen where MGRAPH_SANITIZER names a tool of
+compute-sanitizer (memcheck, racecheck), under which the program then runs.
 """
 
 from __future__ import annotations
@@ -44,17 +48,20 @@ def interpret(
     """Outputs and inputs of each case, run by a process of its own in `directory`."""
     from mgraph.codegen.triton import build_kernels
 
-    entries = build_kernels(specs, directory, archs=())
+    arch, sanitizer = os.environ.get("MGRAPH_KERNELS_ON", ""), os.environ.get("MGRAPH_SANITIZER", "")
+    entries = build_kernels(specs, directory, archs=(arch,) if arch else ())
     (directory / "manifest.json").write_text(json.dumps({"kernels": entries}))
     torch.save(list(cases), directory / "cases.pt")
+    checked = ["compute-sanitizer", "--tool", sanitizer, "--error-exitcode", "9"] if sanitizer else []
+    how = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if arch else {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__)), str(directory)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        [*checked, sys.executable, str(Path(__file__)), str(directory)],
+        env={**os.environ, **how, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300 if sanitizer else 120,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     results: list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = torch.load(directory / "results.pt")
     return results
 
@@ -79,16 +86,37 @@ def multiply_bf16() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
-def main(directory: Path) -> None:
+def moved(value: Any, device: torch.device) -> Any:
+    """Tensors, in lists too, on a device, with the strides and the place in memory that they have."""
+    if isinstance(value, list | tuple):
+        return type(value)(moved(v, device) for v in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
+    return whole.to(device).as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def sites_of(directory: Path) -> tuple[runtime.Kernels, torch.device]:
+    """The sites of a package, and where their tensors are to lie."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        device = torch.device("cuda", 0)
+        runtime.set_device(device, strict=True)
+        return runtime.kernels(directory / "step.py"), device
     multiply_bf16()
     entries = json.loads((directory / "manifest.json").read_text())["kernels"]
     twins = runtime._import_file(directory / "reference.py")
     sites = runtime.bind(entries, directory, twins, Interpreter(), strict=True, jit=True)
     assert set(sites.providers.values()) == {"jit"}, sites.providers
+    return sites, torch.device("cpu")
+
+
+def main(directory: Path) -> None:
+    sites, device = sites_of(directory)
     results = []
-    for name, inputs in torch.load(directory / "cases.pt"):
+    for name, given in torch.load(directory / "cases.pt"):
+        inputs = moved(given, device)
         made: Any = getattr(sites, name)(*inputs)
-        results.append((made if isinstance(made, tuple) else (made,), inputs))
+        results.append(moved((made if isinstance(made, tuple) else (made,), inputs), torch.device("cpu")))
     torch.save(results, directory / "results.pt")
 
 
