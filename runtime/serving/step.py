@@ -77,7 +77,7 @@ class Sampling:
     draws: I64
     """[N] How many tokens this request has sampled before."""
     targets: I64
-    """[N] -1, or a token that is taken instead of a sampled one: rows of a prompt whose log-probabilities are wanted."""
+    """[N] -1, or a token taken instead of a sampled one: rows of a prompt whose log-probabilities are wanted."""
     repetition: F32
     """[N] 1: none. Of tokens of prompt or output: positive logits are divided by it, others multiplied."""
     presence: F32
