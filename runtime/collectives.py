@@ -2,8 +2,8 @@
 
 Tensors that go together travel as one message per dtype: a flat copy of all of them, in which the part of each rank
 lies in one piece. A tensor that lies that way already is sent as it is, and a gathered one is used where it was
-received. What is sent and received lives until the `wait`, which makes the current CUDA stream wait for the
-communication: memory that is freed afterwards cannot be in use by it.
+received; on GPUs so are several of them, as one group of messages. What is sent and received lives until the `wait`,
+which makes the current CUDA stream wait for the communication: memory that is freed afterwards cannot be in use by it.
 
 Over an axis of one rank nothing is sent, and every collective gives back what it was handed.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mgraph.runtime import mesh
 
+_c10d: Any = dist.distributed_c10d  # has the options of grouped messages
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 # Newer versions of torch have new names for these, and warn of the old ones.
@@ -28,24 +29,31 @@ _gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_
 _reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Work(Protocol):
+    """Something under way."""
+
+    def wait(self) -> Any:
+        """Let the current stream wait for it."""
+
+
 @dataclass(frozen=True)
-class _Message:
+class Message:
     """One communication: its work, what is sent (held, so that it lives), and what makes the results afterwards."""
 
-    work: dist.Work | None
-    sent: Tensor
+    work: Work | None
+    sent: Tensor | Sequence[Tensor]
     results: Callable[[], list[Tensor]]
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective that is under way. By place: results that there are already, and the messages of all others."""
+    """What is under way. By place: results that there are already, and the messages of all others."""
 
     results: dict[int, Tensor]
-    messages: list[tuple[list[int], _Message]]
+    messages: list[tuple[list[int], Message]]
 
 
-_Send = Callable[[list[Tensor], dist.ProcessGroup, int], _Message]
+_Send = Callable[[list[Tensor], dist.ProcessGroup, int], Message]
 """Sends tensors of one dtype to the ranks of a group, of which it is given the number."""
 
 
@@ -57,7 +65,11 @@ def all_reduce(tensors: Sequence[Tensor], axis: str, op: str = "sum") -> list[Te
 def all_reduce_start(tensors: Sequence[Tensor], axis: str, op: str = "sum") -> Pending:
     """Begin `all_reduce`. The tensors must not be touched before `wait`."""
 
-    def send(same: list[Tensor], group: dist.ProcessGroup, ranks: int) -> _Message:
+    def send(same: list[Tensor], group: dist.ProcessGroup, ranks: int) -> Message:
+        if _sent_as_they_are(same):
+            options = _c10d.AllreduceCoalescedOptions()
+            options.reduceOp, options.asyncOp = _REDUCTIONS[op], True
+            return Message(group.allreduce_coalesced(same, options), same, lambda: same)
         alone = len(same) == 1 and same[0].is_contiguous()
         flat = same[0] if alone else torch.cat([tensor.reshape(-1) for tensor in same])
         work = dist.all_reduce(flat, _REDUCTIONS[op], group=group, async_op=True)
@@ -68,7 +80,7 @@ def all_reduce_start(tensors: Sequence[Tensor], axis: str, op: str = "sum") -> P
                     target.copy_(piece.view(target.shape))
             return same
 
-        return _Message(work, flat, results)
+        return Message(work, flat, results)
 
     return _start(tensors, axis, send)
 
@@ -81,12 +93,18 @@ def all_gather(tensors: Sequence[Tensor], axis: str, dim: int) -> list[Tensor]:
 def all_gather_start(tensors: Sequence[Tensor], axis: str, dim: int) -> Pending:
     """Begin `all_gather`. The tensors must not be written before `wait`."""
 
-    def send(same: list[Tensor], group: dist.ProcessGroup, ranks: int) -> _Message:
+    def send(same: list[Tensor], group: dist.ProcessGroup, ranks: int) -> Message:
         shapes = [tensor.shape for tensor in same]
+        if _sent_as_they_are(same):
+            gathered = [tensor.new_empty(ranks, *tensor.shape) for tensor in same]
+            options = _c10d.AllgatherOptions()
+            options.asyncOp = True
+            work = group.allgather_into_tensor_coalesced(_flat(gathered), _flat(same), options)
+            return Message(work, same, lambda: [_joined(parts, dim) for parts in gathered])
         own = same[0].reshape(-1) if len(same) == 1 else torch.cat([tensor.reshape(-1) for tensor in same])
         everything = own.new_empty(ranks, own.numel())
         work = _gather_flat(everything.view(-1), own, group=group, async_op=True)
-        return _Message(work, own, lambda: [_joined(part, dim) for part in _pieces(everything, shapes)])
+        return Message(work, own, lambda: [_joined(part, dim) for part in _pieces(everything, shapes)])
 
     return _start(tensors, axis, send)
 
@@ -109,8 +127,14 @@ def reduce_scatter_start(
     """Begin `reduce_scatter`. The tensors must not be written before `wait`."""
     assert op == "sum" or not wide, f"a wide reduction is a sum, not {op}"
 
-    def send(same: list[Tensor], group: dist.ProcessGroup, ranks: int) -> _Message:
+    def send(same: list[Tensor], group: dist.ProcessGroup, ranks: int) -> Message:
         parts = [_split(tensor, dim, ranks) for tensor in same]
+        if _sent_as_they_are(parts) and not (wide and _is_narrow(parts[0])):
+            scattered = [part.new_empty(part.shape[1:]) for part in parts]
+            options = _c10d.ReduceScatterOptions()
+            options.reduceOp, options.asyncOp = _REDUCTIONS[op], True
+            work = group.reduce_scatter_tensor_coalesced(_flat(scattered), _flat(parts), options)
+            return Message(work, parts, lambda: scattered)
         flat = parts[0].reshape(ranks, -1) if len(parts) == 1 else torch.cat([p.reshape(ranks, -1) for p in parts], 1)
         shapes = [part.shape[1:] for part in parts]
         received = flat.new_empty(flat.shape if wide and _is_narrow(flat) else flat.shape[1:])
@@ -123,7 +147,7 @@ def reduce_scatter_start(
             own = received if received.dim() == 1 else torch.sum(received, 0, dtype=torch.float32)
             return [piece[0] for piece in _pieces(own[None], shapes)]
 
-        return _Message(work, flat, results)
+        return Message(work, flat, results)
 
     if mesh.current().size(axis) == 1 and wide:
         tensors = [tensor.float() if _is_narrow(tensor) else tensor for tensor in tensors]
@@ -131,7 +155,7 @@ def reduce_scatter_start(
 
 
 def wait(pending: Pending) -> list[Tensor]:
-    """Finish a collective, once: its results, in the order of the tensors that it was started with."""
+    """Finish what was started, once: its results, in the order of the tensors that it was started with."""
     results = dict(pending.results)
     for places, message in pending.messages:
         assert message.work is not None, "an asynchronous collective gives a work handle"
@@ -156,6 +180,16 @@ def _start(tensors: Sequence[Tensor], axis: str, send: _Send) -> Pending:
         (places, send([tensors[place] for place in places], here.group(axis), ranks)) for places in by_dtype.values()
     ]
     return Pending({}, sent)
+
+
+def _sent_as_they_are(tensors: Sequence[Tensor]) -> bool:
+    """Whether several tensors go as one group of messages, without a flat copy: NCCL sends groups at once."""
+    return len(tensors) > 1 and all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors)
+
+
+def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Each as one dim; views."""
+    return [tensor.view(-1) for tensor in tensors]
 
 
 def _is_narrow(tensor: Tensor) -> bool:

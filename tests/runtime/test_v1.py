@@ -149,7 +149,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from mgraph.errors import DataError, MgraphError
-from mgraph.runtime import mesh, v1
+from mgraph.runtime import collectives, mesh, v1
 from mgraph.runtime.export import Weights, export_weights
 from mgraph.runtime.package import StateSpec
 from mgraph.runtime.shards import Split
@@ -263,6 +263,11 @@ def check():
     assert v1.wait(pending)[0].tolist() == [1, 0]
     assert v1.all_reduce([torch.tensor([rank + 3])], "dp", op="min")[0].item() == 3
     check_parts(rank)
+    # As groups of messages, which is how GPUs send them.
+    collectives._sent_as_they_are = lambda tensors: len(tensors) > 1 and all(t.is_contiguous() for t in tensors)
+    check_parts(rank)
+    summed = v1.all_reduce([torch.full((3,), rank + 1.0), torch.full((2, 2), 5.0 * rank)], "dp")
+    same(summed, [torch.full((3,), 3.0), torch.full((2, 2), 5.0)])
     check_shares(here, Path(sys.argv[1]))
     assert here.gather({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
     assert here.largest(rank * 7) == 7
