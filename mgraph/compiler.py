@@ -109,7 +109,11 @@ def pipeline_text(recipe: Recipe) -> str:
     if recipe.loss_budget:
         fuse = (fuse or "fuse-loss,") + print_spec("chunk-loss", {"budget": recipe.loss_budget}) + ","
     fuse += REGIONS if recipe.archs else ""
-    return f"{NORMALIZE},{RAISE},{derive},{shard}{fuse}{schedule}cse,dce,in-place{graphs}"
+    away = ""
+    if recipe.offloaded:
+        options: dict[str, OptionValue] = {"batch": recipe.batch, "seq": recipe.seq}
+        away = print_spec("offload", {**dict.fromkeys(recipe.offloaded, True), **options}) + ","
+    return f"{NORMALIZE},{RAISE},{derive},{shard}{fuse}{schedule}cse,dce,{away}in-place{graphs}"
 
 
 def _sharding(recipe: Recipe, axis: str) -> str:

@@ -34,6 +34,9 @@ PLACING_AXES = ("tp",)
 PADDABLE = ("heads", "vocab")
 """What `pad` may name."""
 
+OFFLOADABLE = ("activations", "optimizer")
+"""What `offload` may name."""
+
 _OF_AXIS = {
     "zero": "fsdp",
     "keep_gathered": "fsdp",
@@ -100,6 +103,9 @@ class Recipe:
     memory_budget: str = option("", "with recompute selective: bytes of saved activations of a microbatch, e.g. 40GiB")
     batch: int = option(8, "sequences of the microbatch that memory_budget is for", within=(1, 2**31))
     seq: int = option(128, "tokens per sequence that memory_budget is for", within=(1, 2**31))
+    offload: str = option(
+        "", "what waits in the host's memory until it is needed: activations, optimizer (masters and moments), or both"
+    )
     chunk_loss: str = option(
         "", "bytes of logits to have at once in training, e.g. 512MiB: the loss takes some rows at a time (empty: all)"
     )
@@ -147,6 +153,9 @@ class Recipe:
         object.__setattr__(self, "lora", tuple(parse_adapter(rule).text for rule in self.lora))
         object.__setattr__(self, "place", tuple(parse_placement(rule).text for rule in self.place))
         object.__setattr__(self, "pad", ",".join(self.padded))
+        object.__setattr__(self, "offload", ",".join(self.offloaded))
+        if self.offload and self.purpose == "serve":
+            raise OptionError("offload is for training", where="--offload", hint="what is served is on the device")
         if self.lora_train and not self.lora:
             raise OptionError("there is no adapter", where="--lora-train", hint="--lora says which linears get one")
         if (self.recompute == "selective") != bool(self.memory_budget):
@@ -244,11 +253,21 @@ class Recipe:
     @property
     def padded(self) -> tuple[str, ...]:
         """What is padded, in the order of PADDABLE. Raises OptionError."""
-        for part in _parts(self.pad):
-            if part not in PADDABLE:
-                hint = did_you_mean(part, PADDABLE) or f"any of {', '.join(PADDABLE)}"
-                raise OptionError(f"{part!r} cannot be padded", where="--pad", hint=hint)
-        return tuple(what for what in PADDABLE if what in _parts(self.pad))
+        return self._chosen("pad", PADDABLE, "padded")
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """What waits on the host, in the order of OFFLOADABLE. Raises OptionError."""
+        return self._chosen("offload", OFFLOADABLE, "offloaded")
+
+    def _chosen(self, field: str, known: tuple[str, ...], participle: str) -> tuple[str, ...]:
+        """The parts of a field, in the order of those known."""
+        given = _parts(getattr(self, field))
+        for part in given:
+            if part not in known:
+                hint = did_you_mean(part, known) or f"any of {', '.join(known)}"
+                raise OptionError(f"{part!r} cannot be {participle}", where=flag_of(field), hint=hint)
+        return tuple(what for what in known if what in given)
 
     def patterns(self) -> tuple[str, ...]:
         """Passes to leave out."""

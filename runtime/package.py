@@ -80,7 +80,7 @@ class StateSpec:
     `kind` is param, buffer, master, moment, grad or scalar; `init` is the list of in-place calls that fills the tensor;
     `seed_name` keys its random calls; only a tensor with `persist` goes into checkpoints;
     `adapter` is that of a weight which has one. `shape` is that of the whole tensor; `placement` says how it is split
-    over mesh axes, `factors` which of its dims are products.
+    over mesh axes, `factors` which of its dims are products. One that is `host` lies in the memory of the host.
     """
 
     name: str
@@ -94,6 +94,7 @@ class StateSpec:
     adapter: Adapter | None = None
     placement: tuple[Split, ...] = ()
     factors: Factors = ()
+    host: bool = False
 
     @property
     def bytes(self) -> int:
@@ -324,6 +325,7 @@ def _state_spec(item: dict[str, Any], path: Path) -> StateSpec:
             adapter=Adapter(**item["adapter"]) if "adapter" in item else None,
             placement=tuple(Split(**split) for split in item.get("placement", ())),
             factors=tuple((dim, tuple(extents)) for dim, extents in item.get("factors", ())),
+            host=bool(item.get("host", False)),
         )
     except KeyError as error:
         raise PackageError(

@@ -98,6 +98,8 @@ class Saver:
         from mgraph.runtime.shard_files import Box
 
         boxes = []
+        if self._mesh.device.type == "cuda":  # what the host has of the state may be under way to it
+            torch.cuda.current_stream(self._mesh.device).synchronize()
         for spec in self._specs:
             if spec.name not in self._mine:
                 continue

@@ -22,6 +22,7 @@ from mgraph import philox
 from mgraph.errors import PackageError
 from mgraph.runtime.collectives import all_gather
 from mgraph.runtime.mesh import ALONE, Mesh
+from mgraph.runtime.offload import on_host
 from mgraph.runtime.package import State, StateSpec
 from mgraph.runtime.shards import Piece
 
@@ -46,7 +47,7 @@ def create_state(
     mesh: Mesh = ALONE,
 ) -> State:
     """This rank's shares of all tensors of `specs` by name, initialised with `seed`, on `device`; those in `blank`, and
-    copies of them, are 0.
+    copies of them, are 0. What is `host` lies in the host's memory.
 
     Raises `PackageError` where a tensor has no initialiser, names an unknown call, or copies in a circle.
     """
@@ -55,17 +56,21 @@ def create_state(
     masters = {
         _start_of(spec, mesh): spec for spec in by_name.values() if spec.kind == "master" and spec.name not in blank
     }
+
+    def placed(spec: StateSpec, tensor: Tensor) -> Tensor:
+        return on_host(tensor, device) if spec.host else tensor
+
     state: State = {}
     for spec in by_name.values():
         master = masters.get(_start_of(spec, mesh), spec)
         if not set(initial.sources(spec)).isdisjoint(blank):
-            state[spec.name] = torch.zeros(spec.share(mesh).shape, dtype=spec.dtype, device=device)
+            state[spec.name] = placed(spec, torch.zeros(spec.share(mesh).shape, dtype=spec.dtype, device=device))
         elif master is not spec:  # drawn once for both: a draw in low precision is one in f32, rounded at the end
             if master.name not in state:
-                state[master.name] = initial.share(master, mesh)
-            state[spec.name] = state[master.name].to(spec.dtype, copy=True)
+                state[master.name] = placed(master, initial.share(master, mesh))
+            state[spec.name] = state[master.name].to(device, spec.dtype, copy=True)
         elif spec.name not in state:
-            state[spec.name] = initial.share(spec, mesh)
+            state[spec.name] = placed(spec, initial.share(spec, mesh))
     return {name: state[name] for name in by_name}
 
 
@@ -77,6 +82,8 @@ def _start_of(spec: StateSpec, mesh: Mesh) -> tuple[Any, ...]:
 def whole_tensor(spec: StateSpec, local: Tensor, mesh: Mesh) -> Tensor:
     """The whole tensor of which every rank gives its `local` one: a collective of the ranks that share it."""
     axes = spec.axes(mesh)
+    if spec.host:
+        local = local.to(mesh.device)
     if not axes:
         return local
     parts = local

@@ -25,6 +25,7 @@ from mgraph.runtime.collectives import (
     wait,
 )
 from mgraph.runtime.dropout import dropout, dropout_part, random
+from mgraph.runtime.experts import expert_glu, expert_glu_grad, moe_order
 from mgraph.runtime.kernels import kernels
 from mgraph.runtime.moe import (
     expert_bias_update_,
@@ -47,6 +48,7 @@ from mgraph.runtime.norm import (
     norm_rope,
     norm_rope_grad,
 )
+from mgraph.runtime.offload import store_start, to_device_start, to_host_start
 from mgraph.runtime.ops import (
     accumulate_each_,
     addmm_,
@@ -154,6 +156,9 @@ __all__ = [
     "square_sum",
     "squared_relu",
     "squared_relu_grad",
+    "store_start",
+    "to_device_start",
+    "to_host_start",
     "wait",
     "zero_",
 ]

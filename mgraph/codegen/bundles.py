@@ -117,7 +117,7 @@ def _gathered(function: Function, functions: Mapping[str, Function]) -> Function
             readers = users.get(node.results[0], [])
             same = all(users.get(v) == readers for v in node.results)
             if readers and same and all(_takes(reader, node.results) for reader in readers):
-                kind = "whole" if readers[0].op == "call" else "parts"
+                kind = {"call": "whole", "to_device_start": "on_host"}.get(readers[0].op, "parts")
                 lists[node.results] = list_value(kind, set(), node.results)
             elif not same and (pair := _taken_in_part(node.results, users)):
                 first, rest = pair
@@ -166,6 +166,8 @@ def _takes(node: Node, values: tuple[Value, ...]) -> bool:
     if node.op == "call":
         start = node.operands.index(values[0])
         return node.operands[start : start + len(values)] == values
+    if node.op == "to_device_start":
+        return node.operands == values
     return node.op == "accumulate_each_" and node.operands[len(node.operands) // 2 :] == values
 
 

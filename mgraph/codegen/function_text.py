@@ -286,7 +286,10 @@ class FunctionText:
         names = [self._state_name(v) for v in values]
         if len(values) > SHORT and all(name is not None for name in names):
             return self._context.tables.tensors([n for n in names if n is not None], hint)
-        return f"[{', '.join(self._text(v) for v in values)}]"
+        places = [node.operands.index(v) for v in values]
+        popped = any((node, place) in self._popped for place in places)
+        texts = [self._operand(node, place) for place in places] if popped else [self._text(v) for v in values]
+        return f"[{', '.join(texts)}]"
 
     def _state_name(self, value: Value) -> str | None:
         text = self._texts.get(value, "")

@@ -88,7 +88,7 @@ class Liveness:
         self._overlapping: set[Value] = set()
         self._mutated: set[Value] = set()
         self.under_way: dict[Value, tuple[Value, ...]] = {}
-        """Handles of reductions in place → the tensors."""
+        """Handles of what is under way in place → the tensors."""
         for node in function.nodes:
             self._alias(node)
         self.inlined = self._find_inlined(block)
@@ -143,9 +143,10 @@ class Liveness:
         for result, operand in zip(node.results[:written], node.operands[:written], strict=True):
             self._join(result, operand)
             self._mutated.add(operand)
-        if node.op == "all_reduce_start":  # in all others, the handle holds what it needs
-            self.under_way[node.result] = node.operands
-            self._mutated.update(node.operands)
+        if node.op in ("all_reduce_start", "store_start"):  # in all others, the handle holds what it needs
+            places = node.operands[: len(node.result.type.types)]  # type: ignore[union-attr]
+            self.under_way[node.result] = places
+            self._mutated.update(places)
         if node.op.endswith("_start") or node.op == "wait":  # over an axis of one rank, all results are operands
             for operand in node.operands:
                 for result in node.results:

@@ -117,6 +117,7 @@ def _state(state: State, adapters: Mapping[str, Mapping[str, Any]], mesh: Sequen
         **_type(state.value),
         "trainable": state.trainable,
         "persist": state.persist,
+        **({"host": True} if state.host else {}),
         "init": [[list(a) if isinstance(a, tuple) else a for a in call] for call in state.init],
         "seed_name": state.seed_name,
         **adapter,

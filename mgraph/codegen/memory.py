@@ -81,11 +81,21 @@ class RankMemory:
         self._bytes: dict[Type, int] = {}
 
     def state(self) -> dict[StateKind, int]:
-        """Bytes of the state by kind."""
+        """Bytes of the state on the device by kind."""
         found: Counter[StateKind] = Counter()
         for state in self.module.state.values():
-            found[state.kind] += self.bytes(state.type)
+            found[state.kind] += 0 if state.host else self.bytes(state.type)
         return dict(found)
+
+    def host(self) -> dict[str, int]:
+        """Bytes of the host's memory: of the state there, and of what an entry puts there at most."""
+        state = sum(self.bytes(s.type) for s in self.module.state.values() if s.host)
+        put = [
+            sum(self.bytes(v.type) for n in self.module.functions[e.function].nodes for v in n.operands
+                if n.op == "to_host_start")
+            for e in self.module.entries.values()
+        ]  # fmt: skip
+        return {"state": state, "activations": max(put, default=0)}
 
     def bytes(self, type_: Type) -> int:
         """Bytes of a rank's part of a tensor."""
@@ -248,15 +258,22 @@ class _Walk:
         self._drop(node.operands[0])
 
     def _start(self, node: Node, liveness: Liveness) -> None:
-        """A handle: reductions are in place; else it holds what is received, and of several tensors a flat copy."""
+        """A handle: reductions are in place; else it holds what is received, and of several tensors a flat copy. What
+        goes to the host is held until it is there, and takes no memory afterwards."""
         handle = node.result
+        if node.op in ("to_host_start", "store_start"):
+            count = len(handle.type.types)  # type: ignore[union-attr]
+            sources = node.operands[count:] if node.op == "store_start" else node.operands
+            self.lists[handle] = ((),) * count
+            self._hold(handle, tuple(dict.fromkeys(h for v in sources for h in self.held.get(v, ()))))
+            return
         if handle in liveness.under_way:
             self.lists[handle] = tuple(self.held.get(v, ()) for v in node.operands)
         else:
             types = handle.type.types  # type: ignore[union-attr]
             self.lists[handle] = tuple((self._storage(handle, node, type_),) for type_ in types)
         sent = [self.memory.bytes(t) for v in node.operands for t in _types(v)]
-        copied = handle not in liveness.under_way and len(sent) > 1
+        copied = handle not in liveness.under_way and len(sent) > 1 and node.op != "to_device_start"
         copy = (Storage(self.function.name, handle, node, sum(sent)),) if copied else ()
         self._hold(handle, (*_storages(self.lists[handle]), *copy))
         self._note(node)

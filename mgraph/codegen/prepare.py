@@ -104,14 +104,14 @@ def _updated_operands(node: Node) -> int:
 
 
 def _reduced_state(function: Function) -> Function:
-    """State that is reduced in place is read as state when the reduction has ended."""
+    """State that is reduced, or stored, in place is read as state when that has ended."""
     started: dict[Value, Value] = {}
     replaced: dict[Value, Value] = {}
     nodes = []
     for node in function.nodes:
         node = node.with_values(tuple(replaced.get(v, v) for v in node.operands), node.results)
-        if node.op == "all_reduce_start":
-            started.update(zip(node.results, node.operands, strict=True))
+        if node.op in ("all_reduce_start", "store_start"):
+            started.update(zip(node.results, node.operands[: len(node.results)], strict=True))
         elif node.op == "wait":
             waited = zip(node.results, (started.get(v) for v in node.operands), strict=True)
             replaced |= {result: state for result, state in waited if state is not None and state.is_state}

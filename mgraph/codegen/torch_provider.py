@@ -338,6 +338,16 @@ def _collective(site: Site, options: Sequence[str]) -> str:
     return f"rt.{node.op}({', '.join(texts)})"
 
 
+def _copies(site: Site) -> str:
+    return f"rt.{site.node.op}({site.tensors(site.node.operands, '')})"
+
+
+def _store(site: Site) -> str:
+    node, count = site.node, len(site.node.operands) // 2
+    states, values = (site.tensors(v, "") for v in (node.operands[:count], node.operands[count:]))
+    return f"rt.store_start({states}, {values})"
+
+
 def _reduction(site: Site) -> list[str]:
     reduction = site.node.attrs.get("reduction", "sum")
     return [] if reduction == "sum" else [site.literal(reduction)]
@@ -408,5 +418,8 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "rope_table_grad": _runtime(),
     "squared_relu": _runtime(),
     "squared_relu_grad": _runtime(),
+    "store_start": _store,
+    "to_device_start": _copies,
+    "to_host_start": _copies,
     "zero": _zero,
 }

@@ -300,7 +300,7 @@ def _declarations(before: Module, after: Module) -> dict[str, tuple[tuple[str, .
 
 def _state_keys(states: Mapping[str, State]) -> dict[str, Any]:
     return {
-        name: (reference(s.value), s.type, s.kind, attr_text(s.init), s.trainable, s.persist, s.seed_name)
+        name: (reference(s.value), s.type, s.kind, attr_text(s.init), s.trainable, s.persist, s.seed_name, s.host)
         for name, s in states.items()
     }
 

@@ -111,6 +111,7 @@ def _state_key(state: State) -> Key:
         attr_key(state.init),
         state.trainable,
         state.persist,
+        state.host,
         state.seed_name,
     )
 

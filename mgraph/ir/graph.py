@@ -163,7 +163,7 @@ class State:
     """State of a module: outlives a call. `value` is its old value, the operand that entry functions read.
 
     `init` is the program of recorded in-place calls (ARCHITECTURE.md, manifest `init`); `seed_name` keys its random
-    numbers; `trainable` marks parameters that get a gradient.
+    numbers; `trainable` marks parameters that get a gradient; one that is `host` lies in the host's memory.
     """
 
     name: str
@@ -173,6 +173,7 @@ class State:
     trainable: bool = False
     persist: bool = True
     seed_name: str = ""
+    host: bool = False
 
     @property
     def type(self) -> TensorType:

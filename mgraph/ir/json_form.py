@@ -75,6 +75,7 @@ def _state(state: State) -> dict[str, Any]:
         "init": _plain(state.init),
         "trainable": state.trainable,
         "persist": state.persist,
+        "host": state.host,
         "seed_name": state.seed_name,
     }
 

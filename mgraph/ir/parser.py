@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mgraph.ir.cursor import Cursor
 from mgraph.ir.dims import Extent, NamedDim
@@ -170,7 +170,7 @@ class _Parser:
         return end
 
     def one_state(self, cursor: Cursor) -> None:
-        """`state @name: type = kind [trainable] [transient] [seed name] [init [...]]`"""
+        """`state @name: type = kind [trainable] [transient] [host] [seed name] [init [...]]`"""
         cursor.expect("state")
         cursor.expect("@")
         name = self.new(cursor, "state", cursor.name(), self.state)
@@ -186,12 +186,14 @@ class _Parser:
             cursor.unknown("kind of state", kind, [k.value for k in StateKind], at)
         trainable = cursor.accept("trainable")
         persist = not cursor.accept("transient")
+        host = cursor.accept("host")
         seed = cursor.name() if cursor.accept("seed") else name
         init = self.init(cursor) if cursor.accept("init") else ()
         cursor.finish()
-        self.state[name] = State.make(
+        state = State.make(
             name, type_, StateKind(kind), init=init, trainable=trainable, persist=persist, seed_name=seed
         )
+        self.state[name] = replace(state, host=True) if host else state
 
     def init(self, cursor: Cursor) -> tuple[InitCall, ...]:
         """`[["normal_", 0.0, 0.02]]`: calls, each a name and plain numbers, names or lists of numbers."""

@@ -244,6 +244,7 @@ def _state_lines(states: Mapping[str, State]) -> list[str]:
 
 def _state_line(state: State, name: str, seed: str, init: str) -> str:
     marks = f"{' trainable' if state.trainable else ''}{'' if state.persist else ' transient'}"
+    marks += " host" if state.host else ""
     if seed != name:
         marks += f" seed {seed}"
     return f"state @{name}: {state.value.type} = {state.kind.value}{marks}{init}"

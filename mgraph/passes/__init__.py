@@ -49,6 +49,7 @@ PASSES: dict[str, str] = {
     "fuse-regions": "mgraph.passes.fuse_regions:FuseRegions",
     # schedule
     "overlap-gradients": "mgraph.passes.overlap_gradients:OverlapGradients",
+    "offload": "mgraph.passes.offload:Offload",
     "in-place": "mgraph.passes.in_place:InPlace",
     "cuda-graphs": "mgraph.passes.cuda_graphs:CudaGraphs",
 }

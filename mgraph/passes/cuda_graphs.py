@@ -86,7 +86,7 @@ def _obstacle(function: Function, node: Node) -> str | None:
         makers = function.producers()
         waits = [m for v in node.operands if (m := makers.get(v)) is not None and m.op == "wait"]
         starts = [makers[v].op for m in waits for v in m.operands if v in makers]
-        if any(op.startswith("reduce_scatter") for op in starts):
+        if any(op.startswith(("reduce_scatter", "to_device")) for op in starts):
             return f"{place} takes new tensors, whose places are known when they are there"
     return None
 

@@ -63,7 +63,10 @@ def _rewrite(function: Function, read_later: set[int], report: Report) -> Functi
     blocked = {function.slots[i] for i in read_later} | (set(function.results) & set(function.slots))
     owned: set[Value] = set(function.slots)
     nodes: list[Node] = []
+    brought = {v for node in function.nodes if node.op == "to_device_start" for v in node.results}
     for index, node in enumerate(function.nodes):
+        if node.op == "wait" and set(node.operands) <= brought:
+            owned.update(node.results)  # copies of state on the host, which nobody else has
         if node.op in UPDATES:
             written = op_def(node.op).updated(node)
             targets = node.operands[:written]
