@@ -20,9 +20,11 @@ from mgraph.capture import CaptureReport, CheckpointForm, ModelSpec, capture_wit
 from mgraph.codegen.kernel_sites import kernel_sites
 from mgraph.codegen.package import PackageInfo, check_target, emit_package
 from mgraph.codegen.triton.builder import KernelBuilder
+from mgraph.errors import OptionError
 from mgraph.ir.collective_proof import prove
 from mgraph.ir.graph import Module
 from mgraph.ir.types import DType
+from mgraph.memory_budget import fitted
 from mgraph.parameter_groups import parse_group
 from mgraph.passes.base import Report
 from mgraph.passes.instrument import Instrument, OpCounts, Snapshots, Timer, VerifyLater
@@ -66,12 +68,21 @@ class Compilation:
     seconds: dict[str, float] = field(default_factory=dict)
     twin: str = ""
     """With `verify`: how the twin that the passes were checked on is smaller than the model."""
+    recipe: Recipe = field(default_factory=Recipe)
+    """What was compiled: of a memory budget, what was chosen."""
+    fit: tuple[str, ...] = ()
+    """With a memory budget: the plan that was chosen, and those that were looked at."""
     package: Path | None = None
 
     def write_graphs(self, directory: Path) -> str:
         """Write the snapshots, the reports and the seconds of each stage; the text of the last graph."""
         text = self.snapshots.write(directory)
-        times = {"seconds": self.seconds, "capture": dataclasses.asdict(self.capture), "twin": self.twin}
+        times = {
+            "seconds": self.seconds,
+            "capture": dataclasses.asdict(self.capture),
+            "twin": self.twin,
+            "fit": self.fit,
+        }
         (directory / TIMES).write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")
         return text
 
@@ -91,7 +102,7 @@ def pipeline_text(recipe: Recipe) -> str:
         optimizer |= {n: getattr(recipe, f"loss_scale_{n}") for n in ("growth", "backoff", "interval")}
     again: dict[str, OptionValue] = {
         "mode": recipe.recompute,
-        "budget": recipe.budget,
+        "budget": recipe.kept_budget,
         "batch": recipe.batch,
         "seq": recipe.seq,
     }
@@ -184,7 +195,7 @@ def _run_passes(
     recipe: Recipe, extra: tuple[Instrument, ...], say: Callable[[str], Any]
 ) -> tuple[Compilation, VerifyLater]:
     """`build_module` but for the verifier, which has yet to check what the passes made."""
-    pipeline = pipeline_of(recipe)
+    pipeline_of(recipe)  # what is wrong with it is said before the capture
     spec = ModelSpec(
         recipe.model,
         dtype=_DTYPES[recipe.precision],
@@ -195,6 +206,13 @@ def _run_passes(
     )
     say(f"capture {recipe.model}")
     module, captured, form = capture_with_report(spec)
+    fit: tuple[str, ...] = ()
+    if recipe.memory_budget:
+        say(f"fit into {recipe.memory_budget}")
+        with collector_spared():
+            recipe, fit = fitted(recipe, _tried(module, recipe))
+        say(fit[0])
+    pipeline = pipeline_of(recipe)
     begun = time.perf_counter()
     snapshots, check, start, verifier = (
         Snapshots(),
@@ -213,7 +231,24 @@ def _run_passes(
     # Checking and printing what was captured belongs to the capture: it is the last work done once per layer.
     seconds = {"capture": captured.total_seconds + start.at - begun, "passes": time.perf_counter() - start.at}
     twin = str(check.reduction or check.why_not) if recipe.verify else ""
-    return Compilation(module, captured, form, results, snapshots, seconds, twin), verifier
+    return Compilation(module, captured, form, results, snapshots, seconds, twin, recipe, fit), verifier
+
+
+def _tried(module: Module, recipe: Recipe) -> Callable[[Recipe], tuple[Module, Sequence[PassResult]]]:
+    """Runs the passes of recipes that differ in what comes from `recompute` on; what is before runs once."""
+    passes = pipeline_of(recipe)
+    names = [pass_.name for pass_ in passes]
+    if "recompute" not in names:
+        raise OptionError("without recompute nothing can be fitted", "--memory-budget", "leave out --disable")
+    shared = passes[: names.index("recompute")]
+    have = check_order(shared, frozenset({"forward"}))
+    base, _ = run_pipeline(module, shared)
+
+    def compiled(given: Recipe) -> tuple[Module, Sequence[PassResult]]:
+        rest = pipeline_of(given)[len(shared) :]
+        return run_pipeline(base, rest, have=have)
+
+    return compiled
 
 
 def compile_package(
@@ -245,7 +280,7 @@ def _compile(
     done, verifier = _run_passes(recipe, (*extra, *ahead), say)
     say("emit the package")
     begun = time.perf_counter()
-    pipeline = print_pipeline(pipeline_of(recipe))
+    pipeline = print_pipeline(pipeline_of(done.recipe))
     verification = {
         f"{r.index:03d}_{r.name}": r.measured["verify"]["status"] for r in done.results if "verify" in r.measured
     }
@@ -265,7 +300,7 @@ def _compile(
         verification,
         done.form.configuration,
         done.form.layout,
-        _adapters(done, recipe),
+        _adapters(done),
         [f"{m.function} %{m.node}: {m.detail}" for r in done.results if r.name == Pad.name for m in r.report.matches],
     )
     with collector_spared():
@@ -274,10 +309,10 @@ def _compile(
     return done
 
 
-def _adapters(done: Compilation, recipe: Recipe) -> dict[str, dict[str, Any]]:
+def _adapters(done: Compilation) -> dict[str, dict[str, Any]]:
     """What the manifest says of the adapters, by the names of the weights that they are for."""
     # Snapshot i is the module that pass i got.
-    for pass_, snapshot in zip(pipeline_of(recipe), done.snapshots.snapshots, strict=False):
+    for pass_, snapshot in zip(pipeline_of(done.recipe), done.snapshots.snapshots, strict=False):
         if isinstance(pass_, Lora):
             return {name: target.facts() for name, target in pass_.targets(snapshot.module, Report()).items()}
     return {}

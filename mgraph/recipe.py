@@ -97,12 +97,17 @@ class Recipe:
     output: str = option("", "the package's directory (default: build/MODEL-PURPOSE)")
     recompute: str = option(
         "none",
-        "which layer activations the backward computes again: none, all, or the cheapest that meet memory_budget",
+        "which layer activations the backward computes again: none, all, or the cheapest that meet activation_budget",
         ("none", "selective", "full"),
     )
-    memory_budget: str = option("", "with recompute selective: bytes of saved activations of a microbatch, e.g. 40GiB")
-    batch: int = option(8, "sequences of the microbatch that memory_budget is for", within=(1, 2**31))
-    seq: int = option(128, "tokens per sequence that memory_budget is for", within=(1, 2**31))
+    activation_budget: str = option(
+        "", "with recompute selective: bytes of saved activations of a microbatch, e.g. 20GiB"
+    )
+    memory_budget: str = option(
+        "", "bytes that a rank may need in all, e.g. 40GiB: recompute and offload are chosen such that it fits"
+    )
+    batch: int = option(8, "sequences of the microbatch that the budgets are for", within=(1, 2**31))
+    seq: int = option(128, "tokens per sequence that the budgets are for", within=(1, 2**31))
     offload: str = option(
         "", "what waits in the host's memory until it is needed: activations, optimizer (masters and moments), or both"
     )
@@ -158,11 +163,15 @@ class Recipe:
             raise OptionError("offload is for training", where="--offload", hint="what is served is on the device")
         if self.lora_train and not self.lora:
             raise OptionError("there is no adapter", where="--lora-train", hint="--lora says which linears get one")
-        if (self.recompute == "selective") != bool(self.memory_budget):
-            hint = "--recompute selective --memory-budget 40GiB go together"
-            problem = f"recompute is {self.recompute}, and memory_budget is {self.memory_budget or 'not given'}"
-            raise OptionError(problem, where="--memory-budget", hint=hint)
-        assert self.budget >= 0 and self.loss_budget >= 0, "budgets are numbers of bytes"
+        if (self.recompute == "selective") != bool(self.activation_budget):
+            hint = (
+                "--recompute selective --activation-budget 20GiB go together; --memory-budget 40GiB chooses by itself"
+            )
+            problem = f"recompute is {self.recompute}, and activation_budget is {self.activation_budget or 'not given'}"
+            raise OptionError(problem, where="--activation-budget", hint=hint)
+        if self.memory_budget and self.purpose == "serve":
+            raise OptionError("memory_budget is for training", where="--memory-budget", hint="leave it out")
+        assert min(self.budget, self.kept_budget, self.loss_budget) >= 0, "budgets are numbers of bytes"
         for arch in self.archs:
             if arch not in ARCHS:
                 raise OptionError(
@@ -236,6 +245,11 @@ class Recipe:
     def budget(self) -> int:
         """The memory budget in bytes; 0 where none is given."""
         return self._bytes_of("memory_budget", "40GiB")
+
+    @property
+    def kept_budget(self) -> int:
+        """Bytes of saved activations; 0 where no number is given."""
+        return self._bytes_of("activation_budget", "20GiB")
 
     @property
     def loss_budget(self) -> int:

@@ -7,7 +7,8 @@ from mgraph.cli.app import command
 SURFACE = {
     "compile": "MODEL --for --mesh --place --sequence-parallel/--no-sequence-parallel --pad --zero "
     "--keep-gathered/--no-keep-gathered --overlap/--no-overlap --wide-sums/--no-wide-sums --precision --grad-dtype "
-    "--target --arch --output/-o --recompute --memory-budget --batch --seq --offload --chunk-loss --optimizer --weight-decay "
+    "--target --arch --output/-o --recompute --activation-budget --memory-budget --batch "
+    "--seq --offload --chunk-loss --optimizer --weight-decay "
     "--groups --lora --lora-train --beta1 --beta2 --eps --max-norm --expert-bias-rate "
     "--loss-scale --loss-scale-growth --loss-scale-backoff --loss-scale-interval --loss-mask/--no-loss-mask "
     "--packed/--no-packed --max-length --disable --verify/--no-verify --recipe/-c --force",

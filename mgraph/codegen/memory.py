@@ -124,6 +124,10 @@ class RankMemory:
         peak = self._profile(function, {}).peak
         return replace(peak, bytes=peak.bytes + sum(s.bytes for s in inputs), alive=(*inputs, *peak.alive))
 
+    def total(self) -> int:
+        """Bytes of the state on the device, and of the highest peak of an entry."""
+        return sum(self.state().values()) + max((self.entry(name).bytes for name in self.module.entries), default=0)
+
     def functions(self) -> dict[str, Profile]:
         """The profile of each function that the entries asked for so far call, by name: callers before callees."""
         entries = {entry.function for entry in self.module.entries.values()}

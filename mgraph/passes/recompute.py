@@ -55,8 +55,6 @@ class Recompute(Pass):
 
     def run(self, module: Module, report: Report) -> Module:
         """Change every forward/backward pair and its calls."""
-        if self.mode == "none":
-            return module
         entry = module.entry_function("microbatch")
         pairs = pairs_of(module, entry)
         held = Held(module, entry, pairs, {"B": self.batch, "S": self.seq})
@@ -65,6 +63,7 @@ class Recompute(Pass):
         report.count("bytes_held_before", held.bytes(everything))
         report.count("bytes_held", held.bytes(kept))
         report.count("flops_added", sum(held.flops(pair, kept[name]) for name, pair in pairs.items()))
+        report.count("cost_added", int(sum(held.cost(pair, kept[name]) for name, pair in pairs.items())))
         plans: dict[str, _Plan] = {}
         for name, pair in pairs.items():
             if kept[name] != everything[name]:
@@ -90,6 +89,8 @@ class Recompute(Pass):
 
     def _kept(self, held: Held) -> Kept:
         """The saved values that stay saved, by forward function. Raises PassError where the budget is too small."""
+        if self.mode == "none":
+            return {name: frozenset(pair.saved) for name, pair in held.pairs.items()}
         if self.mode == "full":
             return {name: least_kept(pair) for name, pair in held.pairs.items()}
         if self.values:
@@ -99,8 +100,8 @@ class Recompute(Pass):
             raise PassError(
                 f"a microbatch of {self.batch} sequences of {self.seq} tokens holds at least {size_text(total)} "
                 f"between forward and backward, more than the budget of {size_text(self.budget)}",
-                where="--memory-budget",
-                hint=f"--memory-budget {size_text(total, up=True)}, or a smaller --batch or --seq",
+                where="--activation-budget",
+                hint=f"--activation-budget {size_text(total, up=True)}, or a smaller --batch or --seq",
             )
         return kept
 
@@ -118,7 +119,7 @@ class Recompute(Pass):
 
 
 def size_text(number: int, up: bool = False) -> str:
-    """Bytes for a reader, as `--memory-budget` takes them: two digits after the point, rounded up where asked for."""
+    """Bytes for a reader, as budgets are given: two digits after the point, rounded up where asked for."""
     unit, name = next(((u, n) for u, n in _UNITS if number >= u), _UNITS[-1])
     hundredths = -(-number * 100 // unit) if up else round(number * 100 / unit)
     return f"{hundredths / 100:g}{name}"

@@ -54,7 +54,7 @@ OPTIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("dense-tiny", "fsdp=4", {"recompute": "full"}),
     ("moe-tiny-losses", "dp=2,fsdp=2,tp=2", {"recompute": "full"}),
     ("hf:llama3", "fsdp=2,tp=2", {"recompute": "full", "keep_gathered": True}),
-    ("dense-tiny", "fsdp=2,tp=2", {"recompute": "selective", "memory_budget": "4MiB"}),
+    ("dense-tiny", "fsdp=2,tp=2", {"recompute": "selective", "activation_budget": "4MiB"}),
     ("dense-tiny", "dp=2,fsdp=2", {"precision": "bf16", "wide_sums": True}),
     ("dense-tiny", "fsdp=4,tp=2", {"precision": "bf16"}),
     ("moe-tiny-losses", "fsdp=2,tp=2", {"precision": "fp16", "zero": 1}),

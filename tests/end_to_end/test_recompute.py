@@ -58,7 +58,7 @@ def test_every_mode_gives_the_same_gradients_and_keeps_to_its_budget(name: str, 
     for budget in (400, 0):
         options: dict[str, Any] = {"recompute": "full"}
         if budget:
-            options = {"recompute": "selective", "memory_budget": f"{budget}KiB", "batch": BATCH, "seq": SEQ}
+            options = {"recompute": "selective", "activation_budget": f"{budget}KiB", "batch": BATCH, "seq": SEQ}
         package = load_package(build(name, tmp_path / str(budget), **options).path, "cpu")
         found = gradients(package)
         assert found.keys() == expected.keys()
@@ -111,7 +111,7 @@ def test_layers_within_layers(tmp_path: Path) -> None:
     for name, budget in (("none", ""), ("full", ""), ("selective", "120KiB")):
         output, model = str(tmp_path / name), f"{tmp_path / 'model.py'}:Model"
         recipe = Recipe(
-            model=model, target="cpu", output=output, recompute=name, memory_budget=budget, batch=BATCH, seq=SEQ
+            model=model, target="cpu", output=output, recompute=name, activation_budget=budget, batch=BATCH, seq=SEQ
         )
         done = compile_package(recipe)
         assert {"layer.bwd", "block.bwd"} <= set(done.module.functions)

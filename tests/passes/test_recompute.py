@@ -76,7 +76,7 @@ def test_what_is_cheap_is_given_up_first() -> None:
 def test_a_budget_that_cannot_be_met_names_the_least() -> None:
     with pytest.raises(PassError, match=r"holds at least 1.37KiB .* more than the budget of 100B") as caught:
         selective(100).run(trained(), Report())
-    assert "--memory-budget 1.37KiB" in str(caught.value)
+    assert "--activation-budget 1.37KiB" in str(caught.value)
     selective(INPUTS + HEAD).run(trained(), Report())
 
 
