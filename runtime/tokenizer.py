@@ -54,8 +54,8 @@ class Tokenizer(Protocol):
         """The same for many texts, with their places in the text."""
         ...
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of token ids; bytes that are no UTF-8 become replacement signs."""
+    def decode(self, ids: list[int], special: bool = False) -> str:
+        """The text of token ids; bytes that are no UTF-8 become replacement signs. `special`: write special tokens."""
         ...
 
     def token_id(self, token: str) -> int | None:
@@ -80,7 +80,7 @@ class ByteTokenizer:
         """All bytes of a character stand for that character."""
         return [_byte_encoding(text) for text in texts]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], special: bool = False) -> str:
         """Ids must be below 256."""
         return bytes(ids).decode("utf-8", errors="replace")
 
@@ -128,9 +128,9 @@ class FileTokenizer:
         encoded = self._library.encode_batch(list(texts), add_special_tokens=False)
         return [_file_encoding(item) for item in encoded]
 
-    def decode(self, ids: list[int]) -> str:
-        """Special tokens are left out."""
-        decoded: str = self._library.decode(ids)
+    def decode(self, ids: list[int], special: bool = False) -> str:
+        """Special tokens are left out, unless they are asked for."""
+        decoded: str = self._library.decode(ids, skip_special_tokens=not special)
         return decoded
 
     def token_id(self, token: str) -> int | None:

@@ -1,0 +1,82 @@
+"""What a request forbids or favours among the next tokens, as numbers that are added to the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from mgraph.runtime.serving.parameters import RequestError, SamplingParams
+from mgraph.runtime.serving.step import F32
+
+
+class Constraints:
+    """The bias of one request, step by step. Raises `RequestError` for tokens that the model does not have."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        ends: Iterable[int] = (),
+        encode: Callable[[str], Sequence[int]] | None = None,
+    ) -> None:
+        """`ends` are the tokens that end the text; `encode` is needed where there are bad words."""
+        self._vocab_size = vocab_size
+        self._early = tuple(sorted(ends))
+        self._min_tokens = params.min_tokens
+        words = _bad_words(params, encode)
+        single = [word[0] for word in words if len(word) == 1]
+        self._sequences = [word for word in words if len(word) > 1]
+        self._always = self._constant(params, single)
+
+    @property
+    def needs_known(self) -> bool:
+        """Whether the bias depends on the tokens before."""
+        return bool(self._sequences)
+
+    def bias(self, sampled: int, tail: Sequence[int]) -> F32 | None:
+        """f32[V] for the next token, or None: nothing to add. `sampled` tokens of output come before it.
+
+        `tail` are the tokens before, as far as they are known; they are looked at only where `needs_known`.
+        """
+        forbidden = list(self._early) if sampled < self._min_tokens else []
+        for *before, last in self._sequences:
+            if list(tail[len(tail) - len(before) :]) == before:
+                forbidden.append(last)
+        if not forbidden:
+            return self._always
+        row = np.zeros(self._vocab_size, np.float32) if self._always is None else self._always.copy()
+        row[forbidden] = -np.inf
+        return row
+
+    def _constant(self, params: SamplingParams, forbidden: Sequence[int]) -> F32 | None:
+        if params.allowed_token_ids is None and not params.logit_bias and not forbidden:
+            return None
+        row = np.zeros(self._vocab_size, np.float32)
+        if params.allowed_token_ids is not None:
+            self._known("allowed_token_ids", params.allowed_token_ids)
+            row[:] = -np.inf
+            row[list(params.allowed_token_ids)] = 0
+        if params.logit_bias:
+            self._known("logit_bias", params.logit_bias)
+            for token, added in params.logit_bias.items():
+                row[token] += added
+        row[list(forbidden)] = -np.inf
+        if not np.isfinite(row).any():
+            raise RequestError("allowed_token_ids, logit_bias and bad_words together leave no token", "bad_words")
+        return row
+
+    def _known(self, name: str, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            if token >= self._vocab_size:
+                raise RequestError(f"{name} has token {token}, and the model has {self._vocab_size}", name)
+
+
+def _bad_words(params: SamplingParams, encode: Callable[[str], Sequence[int]] | None) -> list[tuple[int, ...]]:
+    """Each word as it stands at the beginning and after a blank."""
+    if not params.bad_words:
+        return []
+    if encode is None:
+        raise RequestError("bad_words need a tokenizer", "bad_words", "give logit_bias")
+    found = {tuple(encode(text)) for word in params.bad_words for text in (word, " " + word.lstrip())}
+    return sorted(word for word in found if word)

@@ -1,0 +1,333 @@
+"""The loop that serves: plan a step, start it, take in the results of the one before.
+
+With a stepper that runs asynchronously one step is under way while the host works: it is planned before the tokens of
+the step before are known, which is possible since all else is. A sequence that turns out to have ended has then one
+token too many under way, which is thrown away. With any other stepper each step's results are taken in at once.
+
+One thread uses an engine. What goes wrong with a request ends that request; what goes wrong in a step ends those that
+were in it and forgets what the cache held; an engine whose steps fail again and again is dead, and says so.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mgraph.errors import MgraphError
+from mgraph.runtime.serving.batch import BatchBuilder, Row
+from mgraph.runtime.serving.blocks import BlockPool
+from mgraph.runtime.serving.constraints import Constraints
+from mgraph.runtime.serving.continuation import Continuation
+from mgraph.runtime.serving.parameters import SEEDS, RequestError, SamplingParams
+from mgraph.runtime.serving.request import Happening, Request
+from mgraph.runtime.serving.scheduler import Scheduler, Work
+from mgraph.runtime.serving.step import Pending, Sampled, Stepper
+from mgraph.runtime.serving.text import token_text
+from mgraph.runtime.tokenizer import Tokenizer
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot write."""
+
+FAILURES = 3
+"""Steps in a row that may fail before the engine counts as dead."""
+
+
+class EngineDead(MgraphError):
+    """The engine's steps fail, and it takes no more requests."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The log-probability of a token, and the likeliest tokens in its place, likeliest first."""
+
+    token: int
+    text: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a step brought for one continuation of a prompt. The last one has a `finish_reason`."""
+
+    group: int
+    """The number that `submit` gave."""
+    index: int
+    """Which of the n continuations."""
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    scores: tuple[Score, ...] = ()
+    """One a token, if log-probabilities were asked for."""
+    prompt_scores: tuple[Score, ...] = ()
+    """Of the prompt's tokens from the second on, if asked for; they may come in several parts, for index 0."""
+    cached: int = 0
+    """Tokens of the prompt that were found in the cache."""
+    finish_reason: str | None = None
+    """`stop`, `length`, `abort`, `error`."""
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    works: Sequence[Work]
+    rows: Sequence[Row]
+    pending: Pending
+
+
+@dataclass
+class _Sequence:
+    request: Request
+    continuation: Continuation
+    group: int
+    index: int
+
+
+class Engine:
+    """Serves requests on one stepper."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        tokenizer: Tokenizer | None = None,
+        *,
+        ends_of_text: Sequence[int] = (),
+        seed: int = 0,
+        prefix_cache: bool = True,
+        max_requests: int = 0,
+        max_tokens: int = 0,
+        chunk: int = 0,
+    ) -> None:
+        """Bounds of 0 are the stepper's; `chunk` bounds the tokens of one prompt in a step (0: as many as fit)."""
+        self.stepper, self.tokenizer = stepper, tokenizer
+        self.ends_of_text = tuple(ends_of_text)
+        pool = BlockPool(stepper.num_blocks, stepper.block_size, prefix_cache)
+        most = min(max_tokens or stepper.max_tokens, stepper.max_tokens)
+        requests = min(max_requests or stepper.max_requests, stepper.max_requests, most)
+        self.scheduler = Scheduler(pool, most, requests, chunk)
+        self.failure: Exception | None = None
+        """Why the engine is dead."""
+        self.steps = 0
+        self.generated = 0
+        """Tokens in all."""
+        self._builder = BatchBuilder(stepper.block_size, stepper.max_length, stepper.vocab_size)
+        self._seeds = random.Random(seed)
+        self._prefix_cache = prefix_cache
+        self._groups: dict[int, dict[int, _Sequence]] = {}
+        self._sequences: dict[int, _Sequence] = {}
+        self._under_way: deque[_UnderWay] = deque()
+        self._before: dict[int, int] = {}
+        self._number = 0
+        self._failures = 0
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._sequences or self._under_way)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a prompt and its continuation together: what the model and the whole cache hold."""
+        pool = self.scheduler.pool
+        return min(self.stepper.max_length, pool.usable * pool.block_size + 1)
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        """How many tokens may be generated after a prompt. Raises `RequestError` for what cannot be served."""
+        if not prompt:
+            raise RequestError("the prompt is empty", "prompt", "give at least one token")
+        vocab_size = self.stepper.vocab_size
+        wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise RequestError(
+                f"the prompt has token {wrong}, and the model has tokens 0 to {vocab_size - 1}", "prompt"
+            )
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        room = self.longest - len(prompt)
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, and this model's maximum context length is {self.longest} with "
+                "at least one generated token",
+                "prompt",
+                "shorten it",
+            )
+        wanted = room if params.max_tokens is None else params.max_tokens
+        if wanted > room:
+            raise RequestError(
+                f"this model's maximum context length is {self.longest} tokens, and {len(prompt) + wanted} were asked "
+                f"for: {len(prompt)} in the prompt, {wanted} in the completion",
+                "max_tokens",
+                f"ask for at most {room}",
+            )
+        if params.min_tokens > wanted:
+            raise RequestError(f"min_tokens {params.min_tokens} exceeds the {wanted} tokens that fit", "min_tokens")
+        return wanted
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        """Take a request, which begins with the next step; gives its number. Raises `RequestError`, `EngineDead`."""
+        if self.failure is not None:
+            raise EngineDead(f"the engine has failed: {self.failure}")
+        wanted = self.check(prompt, params)
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.ends_of_text))
+        constraints = Constraints(params, self.stepper.vocab_size, ends, self._encode if self.tokenizer else None)
+        seed = self._seeds.randrange(SEEDS) if params.seed is None else params.seed
+        tokens, group, leader = tuple(int(token) for token in prompt), self._number, None
+        share = self._prefix_cache and len(tokens) > self.stepper.block_size
+        for index in range(params.n):
+            request = Request(
+                self._number,
+                tokens,
+                params if index == 0 or params.prompt_logprobs is None else replace(params, prompt_logprobs=None),
+                wanted,
+                (seed + index * 0x9E3779B97F4A7C15) % SEEDS,
+                leader if share else None,
+                constraints.needs_known,
+            )
+            leader = leader or request
+            self._number += 1
+            continuation = Continuation(params, wanted, self.tokenizer, self.ends_of_text)
+            sequence = _Sequence(request, continuation, group, index)
+            self._groups.setdefault(group, {})[index] = sequence
+            self._sequences[request.number] = sequence
+            self._builder.add(request, constraints)
+            self.scheduler.add(request)
+        return group
+
+    def abort(self, group: int) -> list[Delta]:
+        """End what is left of a request, whose last deltas are given. Nothing, if it has ended."""
+        left = list(self._groups.get(group, {}).values())
+        return [self._end(sequence, Delta(group, sequence.index, finish_reason="abort")) for sequence in left]
+
+    def step(self) -> list[Delta]:
+        """Do one step's worth of work, and give what has come of it; nothing may have yet."""
+        works = self.scheduler.plan()
+        deltas = self._start(works) if works else []
+        if self._under_way and (len(self._under_way) > self.stepper.asynchronous or not works):
+            deltas += self._take_in()
+        elif not works and not deltas and self._sequences:
+            deltas += self._fail(RuntimeError("requests wait, and none can be admitted"), self._sequences.values())
+        return deltas
+
+    def times(self, group: int) -> dict[str, float]:
+        """Seconds since the arrival of a request that has not ended, and those that it waited."""
+        sequence = next(iter(self._groups.get(group, {}).values()), None)
+        if sequence is None:
+            return {}
+        arrived = sequence.request.first(Happening.ARRIVED) or 0.0
+        admitted = sequence.request.first(Happening.ADMITTED)
+        return {"age": time.monotonic() - arrived} | ({} if admitted is None else {"queue": admitted - arrived})
+
+    def _start(self, works: list[Work]) -> list[Delta]:
+        self.steps += 1
+        try:
+            batch, sampling, rows = self._builder.build(works, self._before)
+            self._before = {row.request.number: at for at, row in enumerate(rows) if row.target < 0}
+            pending = self.stepper.run(batch, sampling)
+        except Exception as error:  # of the model, its kernels, the device: whatever it is, others go on
+            return self._fail_step(error, works)
+        self._under_way.append(_UnderWay(works, rows, pending))
+        return []
+
+    def _take_in(self) -> list[Delta]:
+        step = self._under_way.popleft()
+        try:
+            sampled = step.pending.get()
+            assert len(sampled.tokens) == len(step.rows), "a step gave another number of rows than was asked for"
+        except Exception as error:
+            return self._fail_step(error, step.works)
+        self._failures = 0
+        deltas: dict[int, Delta] = {}
+        for at, row in enumerate(step.rows):
+            sequence = self._sequences.get(row.request.number)
+            if sequence is None:
+                continue  # it has ended while this was under way
+            try:
+                self._take(sequence, row, at, sampled, deltas)
+            except Exception as error:
+                deltas[row.request.number] = self._end(sequence, _failed(sequence, error))
+        return list(deltas.values())
+
+    def _take(self, sequence: _Sequence, row: Row, at: int, sampled: Sampled, deltas: dict[int, Delta]) -> None:
+        """Add what one row gave to the delta of its sequence."""
+        request, params = sequence.request, sequence.request.params
+        old = deltas.get(request.number, Delta(sequence.group, sequence.index, cached=request.cached))
+        if row.target >= 0:
+            score = self._score(sampled, at, params.prompt_logprobs or 0)
+            deltas[request.number] = replace(old, prompt_scores=(*old.prompt_scores, score))
+            return
+        token = int(sampled.tokens[at])
+        request.in_flight -= 1
+        request.output.append(token)
+        self.generated += 1
+        said = sequence.continuation.add(token)
+        scores = () if params.logprobs is None else (self._score(sampled, at, params.logprobs),)
+        delta = replace(
+            old,
+            text=said.text,
+            tokens=(token,),
+            scores=scores,
+            finish_reason=said.finish_reason,
+            stop_reason=said.stop_reason,
+        )
+        deltas[request.number] = delta
+        if said.finish_reason is not None:
+            self._end(sequence, delta)
+
+    def _score(self, sampled: Sampled, at: int, count: int) -> Score:
+        token = int(sampled.tokens[at])
+        pairs = zip(sampled.top_tokens[at][:count].tolist(), sampled.top_logprobs[at][:count].tolist(), strict=True)
+        top = tuple((t, self._text(t), _finite(p)) for t, p in pairs)
+        return Score(token, self._text(token), _finite(float(sampled.logprobs[at])), top)
+
+    def _end(self, sequence: _Sequence, delta: Delta) -> Delta:
+        """A sequence ends with this delta: nothing of it stays."""
+        request = sequence.request
+        self.scheduler.end(request)
+        self._builder.drop(request)
+        del self._sequences[request.number]
+        group = self._groups[sequence.group]
+        del group[sequence.index]
+        if not group:
+            del self._groups[sequence.group]
+        return delta
+
+    def _fail_step(self, error: Exception, works: Sequence[Work]) -> list[Delta]:
+        """A step failed: with it go those after it, which build on it."""
+        lost = [*works, *(work for step in self._under_way for work in step.works)]
+        self._under_way.clear()
+        self._failures += 1
+        sequences = {work.request.number: self._sequences.get(work.request.number) for work in lost}
+        deltas = self._fail(error, [s for s in sequences.values() if s is not None])
+        self.scheduler.pool.forget_all()
+        if self._failures >= FAILURES:
+            self.failure = error
+            deltas += self._fail(error, self._sequences.values())
+        return deltas
+
+    def _fail(self, error: Exception, sequences: Iterable[_Sequence]) -> list[Delta]:
+        return [self._end(s, _failed(s, error)) for s in list(sequences)]
+
+    def _encode(self, text: str) -> list[int]:
+        assert self.tokenizer is not None
+        return [int(token) for token in self.tokenizer.encode(text).tolist()]
+
+    def _text(self, token: int) -> str:
+        return "" if self.tokenizer is None else token_text(self.tokenizer, token)
+
+    def _check_ids(self, name: str, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if token >= self.stepper.vocab_size:
+                raise RequestError(f"{name} has token {token}, and the model has {self.stepper.vocab_size}", name)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB) if np.isfinite(logprob) else LEAST_LOGPROB
+
+
+def _failed(sequence: _Sequence, error: Exception) -> Delta:
+    text = f"{type(error).__name__}: {error}"
+    return Delta(sequence.group, sequence.index, finish_reason="error", error=text)

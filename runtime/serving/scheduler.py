@@ -1,0 +1,199 @@
+"""Which tokens of which requests a step computes. No clock, no chance: the same arrivals give the same plans.
+
+Requests are admitted in the order of their arrival, and none overtakes the first that waits. Each that writes gets its
+one token in every step; what is left of the step's tokens goes to prompts, in chunks, the oldest first. Where blocks
+run out, the request that came last gives all of its own back and waits again, at its place by arrival; what it had is
+computed anew when it is admitted again. The oldest is never the last while there are others, and every request fits
+alone: so the oldest goes on in every step, and each ends.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+from mgraph.runtime.serving.blocks import ROOT, BlockPool
+from mgraph.runtime.serving.request import Happening, Request, Status
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens start:stop of a request, to compute in one step."""
+
+    request: Request
+    start: int
+    stop: int
+    samples: bool
+    """Whether the last of them gives a new token."""
+    targets: range
+    """Of these positions, the log-probability of the prompt's token that follows is wanted."""
+    draw: int
+    """How many tokens the request has sampled before."""
+
+
+@dataclass
+class Counts:
+    """What has happened since the start."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0
+    """Tokens of admitted prompts that could have been found in the cache."""
+    prefix_hits: int = 0
+    """Those that were."""
+
+
+class Scheduler:
+    """Waiting and running requests, and the blocks that these hold."""
+
+    def __init__(self, pool: BlockPool, max_tokens: int, max_requests: int, chunk: int = 0) -> None:
+        """A step has at most `max_tokens` tokens of `max_requests` requests, `chunk` of a prompt (0: what fits)."""
+        assert max_tokens >= max_requests >= 1, "each running request must get one token of a step"
+        self.pool, self.max_tokens, self.max_requests = pool, max_tokens, max_requests
+        self.chunk = chunk or max_tokens
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        """Both in the order of arrival."""
+        self.counts = Counts()
+
+    def add(self, request: Request) -> None:
+        """A new request waits."""
+        assert self.pool.needed(len(request.prompt) + request.max_tokens - 1) <= self.pool.usable, "it never fits"
+        request.record(Happening.ARRIVED)
+        _insert(self.waiting, request)
+
+    def end(self, request: Request) -> bool:
+        """A request ends, for whatever reason, and gives its blocks back. False: it had ended before."""
+        if request.status is Status.ENDED:
+            return False
+        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        self.pool.give_back(request.blocks)
+        request.blocks = []
+        request.status = Status.ENDED
+        request.record(Happening.ENDED)
+        return True
+
+    def plan(self) -> list[Work]:
+        """The work of the next step, single tokens first; empty where there is none."""
+        works: list[Work] = []
+        writing = [r for r in self.running if r.decodes and not r.complete]
+        budget = self.max_tokens - len(writing)
+        preempted = False
+        for request in list(self.running):
+            if request.status is not Status.RUNNING or request.complete:
+                continue  # preempted just now, or waiting for its last results
+            if request.needs_known and request.in_flight:
+                continue
+            todo = request.length - request.computed
+            count = 1 if request.decodes else min(todo, budget, self.chunk)
+            if count == 0:
+                continue
+            preempted |= not self._make_room(request, count)
+            if request.status is not Status.RUNNING:
+                continue
+            budget -= 0 if request.decodes else count
+            works.append(self._work(request, count))
+        if not preempted:
+            self._admit(works, budget)
+        for work in works:
+            self._remember(work.request)
+        return sorted(works, key=lambda work: (work.stop - work.start > 1, work.request.number))
+
+    def check(self) -> None:
+        """Assert what must hold between two steps."""
+        self.pool.check([r.blocks for r in (*self.running, *self.waiting)])
+        assert all(not r.blocks for r in self.waiting)
+        assert len(self.running) <= self.max_requests
+
+    def _make_room(self, request: Request, count: int) -> bool:
+        """Get the blocks for `count` more tokens. False: the youngest were sent away for it, this one perhaps too."""
+        more = self.pool.needed(request.computed + count) - len(request.blocks)
+        enough = True
+        while self.pool.available < more and request.status is Status.RUNNING:
+            self._preempt(self.running[-1])
+            enough = False
+        if request.status is Status.RUNNING:
+            request.blocks += self.pool.take(more)
+        return enough
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self.pool.give_back(request.blocks)
+        request.blocks, request.computed = [], 0
+        request.preempted += 1
+        request.remembered, request.content = 0, ROOT
+        request.status = Status.WAITING
+        request.record(Happening.PREEMPTED)
+        self.counts.preemptions += 1
+        _insert(self.waiting, request)
+
+    def _admit(self, works: list[Work], budget: int) -> None:
+        """Admit from the front while there is room for all that is known of the first that waits."""
+        promised = sum(self.pool.needed(r.length) - len(r.blocks) for r in self.running if not r.complete)
+        begun = {work.request for work in works}
+        while self.waiting and budget > 0 and len(self.running) < self.max_requests:
+            request = self.waiting[0]
+            if request.complete or request.in_flight:
+                return  # preempted with its token under way: its results come first
+            leader = request.leader
+            if leader is not None and leader.status is Status.RUNNING and (leader in begun and leader.sampled <= 1):
+                return  # from the next step on, the prompt's blocks are there to be shared
+            if leader is not None and leader.status is Status.RUNNING and leader.sampled == 0:
+                return
+            found, content = self._match(request)
+            todo = self.pool.needed(request.length) - len(found)
+            if self.pool.available - self.pool.idle(found) - promised < todo:
+                return
+            # All needs are known and met: from here on nothing can fail.
+            self.waiting.pop(0)
+            self.pool.hold(found)
+            request.blocks, request.remembered, request.content = found, len(found), content
+            request.computed = len(found) * self.pool.block_size
+            count = min(request.length - request.computed, budget, self.chunk)
+            request.blocks = found + self.pool.take(self.pool.needed(request.computed + count) - len(found))
+            promised += self.pool.needed(request.length) - len(request.blocks)
+            request.status = Status.RUNNING
+            self._count(request)
+            request.record(Happening.ADMITTED)
+            _insert(self.running, request)
+            works.append(self._work(request, count))
+            begun.add(request)
+            budget -= count
+
+    def _match(self, request: Request) -> tuple[list[int], int]:
+        """Remembered blocks of its beginning, the last token left out: it must be computed to give logits."""
+        if request.params.prompt_logprobs is not None and request.prompt_rows < len(request.prompt) - 1:
+            return [], ROOT
+        return self.pool.match(request.known(0, request.length - 1))
+
+    def _count(self, request: Request) -> None:
+        if request.first(Happening.ADMITTED) is None:
+            request.cached = request.computed
+            self.counts.prefix_queries += len(request.prompt)
+            self.counts.prefix_hits += request.cached
+
+    def _work(self, request: Request, count: int) -> Work:
+        """`count` more tokens of a request that has the blocks for them."""
+        start, stop = request.computed, request.computed + count
+        targets = range(0)
+        if request.params.prompt_logprobs is not None:
+            targets = range(max(start, request.prompt_rows), min(stop, len(request.prompt) - 1))
+            request.prompt_rows = max(request.prompt_rows, min(stop, len(request.prompt) - 1))
+        samples = stop == request.length
+        work = Work(request, start, stop, samples, targets, request.sampled)
+        request.computed = stop
+        request.in_flight += samples
+        return work
+
+    def _remember(self, request: Request) -> None:
+        """Tell the pool what is in the blocks that this step completes, as far as the tokens are known."""
+        size = self.pool.block_size
+        known = min(request.computed, len(request.prompt) + len(request.output))
+        while (request.remembered + 1) * size <= known:
+            start = request.remembered * size
+            tokens = request.known(start, start + size)
+            request.content = self.pool.remember(request.blocks[request.remembered], request.content, tokens)
+            request.remembered += 1
+
+
+def _insert(requests: list[Request], request: Request) -> None:
+    bisect.insort(requests, request, key=lambda r: r.number)

@@ -1,0 +1,132 @@
+"""Tokens to text as they come, and the strings that end a text.
+
+Only whole characters are given out: what may still become another one, or the beginning of a string that ends the text,
+is kept back until the next token tells. So the pieces put together are the text, however the tokens were cut.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from mgraph.runtime.tokenizer import ByteTokenizer, Tokenizer
+
+REPLACEMENT = "\ufffd"
+"""What stands for bytes that are no character, or not yet."""
+
+_LONGEST_CHARACTER = 8
+"""Tokens after which bytes that are no character are taken for what they are; a character has at most 4 bytes."""
+
+
+class Detokenizer(Protocol):
+    """Text of one sequence of tokens."""
+
+    def add(self, token: int) -> str:
+        """The text that is sure with one more token, perhaps none."""
+        ...
+
+    def flush(self) -> str:
+        """What was kept back, at the end."""
+        ...
+
+
+def detokenizer(tokenizer: Tokenizer, special: bool = False) -> Detokenizer:
+    """For one sequence; `special` writes out special tokens too."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return _Bytes()
+    return _Pieces(tokenizer, special)
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """The text of one token by itself; none for an id that the tokenizer does not have."""
+    return tokenizer.decode([token], special=True) if token < tokenizer.vocab_size else ""
+
+
+def token_bytes(tokenizer: Tokenizer, token: int) -> list[int]:
+    """The bytes of that text: for a part of a character those of the replacement sign, unless tokens are bytes."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return [token] if token < tokenizer.vocab_size else []
+    return list(token_text(tokenizer, token).encode("utf-8", errors="replace"))
+
+
+class _Bytes:
+    """Each token a byte. Ids beyond, which a model's vocabulary may have, are no text."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token: int) -> str:
+        return self._decoder.decode(bytes([token])) if token < ByteTokenizer.vocab_size else ""
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _Pieces:
+    """Any tokenizer: what the text of the last few tokens gains by one more.
+
+    The tokens before are decoded with it, since a blank, or whether there is one, can depend on what comes before.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special: bool) -> None:
+        self._tokenizer, self._special = tokenizer, special
+        self._context: list[int] = []  # given out already, decoded again for what follows
+        self._new: list[int] = []
+
+    def add(self, token: int) -> str:
+        if token >= self._tokenizer.vocab_size:
+            return ""
+        self._new.append(token)
+        piece = self._gain()
+        if not piece or (piece.endswith(REPLACEMENT) and len(self._new) < _LONGEST_CHARACTER):
+            return ""
+        self._context, self._new = self._new, []
+        return piece
+
+    def flush(self) -> str:
+        piece = self._gain()
+        self._context, self._new = self._new, []
+        return piece
+
+    def _gain(self) -> str:
+        before = self._tokenizer.decode(self._context, special=self._special)
+        return self._tokenizer.decode(self._context + self._new, special=self._special)[len(before) :]
+
+
+class StopStrings:
+    """Finds the first of some strings to be complete in a text that comes in pieces."""
+
+    def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
+        """`keep`: the string that ends the text is part of it."""
+        self._stops, self._keep = tuple(stops), keep
+        self._held = ""
+
+    def add(self, piece: str, look: bool = True) -> tuple[str, str | None]:
+        """The text that can be given out, and the string that ended it, if one did.
+
+        With `look` false none can, and none can begin in this piece.
+        """
+        text, self._held = self._held + piece, ""
+        if not look:
+            return text, None
+        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            end, start, stop = min(ends)
+            return text[: end if self._keep else start], stop
+        sure = len(text) - self._beginning(text)
+        self._held = text[sure:]
+        return text[:sure], None
+
+    def flush(self) -> str:
+        """What was kept back, at the end."""
+        text, self._held = self._held, ""
+        return text
+
+    def _beginning(self, text: str) -> int:
+        """The length of the longest end of `text` that is the beginning of one of the strings."""
+        longest = 0
+        for stop in self._stops:
+            sizes = range(min(len(stop) - 1, len(text)), longest, -1)
+            longest = next((size for size in sizes if text.endswith(stop[:size])), longest)
+        return longest

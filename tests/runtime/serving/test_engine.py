@@ -1,0 +1,313 @@
+"""The engine on a stepper without a model: whatever arrives when, each request gives what it gives alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mgraph.runtime.serving.engine import Delta, Engine, EngineDead
+from mgraph.runtime.serving.parameters import RequestError, SamplingParams
+from mgraph.runtime.serving.request import Happening
+from mgraph.runtime.tokenizer import ByteTokenizer
+from tests.runtime.serving.fake_stepper import FakeStepper, alone, log_softmax, spoken_logits
+
+VOCAB = 64
+
+
+@dataclass
+class Gathered:
+    """What all deltas of one continuation say together."""
+
+    tokens: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    prompt_scores: list[float] = field(default_factory=list)
+    text: str = ""
+    ends: list[Delta] = field(default_factory=list)
+
+
+def gather(deltas: Sequence[Delta], into: dict[tuple[int, int], Gathered]) -> None:
+    for delta in deltas:
+        seen = into.setdefault((delta.group, delta.index), Gathered())
+        assert not seen.ends, "something came after the end"
+        seen.tokens += delta.tokens
+        seen.scores += [score.logprob for score in delta.scores]
+        seen.prompt_scores += [score.logprob for score in delta.prompt_scores]
+        seen.text += delta.text
+        if delta.finish_reason is not None:
+            seen.ends.append(delta)
+
+
+def run_all(engine: Engine, limit: int = 5000) -> dict[tuple[int, int], Gathered]:
+    """Step until nothing is left."""
+    found: dict[tuple[int, int], Gathered] = {}
+    for _ in range(limit):
+        if not engine.unfinished:
+            return found
+        gather(engine.step(), found)
+        engine.scheduler.check()
+    raise AssertionError("it does not end")
+
+
+def given_back(engine: Engine) -> None:
+    """An engine with nothing to do holds nothing."""
+    pool = engine.scheduler.pool
+    assert pool.available == pool.usable and not engine.scheduler.running and not engine.scheduler.waiting
+    assert not engine._sequences and not engine._groups and not engine._builder._tables
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> list[tuple[int, list[int], int, float, int | None]]:
+    """(step of arrival, prompt, max_tokens, temperature, steps until it is aborted); beginnings are often shared."""
+    source = random.Random(draw(st.integers(0, 2**32)))
+    common = [source.randrange(VOCAB) for _ in range(24)]
+    made = []
+    for _ in range(draw(st.integers(1, 9))):
+        shared = common[: source.choice([0, 0, 3, 4, 8, 9, 16, 24])]
+        prompt = shared + [source.randrange(VOCAB) for _ in range(source.randint(1, 9))]
+        aborted = source.choice([None, None, None, 0, 1, 5])
+        made.append((source.randint(0, 12), prompt, source.randint(1, 20), source.choice([0.0, 1.0]), aborted))
+    return sorted(made, key=lambda item: item[0])
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    arrivals(),
+    st.sampled_from([14, 16, 20, 60]),
+    st.integers(1, 5),
+    st.sampled_from([5, 7, 16, 40]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_each_gives_what_it_gives_alone(
+    plan: list[tuple[int, list[int], int, float, int | None]],
+    num_blocks: int,
+    max_requests: int,
+    max_tokens: int,
+    prefix_cache: bool,
+    asynchronous: bool,
+) -> None:
+    stepper = FakeStepper(
+        num_blocks=num_blocks,
+        max_requests=max_requests,
+        max_tokens=max_tokens,
+        asynchronous=asynchronous,
+        max_length=64,
+    )
+    engine = Engine(stepper, prefix_cache=prefix_cache)
+    found: dict[tuple[int, int], Gathered] = {}
+    groups: list[int | None] = [None] * len(plan)
+    stop_at: dict[int, int] = {}
+    everything = []
+    for step in range(4000):
+        for at, (arrival, prompt, count, temperature, aborted) in enumerate(plan):
+            if arrival == step:
+                params = SamplingParams(temperature=temperature, seed=at, max_tokens=count, logprobs=0)
+                groups[at] = group = engine.submit(prompt, params)
+                everything += [s.request for s in engine._groups[group].values()]
+                if aborted is not None:
+                    stop_at[group] = step + aborted
+        for group, when in stop_at.items():
+            if when == step:
+                gather(engine.abort(group), found)
+        gather(engine.step(), found)
+        engine.scheduler.check()
+        if not engine.unfinished and step > 12:
+            break
+    else:
+        raise AssertionError("some request starves")
+    given_back(engine)
+    for at, (_, prompt, count, temperature, _) in enumerate(plan):
+        seen = found[(groups[at] or 0, 0)]
+        tokens, scores = alone(stepper.logits, prompt, SamplingParams(temperature=temperature), count, seed=at)
+        assert len(seen.ends) == 1
+        if seen.ends[0].finish_reason == "abort":
+            assert seen.tokens == tokens[: len(seen.tokens)]
+        else:
+            assert seen.ends[0].error is None and seen.ends[0].finish_reason == "length"
+            assert seen.tokens == tokens
+            assert seen.scores == pytest.approx(scores, abs=1e-5)
+    for request in everything:
+        what = [event.what for event in request.events]
+        assert what[0] is Happening.ARRIVED and what[-1] is Happening.ENDED and what.count(Happening.ENDED) == 1
+        assert abs(what.count(Happening.ADMITTED) - what.count(Happening.PREEMPTED)) <= 1
+        times = [event.when for event in request.events]
+        assert times == sorted(times)
+
+
+def test_tight_caches_preempt_and_ample_ones_share() -> None:
+    """The test above proves little where nothing is sent away or shared."""
+    tight = Engine(FakeStepper(num_blocks=14, max_requests=4))
+    for at in range(4):
+        tight.submit([at] * 9, SamplingParams(max_tokens=20, seed=at))
+    run_all(tight)
+    assert tight.scheduler.counts.preemptions >= 3
+    ample = Engine(FakeStepper(num_blocks=60))
+    ample.submit(list(range(16)), SamplingParams(max_tokens=2))
+    run_all(ample)
+    for extra in range(4):
+        ample.submit([*range(16), 20 + extra], SamplingParams(max_tokens=2))
+    run_all(ample)
+    counts = ample.scheduler.counts
+    assert (counts.prefix_queries, counts.prefix_hits) == (16 + 4 * 17, 4 * 16)
+
+
+@pytest.mark.parametrize("budget", [2, 3, 5, 8, 16])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_chunks_of_any_size(budget: int, asynchronous: bool) -> None:
+    """Each token of a prompt is computed once, and those that write get a token in every step meanwhile."""
+    for length in range(1, 41, 3):
+        stepper = FakeStepper(max_requests=2, max_tokens=budget, asynchronous=asynchronous, num_blocks=64)
+        engine = Engine(stepper, prefix_cache=False)
+        prompt = [(7 * i + length) % VOCAB for i in range(length)]
+        first = engine.submit([1], SamplingParams(max_tokens=50, temperature=0))
+        found: dict[tuple[int, int], Gathered] = {}
+        while not found:
+            gather(engine.step(), found)
+        second = engine.submit(prompt, SamplingParams(max_tokens=3, temperature=0, logprobs=0, prompt_logprobs=0))
+        for _ in range(-(-length // (budget - 1))):
+            before = len(found[first, 0].tokens)
+            gather(engine.step(), found)
+            assert len(found[first, 0].tokens) == min(before + 1, 50)
+        gathered = run_all(engine)
+        found[first, 0].tokens += gathered[first, 0].tokens if (first, 0) in gathered else []
+        seen = found.get((second, 0), Gathered())
+        tokens = seen.tokens + gathered.get((second, 0), Gathered()).tokens
+        scores = seen.scores + gathered.get((second, 0), Gathered()).scores
+        expected, expected_scores = alone(stepper.logits, prompt, SamplingParams(temperature=0), 3)
+        assert tokens == expected and scores == pytest.approx(expected_scores, abs=1e-5)
+        prompt_scores = seen.prompt_scores + gathered.get((second, 0), Gathered()).prompt_scores
+        dense = [log_softmax(stepper.logits(prompt[:at]))[prompt[at]] for at in range(1, length)]
+        assert prompt_scores == pytest.approx(dense, abs=1e-5)
+        assert found[first, 0].tokens == alone(stepper.logits, [1], SamplingParams(temperature=0), 50)[0]
+        assert stepper.computed <= length + 2 + 50 + 2 * asynchronous
+
+
+def test_several_continuations_share_the_prompt() -> None:
+    stepper = FakeStepper(num_blocks=64, max_requests=8)
+    engine = Engine(stepper)
+    prompt = list(range(33))
+    group = engine.submit(prompt, SamplingParams(n=5, seed=11, max_tokens=6))
+    found = run_all(engine)
+    assert len({tuple(found[group, at].tokens) for at in range(5)}) == 5
+    for at in range(5):
+        seed = (11 + at * 0x9E3779B97F4A7C15) % 2**63
+        assert found[group, at].tokens == alone(stepper.logits, prompt, SamplingParams(), 6, seed=seed)[0]
+    assert stepper.computed == 33 + 4 * 1 + 5 * 5, "four of them find the whole blocks of the prompt"
+    given_back(engine)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_penalties_and_seeds_do_not_depend_on_the_batch(asynchronous: bool) -> None:
+    asked = [
+        SamplingParams(seed=3, max_tokens=12, repetition_penalty=1.7),
+        SamplingParams(seed=4, max_tokens=12, presence_penalty=1.0, frequency_penalty=0.5),
+        SamplingParams(temperature=0, max_tokens=12, frequency_penalty=2.0),
+        SamplingParams(seed=3, max_tokens=12),
+    ]
+    stepper = FakeStepper(num_blocks=18, asynchronous=asynchronous)
+    engine = Engine(stepper)
+    groups = [engine.submit([1, 2, 3, at], params) for at, params in enumerate(asked)]
+    found = run_all(engine)
+    for at, (group, params) in enumerate(zip(groups, asked, strict=True)):
+        expected = alone(stepper.logits, [1, 2, 3, at], params, 12, seed=params.seed or 0)[0]
+        assert found[group, 0].tokens == expected
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_constraints(asynchronous: bool) -> None:
+    """min_tokens forbids every end; allowed tokens, bias and words forbid what they say."""
+    engine = Engine(
+        FakeStepper(vocab_size=256, asynchronous=asynchronous, num_blocks=64), ByteTokenizer(), ends_of_text=[0]
+    )
+    ends = engine.submit([5], SamplingParams(temperature=0, max_tokens=20, min_tokens=3, logit_bias={0: 100, 9: 90}))
+    only = engine.submit([5], SamplingParams(max_tokens=20, allowed_token_ids=[65, 66], seed=1))
+    words = engine.submit([5], SamplingParams(max_tokens=20, allowed_token_ids=[65, 66], bad_words=["AB"], seed=1))
+    stop = engine.submit([5], SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[7], logit_bias={7: 100}))
+    found = run_all(engine)
+    assert found[ends, 0].tokens == [9, 9, 9, 0] and found[ends, 0].ends[0].finish_reason == "stop"
+    assert found[ends, 0].text == "\t\t\t"
+    assert set(found[only, 0].text) == {"A", "B"} and "AB" in found[only, 0].text
+    assert "A" in found[words, 0].text and "AB" not in found[words, 0].text, "after an A there is no B"
+    assert (found[stop, 0].tokens, found[stop, 0].text, found[stop, 0].ends[0].stop_reason) == ([7], "", 7)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_stop_string_ends_in_its_step(asynchronous: bool) -> None:
+    engine = Engine(
+        FakeStepper(vocab_size=256, logits=spoken_logits("grün STOP and on ".encode()), asynchronous=asynchronous),
+        ByteTokenizer(),
+    )
+    cut = engine.submit([0], SamplingParams(temperature=0, max_tokens=40, stop=["STOP", "never"]))
+    kept = engine.submit([0], SamplingParams(temperature=0, max_tokens=40, stop="P", include_stop_str_in_output=True))
+    full = engine.submit([0], SamplingParams(temperature=0, max_tokens=3))
+    found = run_all(engine)
+    assert (found[cut, 0].text, len(found[cut, 0].tokens)) == ("grün ", 10)
+    assert found[cut, 0].ends[0].stop_reason == "STOP"
+    assert found[kept, 0].text == "grün STOP"
+    assert (found[full, 0].text, found[full, 0].ends[0].finish_reason) == ("gr\ufffd", "length")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_failed_step_ends_its_requests_alone(asynchronous: bool) -> None:
+    stepper = FakeStepper(asynchronous=asynchronous, failing=[3], num_blocks=20)
+    engine = Engine(stepper)
+    lost = [engine.submit([at] * 9, SamplingParams(max_tokens=9)) for at in range(2)]
+    found: dict[tuple[int, int], Gathered] = {}
+    while engine.unfinished:
+        gather(engine.step(), found)
+        engine.scheduler.check()
+    assert [found[group, 0].ends[0].finish_reason for group in lost] == ["error"] * 2
+    assert "on fire" in (found[lost[0], 0].ends[0].error or "")
+    given_back(engine)
+    again = engine.submit([0] * 9, SamplingParams(max_tokens=9, seed=0))
+    assert run_all(engine)[again, 0].tokens == alone(stepper.logits, [0] * 9, SamplingParams(), 9)[0]
+
+
+def test_an_engine_whose_steps_fail_is_dead() -> None:
+    engine = Engine(FakeStepper(failing=range(100), max_requests=1))
+    groups = [engine.submit([at], SamplingParams()) for at in range(5)]
+    found = run_all(engine)
+    assert [found[group, 0].ends[0].finish_reason for group in groups] == ["error"] * 5
+    with pytest.raises(EngineDead, match="on fire"):
+        engine.submit([1], SamplingParams())
+    given_back(engine)
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    engine = Engine(FakeStepper(num_blocks=9, max_length=64))
+    assert engine.longest == 33
+    wrong: list[tuple[list[int], SamplingParams, str]] = [
+        ([], SamplingParams(), "empty"),
+        ([64], SamplingParams(), "token 64"),
+        ([-1], SamplingParams(), "token -1"),
+        ([1] * 33, SamplingParams(max_tokens=1), "33 tokens.*maximum context length is 33"),
+        ([1] * 20, SamplingParams(max_tokens=14), "34 were asked for: 20 in the prompt, 14"),
+        ([1], SamplingParams(stop_token_ids=[64]), "stop_token_ids has token 64"),
+        ([1], SamplingParams(allowed_token_ids=[64]), "allowed_token_ids has token 64"),
+        ([1], SamplingParams(bad_words=["x"]), "need a tokenizer"),
+        ([1] * 30, SamplingParams(max_tokens=None, min_tokens=9), "min_tokens 9"),
+    ]
+    for prompt, params, message in wrong:
+        with pytest.raises(RequestError, match=message):
+            engine.submit(prompt, params)
+    assert not engine.unfinished
+    given_back(engine)
+    fits = engine.submit([1] * 20, SamplingParams(max_tokens=None))
+    assert len(run_all(engine)[fits, 0].tokens) == 13
+
+
+def test_alternatives_hold_the_likeliest() -> None:
+    stepper = FakeStepper()
+    engine = Engine(stepper)
+    group = engine.submit([3, 4], SamplingParams(max_tokens=1, logprobs=3, prompt_logprobs=2, seed=5))
+    (delta,) = [d for d in (engine.step(), engine.step())[0] if d.group == group]
+    dense = log_softmax(stepper.logits([3, 4]))
+    order = (-dense).argsort()[:3].tolist()
+    assert [t for t, _, _ in delta.scores[0].top] == order
+    assert [p for _, _, p in delta.scores[0].top] == pytest.approx(dense[order].tolist(), abs=1e-5)
+    assert delta.prompt_scores[0].token == 4 and len(delta.prompt_scores[0].top) == 2

@@ -1,0 +1,151 @@
+"""Pieces of text, put together, are the text; strings that end it are found however tokens cut them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from mgraph.runtime.serving.text import StopStrings, detokenizer, token_bytes, token_text
+from mgraph.runtime.tokenizer import ByteTokenizer, FileTokenizer
+
+TEXT = "Größe 日本語 and emoji 👩‍🚀🏳️‍🌈, naïve café; tabs\tand\n\n  blanks "
+
+
+def pieces(stop: StopStrings, parts: Sequence[str]) -> tuple[str, str | None]:
+    said = ""
+    for part in parts:
+        text, hit = stop.add(part)
+        said += text
+        if hit is not None:
+            return said, hit
+    return said + stop.flush(), None
+
+
+def cuts(text: str) -> list[list[str]]:
+    """Every way to cut a text into pieces."""
+    made = []
+    for marks in itertools.product([False, True], repeat=len(text) - 1):
+        parts = [text[0]]
+        for mark, sign in zip(marks, text[1:], strict=True):
+            if mark:
+                parts.append(sign)
+            else:
+                parts[-1] += sign
+        made.append(parts)
+    return made
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_every_cut_of_a_text_finds_the_same_stop(keep: bool) -> None:
+    for text, stops, start, stop in [
+        ("ab##cd", ["##"], 2, "##"),
+        ("aaaab", ["aab"], 2, "aab"),
+        ("xabcab", ["abcd", "bc"], 2, "bc"),
+        ("ENDED", ["ED", "END"], 0, "END"),
+        ("12", ["2"], 1, "2"),
+    ]:
+        expected = text[: start + len(stop)] if keep else text[:start]
+        for parts in cuts(text):
+            found = pieces(StopStrings(stops, keep), parts)
+            # Where one piece completes two strings, the one that is complete first counts.
+            assert found == (expected, stop), parts
+
+
+def test_what_is_kept_back_comes_at_the_end() -> None:
+    stop = StopStrings(["##end"])
+    assert stop.add("a##en") == ("a", None)
+    assert stop.add("!") == ("##en!", None)
+    assert stop.add("#") == ("", None)
+    assert stop.flush() == "#"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("ab#", max_size=12), st.lists(st.text("ab#", min_size=1, max_size=3), max_size=3), st.data())
+def test_stops_do_not_depend_on_the_cut(text: str, stops: list[str], data: st.DataObject) -> None:
+    whole = pieces(StopStrings(stops), list(text))
+    at, parts = 0, []
+    while at < len(text):
+        size = data.draw(st.integers(1, 4))
+        parts.append(text[at : at + size])
+        at += size
+    assert pieces(StopStrings(stops), parts) == whole
+
+
+def test_bytes_come_as_whole_characters() -> None:
+    tokenizer = ByteTokenizer()
+    made = detokenizer(tokenizer)
+    parts = [made.add(byte) for byte in TEXT.encode()]
+    assert "".join(parts) + made.flush() == TEXT
+    assert not any("\ufffd" in part for part in parts)
+    broken = detokenizer(tokenizer)
+    assert broken.add(0xE6) + broken.add(300) + broken.add(0x97) == "", "a model may have more tokens than bytes"
+    assert broken.flush() == "\ufffd"
+    assert (token_text(tokenizer, 300), token_bytes(tokenizer, 300)) == ("", [])
+    assert (token_text(tokenizer, 0xE6), token_bytes(tokenizer, 0xE6)) == ("\ufffd", [0xE6])
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
+    """A byte-level BPE that knows little, so that characters are cut into tokens, with a special token."""
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(["and and blanks tabs emoji and"], trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    library.save(str(path))
+    return FileTokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def metaspace(tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
+    """Of the kind where a token's blank is part of it, and the first one's is not written."""
+    vocab = [("<unk>", 0.0), *((f"<0x{i:02X}>", -9.0) for i in range(256)), ("▁and", -1.0), ("▁", -2.0), ("a", -3.0)]
+    library = Library(models.Unigram(vocab, unk_id=0, byte_fallback=True))
+    library.pre_tokenizer = pre_tokenizers.Metaspace()
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    library.save(str(path))
+    return FileTokenizer(path)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+@pytest.mark.parametrize("text", [TEXT, "and and and", "👩‍🚀", "日本語" * 30])
+def test_tokens_of_files_come_as_whole_characters(kind: str, text: str, request: pytest.FixtureRequest) -> None:
+    tokenizer: FileTokenizer = request.getfixturevalue(kind)
+    ids = tokenizer.encode(text).tolist()
+    assert len(ids) >= len(text.split())
+    made = detokenizer(tokenizer)
+    parts = [made.add(token) for token in ids]
+    assert "".join(parts) + made.flush() == tokenizer.decode(ids) == text
+    assert not any("\ufffd" in part for part in parts)
+
+
+def test_bytes_that_are_no_text_do_not_stop_it(byte_level: FileTokenizer) -> None:
+    broken = byte_level.token_id("æ")  # how the byte 0xE6 is written there
+    assert broken is not None
+    made = detokenizer(byte_level)
+    parts = [made.add(broken) for _ in range(50)]
+    assert "".join(parts).count("\ufffd") >= 40, "held back for ever"
+    assert made.add(10_000) == ""
+
+
+def test_special_tokens(byte_level: FileTokenizer, tmp_path: Path) -> None:
+    end = byte_level.token_id("<end>")
+    assert end is not None
+    silent, loud = detokenizer(byte_level), detokenizer(byte_level, special=True)
+    assert (silent.add(end), loud.add(end)) == ("", "<end>")
