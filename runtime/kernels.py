@@ -165,6 +165,8 @@ def evaluate(expression: Any, dims: Mapping[str, int]) -> int:
     if isinstance(expression, str):
         return dims[expression]
     operator, left, right = expression[0], evaluate(expression[1], dims), evaluate(expression[2], dims)
+    if operator == "add":
+        return left + right
     if operator == "mul":
         return left * right
     if operator == "cdiv":

@@ -23,6 +23,9 @@ class Case:
     peers     plain torch functions of the same inputs, by name; those named `compile...` are to be compiled first
     bytes     the least that must be read and written
     bound     the largest error of a result in the Frobenius norm, relative to the result
+    flops     floating-point operations of the work, where they are what takes the time
+    more      further sites, where the work is of several
+    joined    makes of the package's kernels what runs them; the site itself where there is but one
     """
 
     id: str
@@ -33,3 +36,6 @@ class Case:
     peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     bytes: int = 0
     bound: float = 1e-2
+    flops: float = 0.0
+    more: tuple[KernelSpec, ...] = ()
+    joined: Callable[[Any], Callable[..., Any]] | None = None

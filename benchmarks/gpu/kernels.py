@@ -29,7 +29,7 @@ from benchmarks.gpu.kernel_case import Case
 from mgraph.codegen.triton.aot import build_kernels
 from mgraph.runtime import kernels as runtime
 
-FAMILIES = ("adamw", "attention", "embedding", "glu", "loss", "moe", "norm", "region", "rope")
+FAMILIES = ("adamw", "attention", "embedding", "experts", "glu", "loss", "moe", "norm", "region", "rope")
 L2_BYTES = 50e6
 CALLS = 10
 
@@ -107,10 +107,11 @@ def measure(case: Case, device: torch.device, copy: float, with_peers: bool) -> 
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        entries = build_kernels([case.spec], directory, ["sm_90a"])
+        entries = build_kernels([case.spec, *case.more], directory, ["sm_90a"])
         (directory / "manifest.json").write_text(json.dumps({"kernels": entries}), encoding="utf-8")
         runtime.set_device(device, strict=True)
-        site = getattr(runtime.kernels(directory / "step.py"), case.spec.name)
+        bound = runtime.kernels(directory / "step.py")
+        site = case.joined(bound) if case.joined else getattr(bound, case.spec.name)
     inputs = case.inputs(device)
     expected = case.reference(*wide(inputs))
     worst = error_of(site(*inputs), expected)
@@ -122,6 +123,8 @@ def measure(case: Case, device: torch.device, copy: float, with_peers: bool) -> 
     sets = sets_of(case, device)
     row["ours"] = seconds_of(site, sets)
     row["fraction"] = case.bytes / row["ours"] / copy
+    if case.flops:
+        row["tflops"] = case.flops / row["ours"] / 1e12
     for name, peer in case.peers.items() if with_peers else ():
         try:
             torch._dynamo.reset()
@@ -163,10 +166,11 @@ def main() -> int:
             complaints += more
             with options.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**row, **card}) + "\n")
+            speed = f"{row['tflops']:5.0f} TFLOP/s  " if "tflops" in row else ""
             others = " ".join(f"{name} {row[name] * 1e6:.1f}" for name in case.peers if name in row)
             print(
                 f"{case.id:28} {row.get('ours', 0) * 1e6:9.1f} us {row.get('fraction', 0):5.2f} of copy  "
-                f"error {row['error']:.1e}  {others}",
+                f"{speed}error {row['error']:.1e}  {others}",
                 flush=True,
             )
             torch.cuda.empty_cache()

@@ -183,7 +183,7 @@ def _source(
             lines.append(f"{tensor}_row = {' + '.join(offsets)}")
             start = f" + {tensor}_row[:, None]"
         lines.append(f"{tensor} = tl.load({tensor}_ptr{start} + column[None, :]{mask}).to(tl.float32)")
-    lines += _backward_lines(problem) if "dy" in inputs else _forward_lines(problem)
+    lines += backward_lines(problem) if "dy" in inputs else forward_lines(problem)
     lines.append(f"element = row.to(tl.int64)[:, None] * {problem.size} + column[None, :]")
     for tensor in outputs:
         narrow = f"{tensor}.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
@@ -240,14 +240,16 @@ def _act_lines(problem: Glu) -> list[str]:
     return [f"part = {part}", "act = gate * part"]
 
 
-def _forward_lines(problem: Glu) -> list[str]:
+def forward_lines(problem: Glu) -> list[str]:
+    """`y` of gate and up, or of x."""
     if problem.act == "squared_relu":
         return ["positive = tl.where(x < 0, 0.0, x)", "y = positive * positive"]
     up = f"(up + {problem.offset!r})" if problem.offset else "up"
     return [*_cut_lines(problem), *_act_lines(problem), f"y = act * {up}"]
 
 
-def _backward_lines(problem: Glu) -> list[str]:
+def backward_lines(problem: Glu) -> list[str]:
+    """`dgate` and `dup` of dy, gate and up, with `act` on the way; or `dx` of dy and x."""
     if problem.act == "squared_relu":
         return ["dx = 2 * dy * tl.where(x < 0, 0.0, x)"]
     if problem.act == "gelu_erf":

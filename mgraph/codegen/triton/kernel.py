@@ -8,7 +8,7 @@ Extents are small expressions, kept as data so that the runtime can evaluate the
     8                      an integer
     "rows"                 a name: `rows` (product of the leading dims of the inputs), `sms` (multiprocessors of the
                            device), one of the kernel's own `dims`, or one that an input's shape binds
-    ["cdiv", "rows", 4]    `mul`, `cdiv` (division rounded up), `min`, `max` of two expressions
+    ["cdiv", "rows", 4]    `add`, `mul`, `cdiv` (division rounded up), `min`, `max` of two expressions
 
 A tensor's shape is a tuple of expressions; `"*"` in first place stands for the leading dims, equal for all tensors. A
 name that is not known yet when an input is read is bound by that input's extent (`("B", "H", "S", 128)`).

@@ -1,0 +1,284 @@
+"""Gated units of experts and their gradients, within the products before and after, as Triton source and torch twin.
+
+    expert_glu        gate[r] = x[t] @ wg[e]      up[r] = x[t] @ wu[e]      y[r] = glu(gate[r], up[r])
+
+of the token t and the expert e of row r, pair order[r] = t * K + k: rows of x are read where they lie, and only what is
+activated is written, or gate and up beside it where a gradient needs them.
+
+    expert_glu_grad   g[r]  = dy[t] @ w[e]'               w: of the product after; dy: of what sums a token's rows
+                      dgate[r], dup[r] = glu_grad(weights[t, k] * g[r], gate[r], up[r])
+                      weighted[r]      = weights[t, k] * y[r]        for the gradient of w, with dy
+                      dweights[t, k]   = g[r] . y[r]
+
+so neither rows of dy nor the rows that were summed exist, and y is made again. Sums are in f32, of bf16 or f16; gate,
+up and y are rounded where they would be if they were written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mgraph.codegen.triton.glu import Glu, backward_lines, forward_lines
+from mgraph.codegen.triton.grouped import (
+    Factor,
+    Tiles,
+    Tuning,
+    depth_of,
+    product_lines,
+    refusal,
+    store_lines,
+)
+from mgraph.codegen.triton.kernel import TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, TensorSpec
+from mgraph.codegen.triton.moe_route import power
+from mgraph.codegen.triton.rope import lines_of
+from mgraph.ir.graph import Node
+
+SUMMED = 256
+"""Rows whose dot products one program of the last launch sums."""
+
+
+@dataclass(frozen=True)
+class ExpertGlu:
+    """One instance of `expert_glu` or `expert_glu_grad`: experts, rows a token, widths of tokens and of units, whether
+    the matrices are transposed ([E, out, in]), the unit, whether gate and up are kept, and the dtype of the weights."""
+
+    experts: int
+    choices: int
+    inner: int
+    width: int
+    unit: Glu
+    transposed: bool = False
+    keep: bool = False
+    weights: str = ""
+
+    @property
+    def dtype(self) -> str:
+        """Of all tensors but the weights."""
+        return self.unit.dtype
+
+
+def problem_of(node: Node) -> ExpertGlu | str:
+    """The instance that a node is, or why there is no kernel for it."""
+    gradient = node.op == "expert_glu_grad"
+    if gradient:
+        tokens, weights, _, _, w, gate, up = node.operands
+        roles = {"dy is": tokens, "the matrices": w, "gate": gate, "up": up}
+        if weights.tensor.dtype.text not in TRITON_LANGUAGE_DTYPES:
+            return f"the weights are {weights.tensor.dtype.text}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
+    else:
+        tokens, _, _, w, up = node.operands
+        roles = {"x is": tokens, "the matrices of gates": w, "those of ups": up}
+    experts, inner, width = w.tensor.shape[0], tokens.tensor.shape[1], node.results[0].tensor.shape[1]
+    if why := refusal(roles, experts, (inner, width)):
+        return why
+    choices = node.attrs["top_k"]
+    if not isinstance(choices, int):
+        return f"the number {choices} of experts a token is not known"
+    numbers: dict[str, Any] = {name: node.attrs.get(name, default) for name, default in _NUMBERS.items()}
+    numbers = {name: float(number) for name, number in numbers.items()}
+    if node.attrs["act"] != "quick_gelu":
+        del numbers["alpha"]
+    assert isinstance(experts, int) and isinstance(inner, int) and isinstance(width, int)
+    return ExpertGlu(
+        experts,
+        choices,
+        inner,
+        width,
+        Glu(width, 1, tokens.tensor.dtype.text, str(node.attrs["act"]), **numbers),
+        bool(node.attrs.get("transpose_w", False)),
+        bool(node.attrs.get("keep", False)),
+        node.operands[1].tensor.dtype.text if gradient else "",
+    )
+
+
+_NUMBERS = {"alpha": Glu.alpha, "limit": 0.0, "offset": 0.0}
+
+
+def forward_tuning(problem: ExpertGlu) -> Tuning:
+    """128 rows by 128 gates and as many ups: 8 warps have both sums in registers."""
+    columns = min(128, max(16, power(problem.width)))
+    return Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns == 128 else 4, 3, group=16)
+
+
+def backward_tuning(problem: ExpertGlu) -> Tuning:
+    """128 by 128, as what follows the sum takes registers for five tensors."""
+    columns = min(128, max(16, power(problem.width)))
+    return Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns == 128 else 4, 3, group=16)
+
+
+def forward(name: str, problem: ExpertGlu, cut: Tuning | None = None) -> KernelSpec:
+    """The site `y[, gate, up] = name(x, order, offsets, wg, wu)`: x [T, inner], order i64 [R], offsets i32 [E], wg and
+    wu [E, inner, width] ([E, width, inner] if transposed) → all [R, width]; gate and up where they are kept."""
+    tiles = Tiles(name, problem.experts, problem.width, cut or forward_tuning(problem))
+    matrix = (problem.width, problem.inner) if problem.transposed else (problem.inner, problem.width)
+    kept = ("gate", "up") if problem.keep else ()
+    args = ("x", "order", "wg", "wu", "tiles", "y", *kept)
+    source = f"tl.load(order_ptr + row, mask=inside, other=0) // {problem.choices}"
+    factors = [Factor("x", w, problem.inner, problem.width, problem.transposed, source) for w in ("wg", "wu")]
+    low = f".to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
+    real = f"expert < {problem.experts}"
+    lines = [
+        *product_lines(factors, ("gates", "ups"), tiles),
+        f"gates = tl.where({real}, gates, 0.0){low}",
+        f"ups = tl.where({real}, ups, 0.0){low}",
+        "gate = gates.to(tl.float32)",
+        "up = ups.to(tl.float32)",
+        *forward_lines(problem.unit),
+        *store_lines(tiles, ("y", f"y{low}"), *((("gate", "gates"), ("up", "ups")) if problem.keep else ())),
+    ]
+    body = f'''
+@triton.jit
+def {name}({", ".join(f"{arg}_ptr" for arg in args)}):
+    """y[r] = {problem.unit.act}(x[t] @ wg[e]) * (x[t] @ wu[e]), {tiles.cut.rows} rows at a time."""
+{tiles.loop(lines)}'''
+    return KernelSpec(
+        name=name,
+        source=tiles.source() + body,
+        twin=_forward_twin(name, problem),
+        inputs=(
+            TensorSpec("x", problem.dtype, ("T", problem.inner)),
+            TensorSpec("order", "i64", ("R",)),
+            TensorSpec("offsets", "i32", (problem.experts,)),
+            *(TensorSpec(w, problem.dtype, (problem.experts, *matrix)) for w in ("wg", "wu")),
+        ),
+        outputs=tuple(TensorSpec(output, problem.dtype, ("R", problem.width)) for output in ("y", *kept)),
+        scratch=(tiles.scratch(),),
+        launches=(
+            tiles.launch(),
+            Launch(name, args, tiles.grid(), tiles.cut.num_warps, tiles.cut.num_stages, aligned=True),
+        ),
+        dims=tiles.dims,
+    )
+
+
+def backward(name: str, problem: ExpertGlu, cut: Tuning | None = None) -> KernelSpec:
+    """The site `dgate, dup, weighted, dweights = name(dy, weights, order, offsets, w, gate, up)`: dy [T, inner],
+    weights [T, K], w [E, width, inner] ([E, inner, width] if transposed), gate and up [R, width] → dgate, dup and
+    weighted [R, width], dweights like weights."""
+    tiles = Tiles(name, problem.experts, problem.width, cut or backward_tuning(problem))
+    matrix = (problem.inner, problem.width) if problem.transposed else (problem.width, problem.inner)
+    results = ("dgate", "dup", "weighted")
+    args = ("dy", "weights", "order", "w", "gate", "up", "tiles", *results, "dots", "R")
+    wide = [TensorSpec(tensor, problem.dtype, ("R", problem.width)) for tensor in ("gate", "up", *results)]
+    weights = TensorSpec("weights", problem.weights, ("T", problem.choices))
+    return KernelSpec(
+        name=name,
+        source=tiles.source() + _backward_source(name, problem, tiles, args) + _dots_source(name, problem, tiles),
+        twin=_backward_twin(name, problem),
+        inputs=(
+            TensorSpec("dy", problem.dtype, ("T", problem.inner)),
+            weights,
+            TensorSpec("order", "i64", ("R",)),
+            TensorSpec("offsets", "i32", (problem.experts,)),
+            TensorSpec("w", problem.dtype, (problem.experts, *matrix)),
+            *wide[:2],
+        ),
+        outputs=(*wide[2:], TensorSpec("dweights", problem.weights, weights.shape)),
+        scratch=(tiles.scratch(), TensorSpec("dots", "f32", (tiles.across, "R"))),
+        launches=(
+            tiles.launch(),
+            Launch(name, args, tiles.grid(), tiles.cut.num_warps, tiles.cut.num_stages, aligned=True),
+            Launch(f"{name}_dots", ("dots", "order", "dweights", "R"), (("cdiv", "R", SUMMED),), 4, 1, aligned=False),
+        ),
+        dims=tiles.dims,
+    )
+
+
+def _backward_source(name: str, problem: ExpertGlu, tiles: Tiles, args: tuple[str, ...]) -> str:
+    # The matrices are those of the product forward, so this one takes them the other way round.
+    factor = Factor("dy", "w", problem.inner, problem.width, not problem.transposed, f"pair // {problem.choices}")
+    half = tiles.cut.columns // 2
+    lines = [
+        "pair = tl.load(order_ptr + row, mask=inside, other=0)",
+        *product_lines([factor], ["total"], tiles),
+        f"total = tl.where(expert < {problem.experts}, total, 0.0)",
+        "weight = tl.load(weights_ptr + pair, mask=inside, other=0.0).to(tl.float32)",
+        f"dots = tl.zeros([{tiles.cut.rows}], dtype=tl.float32)",
+        # What follows needs many registers an element: it is done with one half of the columns after the other.
+        f"left, right = tl.split(tl.permute(tl.reshape(total, ({tiles.cut.rows}, 2, {half})), (0, 2, 1)))",
+        *_half_lines(problem, tiles, "left", 0),
+        *_half_lines(problem, tiles, "right", half),
+        "tl.store(dots_ptr + tl.cast(block, tl.int64) * R + row, dots, mask=inside)",
+    ]
+    return f'''
+@triton.jit
+def {name}(
+{_wrapped(args)},
+):
+    """dgate, dup and weighted, and for dweights what each tile of columns has, {tiles.cut.rows} rows at a time."""
+{tiles.loop(lines)}'''
+
+
+def _half_lines(problem: ExpertGlu, tiles: Tiles, total: str, start: int) -> list[str]:
+    """What becomes of half of a tile's columns, those from `start` on."""
+    low = f".to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
+    mask = "inside[:, None]"
+    if problem.width % tiles.cut.columns:
+        mask = f"{mask} & (column < {problem.width})[None, :]"
+    up = f"(up + {problem.unit.offset!r})" if problem.unit.offset else "up"
+    results = (("dgate", "dgate"), ("dup", "dup"), ("weighted", "y * weight[:, None]"))
+    return [
+        f"column = block * {tiles.cut.columns} + {start} + tl.arange(0, {tiles.cut.columns // 2})",
+        f"element = row.to(tl.int64)[:, None] * {problem.width} + column[None, :]",
+        f"gate = tl.load(gate_ptr + element, mask={mask}, other=0.0).to(tl.float32)",
+        f"up = tl.load(up_ptr + element, mask={mask}, other=0.0).to(tl.float32)",
+        f"dy = {total} * weight[:, None]",
+        *backward_lines(problem.unit),
+        f"y = (act * {up}){low}.to(tl.float32)",
+        f"dots += tl.sum({total} * y, axis=1)",
+        *(f"tl.store({tensor}_ptr + element, ({value}){low}, mask={mask})" for tensor, value in results),
+    ]
+
+
+def _wrapped(args: tuple[str, ...]) -> str:
+    names = [arg if arg == "R" else f"{arg}_ptr" for arg in args]
+    half = len(names) // 2
+    return f"    {', '.join(names[:half])},\n    {', '.join(names[half:])}"
+
+
+def _dots_source(name: str, problem: ExpertGlu, tiles: Tiles) -> str:
+    body = lines_of(
+        f"row = tl.program_id(0) * {SUMMED} + tl.arange(0, {SUMMED})",
+        "inside = row < R",
+        f"total = tl.zeros([{SUMMED}], dtype=tl.float32)",
+        f"for block in range(0, {tiles.across}):",
+        "    total += tl.load(dots_ptr + tl.cast(block, tl.int64) * R + row, mask=inside, other=0.0)",
+        "pair = tl.load(order_ptr + row, mask=inside, other=0)",
+        f"tl.store(dweights_ptr + pair, total.to(tl.{TRITON_LANGUAGE_DTYPES[problem.weights]}), mask=inside)",
+    )
+    return f'''
+
+@triton.jit
+def {name}_dots(dots_ptr, order_ptr, dweights_ptr, R):
+    """dweights: the sums over tiles of columns, at their pairs."""
+{body}'''
+
+
+def _options(problem: ExpertGlu) -> str:
+    unit = problem.unit
+    options = [f'act="{unit.act}"'] + [f"alpha={unit.alpha!r}"] * (unit.act == "quick_gelu")
+    options += [f"{name}={getattr(unit, name)!r}" for name in ("limit", "offset") if getattr(unit, name)]
+    return ", ".join([f"top_k={problem.choices}", *options])
+
+
+def _forward_twin(name: str, problem: ExpertGlu) -> str:
+    turned = "    wg, wu = wg.transpose(1, 2), wu.transpose(1, 2)\n" if problem.transposed else ""
+    results = "y, gate, up" if problem.keep else "y"
+    return f'''
+def {name}(x, order, offsets, wg, wu):
+    """y[r] = {problem.unit.act}(x[t] @ wg[e]) * (x[t] @ wu[e]), t the token and e the expert of row r."""
+{turned}    y, gate, up = rt.expert_glu(x, order, offsets, wg, wu, {_options(problem)})
+    return {results}
+'''
+
+
+def _backward_twin(name: str, problem: ExpertGlu) -> str:
+    turned = "" if problem.transposed else ".transpose(1, 2)"
+    return f'''
+def {name}(dy, weights, order, offsets, w, gate, up):
+    """Gradients of units and weights, whose product with w and sum over a token's rows has the gradient dy."""
+    return rt.expert_glu_grad(
+        dy, weights, order, offsets, w{turned}, gate, up, {_options(problem)}
+    )
+'''

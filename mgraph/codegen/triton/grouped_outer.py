@@ -1,0 +1,181 @@
+"""Gradients of the matrices of experts, as Triton source and torch twin.
+
+    y[e] = sum over the rows r of expert e of left[r]' right[r]
+
+in f32, of bf16 or f16, rounded once; or added to a total in place. Where one side is `taken` from tokens, its row r is
+that of the token of pair order[r], which is never copied. A program has a tile of one expert's result and goes over all
+of its rows, so that nothing is added twice and the order of the sum is fixed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mgraph.codegen.triton.grouped import Tuning, refusal
+from mgraph.codegen.triton.kernel import (
+    TRITON_LANGUAGE_DTYPES,
+    Expression,
+    KernelSpec,
+    Launch,
+    TensorSpec,
+)
+from mgraph.codegen.triton.moe_route import power
+from mgraph.codegen.triton.rope import lines_of
+from mgraph.ir.graph import Node, Value
+
+
+@dataclass(frozen=True)
+class Outer:
+    """One instance of `grouped_outer` or `gathered_outer`: experts, widths of left and right, dtype, which side is
+    taken from tokens ("": none) of so many rows each, and the dtype of the total ("": a result of its own)."""
+
+    experts: int
+    left: int
+    right: int
+    dtype: str
+    taken: str = ""
+    choices: int = 1
+    total: str = ""
+
+
+def problem_of(node: Node) -> Outer | str:
+    """The instance that a node is, or why there is no kernel for it."""
+    left, right = node.operands[:2]
+    widths = (left.tensor.shape[1], right.tensor.shape[1])
+    experts = node.results[0].tensor.shape[0]
+    if why := refusal({"left is": left, "right": right}, experts, widths):
+        return why
+    taken = str(node.attrs["side"]) if node.op == "gathered_outer" else ""
+    choices = node.attrs.get("top_k", 1)
+    if not isinstance(choices, int):
+        return f"the number {choices} of experts a token is not known"
+    assert isinstance(experts, int) and isinstance(widths[0], int) and isinstance(widths[1], int)
+    return Outer(experts, widths[0], widths[1], left.tensor.dtype.text, taken, choices)
+
+
+def problem_of_sum(node: Node, total: Value) -> Outer | str:
+    """The instance that the sum of a node to a total is, or why there is no kernel for it."""
+    problem = problem_of(node)
+    if isinstance(problem, str):
+        return problem
+    if total.tensor.dtype.text not in TRITON_LANGUAGE_DTYPES:
+        return f"the total is {total.tensor.dtype.text}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
+    return Outer(**{**vars(problem), "total": total.tensor.dtype.text})
+
+
+def tuning(problem: Outer) -> Tuning:
+    """Large tiles, as the sum is long: 128 by 256 with 64 rows at a time."""
+    rows = min(128, max(16, power(problem.left)))
+    columns = min(256 if problem.right % 256 == 0 else 128, max(16, power(problem.right)))
+    return Tuning(rows, columns, 64, 8 if rows * columns >= 128 * 128 else 4, 4)
+
+
+def outer(name: str, problem: Outer, cut: Tuning | None = None) -> KernelSpec:
+    """The site `y = name([total, ]left, right, [order, ]offsets)`: left [R, left], right [R, right] (of the side that
+    is taken from tokens [T, width]), order i64 [R], offsets i32 [E] → y [E, left, right]; with a total, in place."""
+    cut = cut or tuning(problem)
+    shape = (problem.experts, problem.left, problem.right)
+    sides = [
+        TensorSpec(side, problem.dtype, ("T" if side == problem.taken else "R", width))
+        for side, width in (("left", problem.left), ("right", problem.right))
+    ]
+    order = [TensorSpec("order", "i64", ("R",))] if problem.taken else []
+    total = [TensorSpec("total", problem.total, shape)] if problem.total else []
+    inputs = (*total, *sides, *order, TensorSpec("offsets", "i32", (problem.experts,)))
+    output = TensorSpec("y", problem.total or problem.dtype, shape, alias="total" if problem.total else "")
+    args = (*(tensor.name for tensor in inputs), *(() if problem.total else ("y",)))
+    tiles = problem.experts * -(-problem.left // cut.rows) * -(-problem.right // cut.columns)
+    grid: Expression = ("min", tiles, ("mul", "sms", cut.programs)) if cut.programs else tiles
+    return KernelSpec(
+        name=name,
+        source=_source(name, problem, cut, args),
+        twin=_twin(name, problem, args),
+        inputs=inputs,
+        outputs=(output,),
+        scratch=(),
+        launches=(Launch(name, args, (grid,), cut.num_warps, cut.num_stages, aligned=True),),
+    )
+
+
+def _load(problem: Outer, side: str, width: int, column: str, block: int) -> list[str]:
+    """The rows of one side, `row` by `column`."""
+    mask = "inside[:, None]"
+    if width % block:
+        mask = f"{mask} & ({column} < {width})[None, :]"
+    source = "source" if side == problem.taken else "row.to(tl.int64)"
+    return [
+        f"element = {source}[:, None] * {width} + {column}[None, :]",
+        f"{side} = tl.load({side}_ptr + element, mask={mask}, other=0.0)",
+    ]
+
+
+def _source(name: str, problem: Outer, cut: Tuning, args: tuple[str, ...]) -> str:
+    along, across = -(-problem.left // cut.rows), -(-problem.right // cut.columns)
+    low = f".to(tl.{TRITON_LANGUAGE_DTYPES[problem.total or problem.dtype]})"
+    masks = [f"(line < {problem.left})[:, None]"] * bool(problem.left % cut.rows)
+    masks += [f"(column < {problem.right})[None, :]"] * bool(problem.right % cut.columns)
+    mask = f", mask={' & '.join(masks)}" if masks else ""
+    # What is taken is known a step ahead: a load that waits for another within a step would hold up all on the way.
+    source = f"tl.load(order_ptr + {{row}}, mask={{row}} < end, other=0) // {problem.choices}"
+    first = [f"row = begin + tl.arange(0, {cut.depth})", f"source = {source.format(row='row')}"]
+    ahead = [f"ahead = row + {cut.depth}", f"source = {source.format(row='ahead')}"]
+    lines = [
+        f"expert = tile // {along * across}",
+        f"line = tile % {along} * {cut.rows} + tl.arange(0, {cut.rows})",
+        f"column = tile // {along} % {across} * {cut.columns} + tl.arange(0, {cut.columns})",
+        "begin = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)",
+        "end = tl.load(offsets_ptr + expert)",
+        f"sum_ = tl.zeros([{cut.rows}, {cut.columns}], dtype=tl.float32)",
+        *(first if problem.taken else []),
+        f"for start in range(begin, end, {cut.depth}):",
+        *(
+            f"    {line}"
+            for line in [
+                f"row = start + tl.arange(0, {cut.depth})",
+                "inside = row < end",
+                *_load(problem, "left", problem.left, "line", cut.rows),
+                *_load(problem, "right", problem.right, "column", cut.columns),
+                *(ahead if problem.taken else []),
+                "sum_ = tl.dot(tl.trans(left), right, sum_)",
+            ]
+        ),
+        f"element = tl.cast(expert, tl.int64) * {problem.left * problem.right}",
+        f"element += line[:, None] * {problem.right} + column[None, :]",
+    ]
+    if problem.total:
+        lines += [
+            "if begin < end:",
+            f"    old = tl.load(total_ptr + element{mask}).to(tl.float32)",
+            f"    tl.store(total_ptr + element, (old + sum_){low}{mask})",
+        ]
+    else:
+        lines.append(f"tl.store(y_ptr + element, sum_{low}{mask})")
+    tiles = problem.experts * along * across
+    if cut.programs:
+        loop = lines_of(f"for tile in range(tl.program_id(0), {tiles}, tl.num_programs(0)):")
+        body = loop + lines_of(*lines, depth=2)
+    else:
+        body = lines_of("tile = tl.program_id(0)", *lines)
+    what = "total[e] +=" if problem.total else "y[e] ="
+    return f'''
+@triton.jit
+def {name}({", ".join(f"{arg}_ptr" for arg in args)}):
+    """{what} sum of left[r]' right[r] over the rows r of expert e, {cut.rows} by {cut.columns} of it at a time."""
+{body}'''
+
+
+def _twin(name: str, problem: Outer, args: tuple[str, ...]) -> str:
+    names = [arg for arg in args if arg != "y"]
+    sides = {side: side for side in ("left", "right")}
+    if problem.taken:
+        sides[problem.taken] = f"{problem.taken}[order // {problem.choices}]"
+    left, right = sides["left"], sides["right"]
+    call = f"rt.grouped_mm({left}.t(), {right}, offsets)"
+    if problem.total:
+        call = f"rt.grouped_outer_(total, {left}, {right}, offsets)"
+    what = "Add to total[e]" if problem.total else "y[e]:"
+    return f'''
+def {name}({", ".join(names)}):
+    """{what} the sum of left[r]' right[r] over the rows r of expert e."""
+    return {call}
+'''

@@ -1,0 +1,519 @@
+"""Routers of mixtures of experts and the order of their rows, as Triton source and torch twin.
+
+    scores            softmax or sigmoid of logits [T, E], or the logits themselves; a bias moves the choice alone
+    weights, indices  the K experts of the largest scores, within the best groups where there are some; at equal scores
+                      the first expert
+    order, offsets    pairs t * K + k by expert, then by token; where the rows of each expert end
+
+A program has some tiles of tokens, one after the other, with all experts. Scores are compared as integers that order as
+they do, so that a choice is of K experts whatever the scores are, NaN among them. The first launch leaves how many
+tokens of each program chose each expert; the second adds up what comes before its own, and writes each pair where it
+belongs. Nothing depends on which program is first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mgraph.codegen.triton.kernel import (
+    TRITON_LANGUAGE_DTYPES,
+    Expression,
+    KernelSpec,
+    Launch,
+    TensorSpec,
+)
+from mgraph.codegen.triton.rope import lines_of
+from mgraph.ir.graph import Node
+from mgraph.ir.ops.route import CHOOSING, WEIGHING
+from mgraph.ir.types import DType
+
+MOST_CHOICES = 32
+"""Experts a token, each found by a pass of its own over the scores."""
+
+MOST_EXPERTS = 1024
+"""Experts, up to which the scores of a few tokens fit in registers."""
+
+MOST_TOKENS = 2**30
+"""Above all numbers of an expert."""
+
+LOWEST = -(2**31)
+"""Below what any score is compared as: an expert that is taken, or is none."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """One instance: experts, experts a token, dtypes, and the attributes of the op."""
+
+    experts: int
+    choices: int
+    logits: str
+    weights: str = "f32"
+    bias: str = ""
+    score: str = "softmax"
+    renormalize: bool = False
+    epsilon: float = 0.0
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+
+    @property
+    def columns(self) -> int:
+        """Experts, rounded up to a power of two."""
+        return power(self.experts)
+
+
+def power(number: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
+def problem_of(node: Node) -> Router | str:
+    """The instance that a node `moe_route`, `moe_route_order` or `moe_route_grad` is, or why there is no kernel."""
+    gradient = node.op == "moe_route_grad"
+    logits, bias = (node.operands[1], None) if gradient else (node.operands[0], None)
+    if not gradient and len(node.operands) > 1:
+        bias = node.operands[1]
+    tensors = {"logits": logits.tensor, **({"the bias": bias.tensor} if bias else {})}
+    tensors["the weights"] = node.operands[0].tensor if gradient else node.results[0].tensor
+    for role, tensor in tensors.items():
+        if tensor.dtype.text not in TRITON_LANGUAGE_DTYPES:
+            return f"{role} are {tensor.dtype.text}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
+    experts, choices = logits.tensor.shape[1], tensors["the weights"].shape[1]
+    if not isinstance(experts, int) or experts > MOST_EXPERTS:
+        return f"there are {experts} experts; the kernel takes a known number up to {MOST_EXPERTS}"
+    if not isinstance(choices, int) or choices > min(MOST_CHOICES, experts):
+        return f"a token has {choices} experts; the kernel takes up to {min(MOST_CHOICES, experts)}"
+    names = WEIGHING if gradient else {**WEIGHING, **CHOOSING}
+    attrs: dict[str, Any] = {name: node.attrs.get(name, default) for name, default in names.items()}
+    groups = attrs.get("groups", 1)
+    if groups > 1 and (power(groups) != groups or power(experts) != experts):
+        return f"{experts} experts in {groups} groups; the kernel takes powers of two"
+    return Router(
+        experts,
+        choices,
+        logits.tensor.dtype.text,
+        tensors["the weights"].dtype.text,
+        bias.tensor.dtype.text if bias else "",
+        **attrs,
+    )
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the kernels are cut: tokens in a tile (a power of two), programs a multiprocessor at most, and warps."""
+
+    tokens: int
+    programs: int
+    num_warps: int
+
+
+def tuning(experts: int) -> Tuning:
+    """16 scores a thread, so that a few programs share a multiprocessor."""
+    return Tuning(max(1, min(32, 2048 // power(experts))), 2, 4)
+
+
+def route(name: str, problem: Router, cut: Tuning | None = None) -> KernelSpec:
+    """The site `weights, indices = name(logits[, bias])`: logits [T, E], bias [E] → weights [T, K], indices i64
+    [T, K]."""
+    cut = cut or tuning(problem.experts)
+    return _spec(name, problem, cut, order=False)
+
+
+def route_order(name: str, problem: Router, cut: Tuning | None = None) -> KernelSpec:
+    """The site `weights, indices, order, offsets = name(logits[, bias])`: as `route`, with order i64 [T * K] and
+    offsets i32 [E]."""
+    cut = cut or tuning(problem.experts)
+    return _spec(name, problem, cut, order=True)
+
+
+def _spec(name: str, problem: Router, cut: Tuning, *, order: bool) -> KernelSpec:
+    inputs: tuple[TensorSpec, ...] = (TensorSpec("logits", problem.logits, ("T", problem.experts)),)
+    if problem.bias:
+        inputs = (*inputs, TensorSpec("bias", problem.bias, (problem.experts,)))
+    outputs: tuple[TensorSpec, ...] = (
+        TensorSpec("weights", problem.weights, ("T", problem.choices)),
+        TensorSpec("indices", "i64", ("T", problem.choices)),
+    )
+    names = tuple(tensor.name for tensor in (*inputs, *outputs))
+    programs = _programs("T", cut)
+    args = (*names, "counts", "T") if order else (*names, "T")
+    launches = [Launch(f"{name}_choose", args, (programs,), cut.num_warps, 1, _aligned(problem))]
+    source = _choose_source(name, problem, cut, args, counted=order)
+    if order:
+        outputs = (*outputs, *_order_of(("mul", "T", problem.choices), problem.experts))
+        launches.append(_place_launch(name, programs, cut, _aligned(problem)))
+        source += _place_source(name, problem.experts, problem.choices, cut)
+    return KernelSpec(
+        name=name,
+        source=source,
+        twin=_twin(name, problem, order=order),
+        inputs=inputs,
+        outputs=outputs,
+        scratch=(TensorSpec("counts", "i32", (programs, problem.experts)),) if order else (),
+        launches=tuple(launches),
+    )
+
+
+@dataclass(frozen=True)
+class Order:
+    """One instance of `moe_order`: experts, and experts a token, which may be one twice."""
+
+    experts: int
+    choices: int
+
+
+def order_problem_of(node: Node) -> Order | str:
+    """The instance that a node `moe_order` is, or why there is no kernel for it."""
+    choices, experts = node.operands[0].tensor.shape[1], node.attrs["num_experts"]
+    if not isinstance(experts, int) or experts > MOST_EXPERTS:
+        return f"there are {experts} experts; the kernel takes a known number up to {MOST_EXPERTS}"
+    if not isinstance(choices, int):
+        return f"the number {choices} of experts a token is not known"
+    return Order(experts, choices)
+
+
+def order(name: str, problem: Order, cut: Tuning | None = None) -> KernelSpec:
+    """The site `order, offsets = name(indices)`: indices i64 [T, K] → order i64 [T * K], offsets i32 [E]. Each pair is
+    taken as a token of one expert, since a token may have chosen one twice."""
+    cut = cut or tuning(problem.experts)
+    programs, args = _programs("pairs", cut), ("indices", "counts", "pairs")
+    return KernelSpec(
+        name=name,
+        source=_count_source(name, problem.experts, cut) + _place_source(name, problem.experts, 1, cut, "pairs"),
+        twin=f'''
+def {name}(indices):
+    """Pairs t * {problem.choices} + k by expert, then by token; where the rows of each expert end."""
+    return rt.moe_order(indices, num_experts={problem.experts})
+''',
+        inputs=(TensorSpec("indices", "i64", ("T", problem.choices)),),
+        outputs=_order_of("pairs", problem.experts),
+        scratch=(TensorSpec("counts", "i32", (programs, problem.experts)),),
+        launches=(
+            Launch(f"{name}_count", args, (programs,), cut.num_warps, 1, aligned=False),
+            _place_launch(name, programs, cut, aligned=False, tokens="pairs"),
+        ),
+        dims={"pairs": ("mul", "T", problem.choices)},
+    )
+
+
+def _order_of(pairs: Expression, experts: int) -> tuple[TensorSpec, ...]:
+    return TensorSpec("order", "i64", (pairs,)), TensorSpec("offsets", "i32", (experts,))
+
+
+def _programs(tokens: str, cut: Tuning) -> Expression:
+    return "min", ("cdiv", tokens, cut.tokens), ("mul", "sms", cut.programs)
+
+
+def _aligned(problem: Router) -> bool:
+    """Whether all rows of the logits start on 16-byte boundaries when the tensor does."""
+    return problem.experts % 8 == 0 and problem.choices % 4 == 0
+
+
+def _place_launch(name: str, programs: Expression, cut: Tuning, aligned: bool, tokens: str = "T") -> Launch:
+    args = ("indices", "counts", "order", "offsets", tokens)
+    return Launch(f"{name}_place", args, (programs,), cut.num_warps, num_stages=2, aligned=aligned)
+
+
+def _tiles(tokens: str, cut: Tuning) -> list[str]:
+    """The tiles of a program: as many for each."""
+    return [
+        f"tiles = tl.cdiv({tokens}, {cut.tokens})",
+        "share = tl.cdiv(tiles, tl.num_programs(0))",
+        "first = tl.program_id(0) * share",
+        "for tile in range(first, tl.minimum(first + share, tiles)):",
+        f"    token = tile * {cut.tokens} + tl.arange(0, {cut.tokens})",
+    ]
+
+
+def _key(key: str, score: str) -> list[str]:
+    """Integers that order as the scores do, above LOWEST."""
+    return [
+        f"{key} = {score}.to(tl.int32, bitcast=True)",
+        f"{key} = tl.maximum({key} ^ (({key} >> 31) & 0x7FFFFFFF), {LOWEST + 1})",
+    ]
+
+
+def _score_lines(problem: Router, masked: bool) -> list[str]:
+    """`logits` and `scores` of a tile; experts that are none have no share."""
+    real = f"(expert < {problem.experts})[None, :]"
+    inside = f"(token < T)[:, None]{f' & {real}' if masked else ''}"
+    lines = [
+        f"element = token.to(tl.int64)[:, None] * {problem.experts} + expert[None, :]",
+        f"known = {inside}",
+        "logits = tl.load(logits_ptr + element, mask=known, other=0.0).to(tl.float32)",
+    ]
+    if problem.score == "sigmoid":
+        return [*lines, "scores = 1.0 / (1.0 + tl.exp(-logits))"]
+    if masked:
+        lines.append(f'logits = tl.where({real}, logits, float("-inf"))')
+    if problem.score == "softmax":
+        lines += [
+            "scores = tl.exp(logits - tl.max(logits, axis=1)[:, None])",
+            "scores = scores / tl.sum(scores, axis=1)[:, None]",
+        ]
+    else:
+        lines.append("scores = logits")
+    return lines
+
+
+def _group_lines(problem: Router, cut: Tuning) -> list[str]:
+    """Experts of groups that are not among the best are lowest."""
+    size, groups = problem.experts // problem.groups, problem.groups
+    lines = [
+        f"grouped = tl.reshape(key, ({cut.tokens}, {groups}, {size}))",
+        f"member = tl.arange(0, {size})",
+        f"best = tl.zeros([{cut.tokens}, {groups}], dtype=tl.float32)",
+        "left = grouped",
+    ]
+    for _ in range(problem.group_best):
+        lines += [
+            "most = tl.max(left, axis=2)",
+            "best += (most ^ ((most >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)",
+            f"which = tl.min(tl.where(left == most[:, :, None], member[None, None, :], {size}), axis=2)",
+            f"left = tl.where(member[None, None, :] == which[:, :, None], {LOWEST}, left)",
+        ]
+    lines += [*_key("rank", "best"), f"group = tl.arange(0, {groups})"]
+    for _ in range(problem.top_groups):
+        lines += [
+            f"which = tl.min(tl.where(rank == tl.max(rank, axis=1)[:, None], group[None, :], {groups}), axis=1)",
+            f"rank = tl.where(group[None, :] == which[:, None], {LOWEST}, rank)",
+        ]
+    return [
+        *lines,
+        f"grouped = tl.where((rank == {LOWEST})[:, :, None], grouped, {LOWEST + 1})",
+        f"key = tl.reshape(grouped, ({cut.tokens}, {problem.experts}))",
+    ]
+
+
+def _choose_source(name: str, problem: Router, cut: Tuning, args: tuple[str, ...], *, counted: bool) -> str:
+    experts, choices, columns = problem.experts, problem.choices, problem.columns
+    masked = columns > experts
+    real = f"(expert < {experts})[None, :]"
+    places = power(choices)
+    lines = _score_lines(problem, masked)
+    if problem.bias:
+        bias_mask = f", mask=expert < {experts}, other=0.0" if masked else ""
+        lines.append(f"steered = scores + tl.load(bias_ptr + expert{bias_mask}).to(tl.float32)[None, :]")
+    lines += _key("key", "steered" if problem.bias else "scores")
+    if problem.groups > 1:
+        lines += _group_lines(problem, cut)
+    if masked:
+        lines.append(f"key = tl.where({real}, key, {LOWEST})")
+    lines += [
+        f"chosen = tl.zeros([{cut.tokens}, {places}], dtype=tl.int32)",
+        f"weight = tl.zeros([{cut.tokens}, {places}], dtype=tl.float32)",
+        f"for choice in tl.static_range({choices}):",
+        "    most = tl.max(key, axis=1)",
+        f"    which = tl.min(tl.where(key == most[:, None], expert[None, :], {columns}), axis=1)",
+        "    taken = expert[None, :] == which[:, None]",
+        f"    key = tl.where(taken, {LOWEST}, key)",
+        "    value = tl.sum(tl.where(taken, scores, 0.0), axis=1)"
+        if problem.bias
+        else "    value = (most ^ ((most >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)",
+        "    chosen = tl.where(place[None, :] == choice, which[:, None], chosen)",
+        "    weight = tl.where(place[None, :] == choice, value[:, None], weight)",
+        *_weigh_lines(problem),
+        f"pair = token.to(tl.int64)[:, None] * {choices} + place[None, :]",
+        f"known = (token < T)[:, None]{f' & (place < {choices})[None, :]' if places > choices else ''}",
+        f"tl.store(weights_ptr + pair, weight.to(tl.{TRITON_LANGUAGE_DTYPES[problem.weights]}), mask=known)",
+        "tl.store(indices_ptr + pair, chosen.to(tl.int64), mask=known)",
+    ]
+    count, store = [], ""
+    if counted:
+        also = f" & {real}" if masked else ""
+        lines.append(f"count += tl.sum(((key == {LOWEST}) & (token < T)[:, None]{also}).to(tl.int32), axis=0)")
+        count = [f"count = tl.zeros([{columns}], dtype=tl.int32)"]
+        mask = f", mask=expert < {experts}" if masked else ""
+        store = lines_of(f"tl.store(counts_ptr + tl.program_id(0) * {experts} + expert, count{mask})")
+    head = lines_of(f"expert = tl.arange(0, {columns})", f"place = tl.arange(0, {places})", *count, *_tiles("T", cut))
+    return f'''
+@triton.jit
+def {name}_choose({_parameters(args)}):
+    """The {choices} best of {experts} experts of each token and their weights, {cut.tokens} tokens at a time."""
+{head}{lines_of(*lines, depth=2)}{store}
+'''
+
+
+def _weigh_lines(problem: Router) -> list[str]:
+    """Chosen scores become weights; places that are none weigh nothing."""
+    real = f"(place < {problem.choices})[None, :]"
+    few = power(problem.choices) > problem.choices
+    lines = []
+    if problem.score == "softmax_chosen":
+        if few:
+            lines.append(f'weight = tl.where({real}, weight, float("-inf"))')
+        lines += [
+            "weight = tl.exp(weight - tl.max(weight, axis=1)[:, None])",
+            "weight = weight / tl.sum(weight, axis=1)[:, None]",
+        ]
+    if problem.renormalize:
+        more = f" + {problem.epsilon!r}" if problem.epsilon else ""
+        lines.append(f"weight = weight / (tl.sum(weight, axis=1){more})[:, None]")
+    if problem.scale != 1.0:
+        lines.append(f"weight = weight * {problem.scale!r}")
+    return lines
+
+
+def _count_source(name: str, experts: int, cut: Tuning) -> str:
+    columns = power(experts)
+    mask = f", mask=expert < {experts}" if columns > experts else ""
+    head = lines_of(
+        f"expert = tl.arange(0, {columns})",
+        f"count = tl.zeros([{columns}], dtype=tl.int32)",
+        *_tiles("pairs", cut),
+        "    which = tl.load(indices_ptr + token, mask=token < pairs, other=-1).to(tl.int32)",
+        "    count += tl.sum((expert[None, :] == which[:, None]).to(tl.int32), axis=0)",
+        f"tl.store(counts_ptr + tl.program_id(0) * {experts} + expert, count{mask})",
+    )
+    return f'''
+@triton.jit
+def {name}_count(indices_ptr, counts_ptr, pairs):
+    """How many pairs of this program are of each expert, {cut.tokens} pairs at a time."""
+{head}
+'''
+
+
+def _place_source(name: str, experts: int, choices: int, cut: Tuning, tokens: str = "T") -> str:
+    columns = power(experts)
+    chunk = max(1, 8192 // columns)
+    masked = columns > experts
+    mask = f", mask=expert < {experts}" if masked else ""
+    inside = f"(row < rows)[:, None]{f' & (expert < {experts})[None, :]' if masked else ''}"
+    body = lines_of(
+        f"expert = tl.arange(0, {columns})",
+        f"before = tl.zeros([{columns}], dtype=tl.int32)",
+        f"total = tl.zeros([{columns}], dtype=tl.int32)",
+        "rows = tl.num_programs(0)",
+        f"for start in range(0, rows, {chunk}):",
+        f"    row = start + tl.arange(0, {chunk})",
+        f"    place = row[:, None] * {experts} + expert[None, :]",
+        f"    count = tl.load(counts_ptr + place, mask={inside}, other=0)",
+        "    total += tl.sum(count, axis=0)",
+        "    before += tl.sum(tl.where((row < tl.program_id(0))[:, None], count, 0), axis=0)",
+        "end = tl.cumsum(total, axis=0)",
+        "if tl.program_id(0) == 0:",
+        f"    tl.store(offsets_ptr + expert, end{mask})",
+        "begin = end - total + before",
+        *_tiles(tokens, cut),
+        f"    slot = tl.full([{cut.tokens}, {columns}], -1, dtype=tl.int32)",
+        f"    for choice in tl.static_range({choices}):",
+        f"        pair = token * {choices} + choice",
+        f"        which = tl.load(indices_ptr + pair, mask=token < {tokens}, other=-1).to(tl.int32)",
+        "        slot = tl.where(expert[None, :] == which[:, None], choice, slot)",
+        "    taken = (slot >= 0).to(tl.int32)",
+        "    place = begin[None, :] + tl.cumsum(taken, axis=0) - taken",
+        f"    pair = token[:, None] * {choices} + slot",
+        "    tl.store(order_ptr + place, pair.to(tl.int64), mask=slot >= 0)",
+        "    begin += tl.sum(taken, axis=0)",
+    )
+    return f'''
+@triton.jit
+def {name}_place(indices_ptr, counts_ptr, order_ptr, offsets_ptr, {tokens}):
+    """Where the rows of each expert end, and the pairs of this program in their places, in the order of tokens."""
+{body}
+'''
+
+
+def grad(name: str, problem: Router, cut: Tuning | None = None) -> KernelSpec:
+    """The site `dlogits = name(dweights, logits, indices)`: dweights [T, K], logits [T, E], indices i64 [T, K] →
+    dlogits like logits."""
+    cut = cut or tuning(problem.experts)
+    args = ("dweights", "logits", "indices", "dlogits", "T")
+    return KernelSpec(
+        name=name,
+        source=_grad_source(name, problem, cut, args),
+        twin=f'''
+def {name}(dweights, logits, indices):
+    """The gradient of a router's weights for its logits, the choice held fixed."""
+    return rt.moe_route_grad(dweights, logits, indices{_options(problem, WEIGHING)})
+''',
+        inputs=(
+            TensorSpec("dweights", problem.weights, ("T", problem.choices)),
+            TensorSpec("logits", problem.logits, ("T", problem.experts)),
+            TensorSpec("indices", "i64", ("T", problem.choices)),
+        ),
+        outputs=(TensorSpec("dlogits", problem.logits, ("T", problem.experts)),),
+        scratch=(),
+        launches=(Launch(name, args, (("cdiv", "T", cut.tokens),), cut.num_warps, 1, _aligned(problem)),),
+    )
+
+
+def _grad_source(name: str, problem: Router, cut: Tuning, args: tuple[str, ...]) -> str:
+    masked = problem.columns > problem.experts
+    real = f"(expert < {problem.experts})[None, :]"
+    inside = f"(token < T)[:, None]{f' & {real}' if masked else ''}"
+    # Of a softmax over all, divided by the sum of the chosen, what was not chosen falls out.
+    alone = problem.score == "softmax" and problem.renormalize and problem.epsilon == 0
+    score = "softmax_chosen" if alone else problem.score
+    lines = [
+        f"token = tl.program_id(0) * {cut.tokens} + tl.arange(0, {cut.tokens})",
+        f"expert = tl.arange(0, {problem.columns})",
+        f"taken = tl.zeros([{cut.tokens}, {problem.columns}], dtype=tl.int32)",
+        f"grad = tl.zeros([{cut.tokens}, {problem.columns}], dtype=tl.float32)",
+        f"for choice in tl.static_range({problem.choices}):",
+        f"    pair = token.to(tl.int64) * {problem.choices} + choice",
+        "    which = tl.load(indices_ptr + pair, mask=token < T, other=-1).to(tl.int32)",
+        "    dweight = tl.load(dweights_ptr + pair, mask=token < T, other=0.0).to(tl.float32)",
+        "    here = expert[None, :] == which[:, None]",
+        "    taken = tl.where(here, 1, taken)",
+        f"    grad = tl.where(here, dweight[:, None]{_times(problem)}, grad)",
+        *_score_lines(Router(**{**vars(problem), "score": score}), masked),
+    ]
+    if score == "softmax_chosen":
+        lines += [
+            'scores = tl.where(taken > 0, scores, float("-inf"))',
+            "most = tl.max(scores, axis=1)",
+            "scores = tl.where(taken > 0, tl.exp(scores - most[:, None]), 0.0)",
+            "scores = scores / tl.sum(scores, axis=1)[:, None]",
+        ]
+    if problem.renormalize and not alone:
+        more = f" + {problem.epsilon!r}" if problem.epsilon else ""
+        lines += [
+            f"total = tl.sum(tl.where(taken > 0, scores, 0.0), axis=1){more}",
+            "grad = grad - (tl.sum(grad * scores, axis=1) / total)[:, None]",
+            "grad = tl.where(taken > 0, grad / total[:, None], 0.0)",
+        ]
+    if score == "sigmoid":
+        lines.append("dlogits = grad * scores * (1.0 - scores)")
+    else:
+        lines.append("dlogits = scores * (grad - tl.sum(grad * scores, axis=1)[:, None])")
+    lines.append(
+        f"tl.store(dlogits_ptr + element, dlogits.to(tl.{TRITON_LANGUAGE_DTYPES[problem.logits]}), mask={inside})"
+    )
+    return f'''
+@triton.jit
+def {name}({_parameters(args)}):
+    """dlogits of {cut.tokens} tokens: those of the weights of the chosen {problem.choices} of {problem.experts}."""
+{lines_of(*lines)}
+'''
+
+
+def _times(problem: Router) -> str:
+    return f" * {problem.scale!r}" if problem.scale != 1.0 else ""
+
+
+def _parameters(args: tuple[str, ...]) -> str:
+    return ", ".join(arg if arg == "T" else f"{arg}_ptr" for arg in args)
+
+
+def _options(problem: Router, defaults: Any) -> str:
+    given = {name: getattr(problem, name) for name, default in defaults.items() if getattr(problem, name) != default}
+    return "".join(f', {name}="{v}"' if isinstance(v, str) else f", {name}={v!r}" for name, v in given.items())
+
+
+def _twin(name: str, problem: Router, *, order: bool) -> str:
+    names = "logits, bias" if problem.bias else "logits"
+    options = f", top_k={problem.choices}{_options(problem, WEIGHING)}"
+    if DType.parse(problem.weights) is not DType.F32:
+        options += f", dtype=torch.{TRITON_LANGUAGE_DTYPES[problem.weights]}"
+    options += _options(problem, CHOOSING).replace(", ", ",\n        ", 1)
+    call = f"    weights, indices = rt.moe_route(\n        {names}{options}\n    )\n"
+    end = "    return weights, indices\n"
+    if order:
+        end = f"    return weights, indices, *rt.moe_order(indices, num_experts={problem.experts})\n"
+    return f'''
+def {name}({names}):
+    """The {problem.choices} best of {problem.experts} experts of each token and their weights."""
+{call}{end}'''

@@ -1,0 +1,67 @@
+"""Experts on torch, as the fused kernels of a GPU compute them: order of rows, gated units of taken rows, gradients.
+
+T tokens, E experts, K experts a token, R = T * K rows; row r is of pair `order[r] = t * K + k`, and the rows of expert
+e end at `offsets[e]`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mgraph.runtime.moe import grouped_mm
+from mgraph.runtime.ops import glu, glu_grad, wide
+
+
+def moe_order(indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Pairs by expert, then by token, i64 [T * K], and the end of each expert's rows, i32 [E]; indices i64 [T, K]."""
+    chosen, order = indices.flatten().sort(stable=True)
+    experts = torch.arange(num_experts, device=indices.device)
+    return order, torch.searchsorted(chosen, experts, right=True, out_int32=True)
+
+
+def expert_glu(
+    x: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    *,
+    top_k: int,
+    act: str,
+    alpha: float = 1.702,
+    limit: float = 0.0,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, gate and up [R, F] of x [T, N] and matrices [E, N, F]: `y[r] = act(gate[r]) * (up[r] + offset)` of
+    `gate[r] = x[t] @ gate_weight[e]`, likewise up; with a limit, gate is cut to at most that and up to within it."""
+    rows = x.index_select(0, order // top_k)
+    gate, up = grouped_mm(rows, gate_weight, offsets), grouped_mm(rows, up_weight, offsets)
+    return glu(gate, up, act=act, alpha=alpha, limit=limit, offset=offset), gate, up
+
+
+def expert_glu_grad(
+    dy: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    weight: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    *,
+    top_k: int,
+    act: str,
+    alpha: float = 1.702,
+    limit: float = 0.0,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dgate, dup and weighted y, all [R, F], and dweights [T, K]; dy [T, N] is the gradient of a token's weighted sum
+    of `y[r] @ w[e]`, and weight [E, N, F] holds the transposed w."""
+    products = wide(grouped_mm(dy.index_select(0, order // top_k), weight, offsets))
+    share = wide(weights).flatten()[order, None]
+    y = wide(glu(gate, up, act=act, alpha=alpha, limit=limit, offset=offset))
+    grad = (products * share).to(gate.dtype)
+    dgate, dup = glu_grad(grad, gate, up, act=act, alpha=alpha, limit=limit, offset=offset)
+    dweights = torch.empty_like(weights)
+    dweights.view(-1)[order] = torch.linalg.vecdot(products, y).to(weights.dtype)
+    return dgate, dup, (y * share).to(gate.dtype), dweights

@@ -1,0 +1,243 @@
+"""Grouped products, gated units in them, and gradients of matrices: kernels and twins against float64, refusals."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mgraph.codegen.triton import KernelSpec, expert_glu, grouped, grouped_outer, kernels_text, reference_text
+from mgraph.codegen.triton.expert_glu import ExpertGlu
+from mgraph.codegen.triton.glu import Glu
+from mgraph.codegen.triton.grouped import Product, Tuning
+from mgraph.codegen.triton.grouped_outer import Outer
+from tests.codegen.triton.interpret_cases import Case, interpret
+from tests.codegen.triton.ptx_of import ptx_of
+from tests.sampling import sampled
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+BOUNDS = {"f32": 3e-3, "f16": 2e-3, "bf16": 1.2e-2}
+"""Largest errors, relative: the interpreter cuts to bf16 where a GPU rounds."""
+
+SMALL = Tuning(16, 16, 16, 4, 2, group=2)
+LOOPED = replace(SMALL, programs=1)
+ENDS = {"balanced": (4, 7, 12), "empty": (0, 0, 12), "hot": (38, 38, 40), "one": (0, 1, 1), "past": (2, 5, 7)}
+"""Where the rows of three experts end, of rows as many as the last says; of `past` there are 12."""
+ROWS = {"past": 12}
+
+PRODUCTS = {
+    "plain": (Product(3, 32, 48, "f16"), SMALL),
+    "biased": (Product(3, 32, 16, "bf16", transposed=True, bias="f32"), LOOPED),
+    "ragged": (Product(3, 48, 80, "f16", transposed=True), Tuning(16, 64, 32, 4, 2)),
+    "sum": (Product(3, 16, 32, "bf16", transposed=True, second=True), LOOPED),
+}
+UNITS = {
+    "silu": (ExpertGlu(3, 2, 32, 48, Glu(48, 1, "f16", "silu"), keep=True, weights="f32"), SMALL),
+    "limited": (
+        ExpertGlu(3, 1, 16, 32, Glu(32, 1, "f16", "quick_gelu", 1.7, 0.8, 1.0), True, True, "bf16"),
+        LOOPED,
+    ),
+    "gelu": (ExpertGlu(3, 4, 48, 16, Glu(16, 1, "f16", "gelu_tanh"), keep=False, weights="f16"), None),
+}
+OUTERS = {
+    "plain": (Outer(3, 32, 48, "f16"), SMALL),
+    "left": (Outer(3, 32, 16, "bf16", "left", 2, "f32"), LOOPED),
+    "right": (Outer(3, 16, 80, "f16", "right", 3, "f16"), Tuning(16, 64, 16, 4, 3)),
+}
+
+
+def ranges(ends: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(zip((0, *ends), ends, strict=False))
+
+
+def normal(seed: int, *shape: int, dtype: str = "f16") -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DTYPES[dtype])
+
+
+def offsets_of(case: str) -> tuple[Tensor, int]:
+    return torch.tensor(ENDS[case], dtype=torch.int32), ROWS.get(case, ENDS[case][-1])
+
+
+def multiplied(rows: Tensor, w: Tensor, case: str, transposed: bool) -> Tensor:
+    """Each expert's rows by its matrix, in float64; rows past the last end give 0."""
+    wide = w.double().transpose(1, 2) if transposed else w.double()
+    out = torch.zeros(rows.shape[0], wide.shape[2], dtype=torch.float64)
+    for e, (start, end) in enumerate(ranges(ENDS[case])):
+        out[start:end] = rows[start:end].double() @ wide[e]
+    return out
+
+
+def product_case(problem: Product, case: str) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    offsets, count = offsets_of(case)
+    matrix = (problem.width, problem.inner) if problem.transposed else (problem.inner, problem.width)
+    inputs, want = [], torch.zeros(count, problem.width, dtype=torch.float64)
+    for seed in range(1 + problem.second):
+        rows = normal(seed, count, problem.inner, dtype=problem.dtype)
+        w = normal(seed + 9, 3, *matrix, dtype=problem.dtype)
+        inputs += [rows, w]
+        want += multiplied(rows, w, case, problem.transposed)
+    inputs.append(offsets)
+    if problem.bias:
+        inputs.append(normal(5, 3, problem.width, dtype=problem.bias))
+        for e, (start, end) in enumerate(ranges(ENDS[case])):
+            want[start:end] += inputs[-1][e].double()
+    return tuple(inputs), [want]
+
+
+def order_of(count: int, choices: int) -> tuple[Tensor, int]:
+    """Pairs in any order, of the least number of tokens that has so many."""
+    tokens = -(-count // choices)
+    return torch.randperm(tokens * choices, generator=torch.Generator().manual_seed(count))[:count], tokens
+
+
+def glu_of(problem: ExpertGlu, gate: Tensor, up: Tensor) -> Tensor:
+    """The unit, in float64."""
+    unit = problem.unit
+    if unit.limit:
+        gate, up = gate.clamp(max=unit.limit), up.clamp(-unit.limit, unit.limit)
+    act = {"silu": gate * gate.sigmoid(), "quick_gelu": gate * (unit.alpha * gate).sigmoid()}
+    act["gelu_tanh"] = torch.nn.functional.gelu(gate, approximate="tanh")
+    y: Tensor = act[unit.act] * (up + unit.offset)
+    return y
+
+
+def unit_cases(problem: ExpertGlu, case: str) -> dict[str, tuple[tuple[Tensor, ...], list[Tensor]]]:
+    """Inputs and results forward and backward; each token has all of its rows."""
+    offsets, count = offsets_of(case)
+    count += -count % problem.choices
+    order, tokens = order_of(count, problem.choices)
+    narrow = {"dtype": problem.dtype}
+    matrix = (problem.width, problem.inner) if problem.transposed else (problem.inner, problem.width)
+    x, wg, wu = (
+        normal(1, tokens, problem.inner, **narrow),
+        normal(2, 3, *matrix, **narrow),
+        normal(3, 3, *matrix, **narrow),
+    )
+    wg, wu = wg / 4, wu / 4
+    rows = x[order // problem.choices]
+    gate, up = multiplied(rows, wg, case, problem.transposed), multiplied(rows, wu, case, problem.transposed)
+    forward = [glu_of(problem, gate, up), *([gate, up] if problem.keep else [])]
+    weights = normal(4, tokens, problem.choices, dtype=problem.weights).abs()
+    dy, w = normal(5, tokens, problem.inner, **narrow), normal(6, 3, *matrix[::-1], **narrow) / 4
+    low = [tensor.to(x.dtype) for tensor in (gate, up)]
+    leaves = [tensor.double().requires_grad_() for tensor in (*low, weights)]
+    y = glu_of(problem, leaves[0], leaves[1])
+    share = leaves[2].flatten()[order, None]
+    inside = (torch.arange(count) < offsets[-1])[:, None]
+    total = torch.zeros(tokens, problem.inner, dtype=torch.float64)
+    summed = multiplied_grad(y, w, case, problem.transposed) * share * inside
+    total.index_add(0, order // problem.choices, summed).backward(dy.double())
+    grads = [leaf.grad for leaf in leaves]
+    assert all(grad is not None for grad in grads)
+    weighted = (y * share).detach()
+    backward = [grads[0], grads[1], weighted, grads[2]]
+    return {
+        "forward": ((x, order, offsets, wg, wu), forward),
+        "backward": ((dy, weights, order, offsets, w, *low), [t for t in backward if t is not None]),
+    }
+
+
+def multiplied_grad(rows: Tensor, w: Tensor, case: str, transposed: bool) -> Tensor:
+    """As `multiplied`, for autograd."""
+    wide = w.double().transpose(1, 2) if transposed else w.double()
+    parts = [rows[start:end] @ wide[e] for e, (start, end) in enumerate(ranges(ENDS[case]))]
+    return torch.cat([*parts, rows.new_zeros(rows.shape[0] - ENDS[case][-1], wide.shape[2])])
+
+
+def outer_case(problem: Outer, case: str) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    offsets, count = offsets_of(case)
+    order, tokens = order_of(count, problem.choices)
+    sizes = {side: tokens if side == problem.taken else count for side in ("left", "right")}
+    left = normal(1, sizes["left"], problem.left, dtype=problem.dtype)
+    right = normal(2, sizes["right"], problem.right, dtype=problem.dtype)
+    total = [normal(3, 3, problem.left, problem.right, dtype=problem.total)] if problem.total else []
+    want = total[0].double() if total else torch.zeros(3, problem.left, problem.right, dtype=torch.float64)
+    rows = {"left": left, "right": right}
+    if problem.taken:
+        rows[problem.taken] = rows[problem.taken][order // problem.choices]
+    for e, (start, end) in enumerate(ranges(ENDS[case])):
+        want[e] += rows["left"][start:end].double().t() @ rows["right"][start:end].double()
+    return (*total, left, right, *([order] if problem.taken else []), offsets), [want]
+
+
+Checked = tuple[KernelSpec, tuple[Tensor, ...], list[Tensor]]
+
+
+def all_cases(which: tuple[str, ...]) -> list[Checked]:
+    """Every site on the given ends, in the tunings above."""
+    found: list[Checked] = []
+    for name, (problem, product_cut) in PRODUCTS.items():
+        spec = grouped.product(f"product_{name}", problem, product_cut)
+        found += [(spec, *product_case(problem, case)) for case in which]
+    for name, (unit, cut) in UNITS.items():
+        specs = expert_glu.forward(f"fwd_{name}", unit, cut), expert_glu.backward(f"bwd_{name}", unit, cut)
+        for case in which:
+            cases = unit_cases(unit, case)
+            found += [(spec, *cases[way]) for spec, way in zip(specs, ("forward", "backward"), strict=True)]
+    for name, (outer, outer_cut) in OUTERS.items():
+        spec = grouped_outer.outer(f"outer_{name}", outer, outer_cut)
+        found += [(spec, *outer_case(outer, case)) for case in which]
+    return found
+
+
+def check(spec: KernelSpec, got: tuple[Tensor, ...], want: list[Tensor]) -> None:
+    for tensor, result, ideal in zip(spec.outputs, got, want, strict=True):
+        assert result.dtype is DTYPES[tensor.dtype] and result.shape == ideal.shape, (spec.name, tensor.name)
+        error = (result.double() - ideal).norm()
+        assert error <= BOUNDS[tensor.dtype] * ideal.norm() + 1e-6, (spec.name, tensor.name, error / ideal.norm())
+
+
+@pytest.mark.skipif(
+    version("triton") < "3.7" and version("numpy") >= "2.5",
+    reason="the interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does",
+)
+@pytest.mark.parametrize("ends", sampled(["empty past", "one balanced", "hot"], 0, always=["empty past"]))
+def test_kernels_in_the_interpreter(ends: str, tmp_path: Path) -> None:
+    """Balanced and empty experts, a hot one, a single row, rows past the last end; a program a tile and one for all."""
+    checked = all_cases(tuple(ends.split()))
+    specs = list({spec.name: spec for spec, _, _ in checked}.values())
+    cases: list[Case] = [(spec.name, tuple(t.clone() for t in inputs)) for spec, inputs, _ in checked]
+    for (spec, inputs, want), (got, after) in zip(checked, interpret(specs, cases, tmp_path), strict=True):
+        check(spec, got, want)
+        written = {tensor.alias for tensor in spec.outputs}
+        for tensor, before, now in zip(spec.inputs, inputs, after, strict=True):
+            assert tensor.name in written or torch.equal(before, now), (spec.name, tensor.name)
+
+
+@pytest.mark.parametrize("case", ["balanced", "empty", "hot"])
+def test_twins(case: str) -> None:
+    checked = all_cases((case,))
+    twins = types.ModuleType("twins")
+    exec(reference_text([spec for spec, _, _ in checked]), twins.__dict__)
+    for spec, inputs, want in checked:
+        got = getattr(twins, spec.name)(*inputs)
+        check(spec, got if isinstance(got, tuple) else (got,), want)
+
+
+QWEN = ExpertGlu(128, 8, 2048, 768, Glu(768, 1, "bf16", "silu"), keep=True, weights="f32")
+
+
+@pytest.mark.full
+def test_products_run_on_tensor_cores_behind_their_loads(tmp_path: Path) -> None:
+    """The sizes of Qwen3-30B-A3B: products are of warp groups, and what they read is copied past the registers."""
+    specs = [
+        expert_glu.forward("forward", QWEN),
+        expert_glu.backward("backward", QWEN),
+        grouped_outer.outer("outer", Outer(128, 2048, 768, "bf16", "left", 8, "bf16")),
+    ]
+    texts = ptx_of(specs, tmp_path)
+    for spec in specs:
+        text = texts[f"{spec.name}.aligned"]
+        assert "wgmma.mma_async" in text and "cp.async.cg.shared.global" in text, spec.name
+        assert "ld.local" not in text, spec.name
+
+
+def test_emitted_lines_fit() -> None:
+    specs = [spec for spec, _, _ in all_cases(("one",))]
+    for text in (kernels_text(specs), reference_text(specs)):
+        assert max(map(len, text.splitlines())) <= 120
