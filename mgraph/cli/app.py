@@ -142,7 +142,7 @@ def memory(
     ranks: Annotated[int, typer.Option("--ranks", min=0, help="processes in all (0: the fewest of the mesh)")] = 0,
     entry: Annotated[str, typer.Option("--entry", help="show the tensors at its peak (default: the highest)")] = "",
     limit: Annotated[int, typer.Option("--limit", min=1, help="tensors to show")] = 20,
-    form: Annotated[str, typer.Option("--format", metavar="text|json", help="how to write it")] = "text",
+    form: Annotated[str, typer.Option("--format", metavar="text|json|svg|html", help="how to write it")] = "text",
 ) -> None:
     """Predict the memory of a rank: state, the peak of each entry and function, and the tensors that make it up."""
     from mgraph.cli.memory import run

@@ -18,7 +18,7 @@ from mgraph.cli.collectives import recipe_sizes
 from mgraph.cli.graphs import check_format
 from mgraph.cli.snapshots import Compiled, open_package
 from mgraph.cli.table import table
-from mgraph.codegen.memory import Peak, Profile, RankMemory, Storage
+from mgraph.codegen.memory import Peak, Point, Profile, RankMemory, Storage
 from mgraph.codegen.prepare import called
 from mgraph.errors import OptionError, did_you_mean
 from mgraph.ir.graph import Node, StateKind
@@ -27,7 +27,7 @@ from mgraph.ir.mesh import mesh_sizes
 from mgraph.passes.activations import extents
 from mgraph.passes.recompute import size_text
 
-FORMATS = ("text", "json")
+FORMATS = ("text", "json", "svg", "html")
 _KINDS = {
     "parameters": (StateKind.PARAM,),
     "gradients": (StateKind.GRAD,),
@@ -39,7 +39,8 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Forecast:
-    """The memory of one rank: state by kind, peaks by entry, profiles and numbers of calls by function."""
+    """The memory of one rank: state by kind, peaks by entry, profiles and numbers of calls by function, bytes of the
+    host, and what is there over each entry."""
 
     name: str
     sizes: Mapping[str, int]
@@ -47,6 +48,8 @@ class Forecast:
     state: Mapping[str, int]
     entries: Mapping[str, Peak]
     functions: Mapping[str, tuple[int, Profile]]
+    host: Mapping[str, int]
+    timelines: Mapping[str, tuple[Point, ...]]
 
     @property
     def total(self) -> int:
@@ -67,8 +70,15 @@ def run(path: Path, batch_size: int, seq_len: int, ranks: int, entry: str, limit
     shown = entry or max(found.entries, key=lambda name: found.entries[name].bytes)
     if form == "json":
         sys.stdout.write(json.dumps(_data(found, shown), indent=1) + "\n")
-    else:
+    elif form == "text":
         sys.stdout.write("\n".join(_text(found, shown, limit)))
+    else:
+        from mgraph.cli.memory_picture import Bands, to_html, to_svg
+
+        bands = Bands(found.state, {shown: found.timelines[shown]} if entry else _step(found))
+        title = _title(found)
+        text = to_svg(title, bands) if form == "svg" else to_html(title, bands, "\n".join(_text(found, shown, limit)))
+        sys.stdout.write(text)
 
 
 def forecast(package: Compiled, given: Mapping[str, int], ranks: int) -> Forecast:
@@ -93,15 +103,29 @@ def forecast(package: Compiled, given: Mapping[str, int], ranks: int) -> Forecas
     entries = {name: memory.entry(name) for name in module.entries}
     calls = Counter(called(node) for _, node in module.walk() if node.op == "call")
     functions = {name: (calls[name], profile) for name, profile in memory.functions().items()}
-    return Forecast(module.name, {n: sizes[n] for n in wanted if n in sizes}, mesh, state, entries, functions)
+    named = {n: sizes[n] for n in wanted if n in sizes}
+    host = {label: total for label, total in memory.host().items() if total}
+    timelines = {name: memory.timeline(name) for name in module.entries}
+    return Forecast(module.name, named, mesh, state, entries, functions, host, timelines)
+
+
+def _step(found: Forecast) -> dict[str, tuple[Point, ...]]:
+    """The timelines of the entries of a step, or of all where the package does not train."""
+    step = ("last",) if "last" in found.timelines else ("microbatch", "finish")
+    return {name: found.timelines[name] for name in step if name in found.timelines} or dict(found.timelines)
+
+
+def _title(found: Forecast) -> str:
+    sizes = ", ".join(f"{name}={size}" for name, size in found.sizes.items())
+    mesh = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items()) or "one rank"
+    return f"{found.name}, one rank of {mesh}; {sizes}"
 
 
 def _text(found: Forecast, shown: str, limit: int) -> list[str]:
-    sizes = ", ".join(f"{name}={size}" for name, size in found.sizes.items())
-    mesh = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items()) or "one rank"
     rows = [(label, size_text(size)) for label, size in found.state.items()]
     highest = max(found.entries, key=lambda name: found.entries[name].bytes)
     rows += [(f"peak of {highest}", size_text(found.entries[highest].bytes)), ("in all", size_text(found.total))]
+    rows += [(f"on the host: {label}", size_text(size)) for label, size in found.host.items()]
     peaks = [(name, size_text(peak.bytes), *_where(peak)) for name, peak in found.entries.items()]
     functions = [
         (name, str(count), size_text(profile.peak.bytes), size_text(profile.kept), *_where(profile.peak))
@@ -113,7 +137,7 @@ def _text(found: Forecast, shown: str, limit: int) -> list[str]:
         for count, total, first in groups[:limit]
     ]
     sections = [
-        f"{found.name}, one rank of {mesh}; {sizes}\n",
+        f"{_title(found)}\n",
         table(("what", "size"), rows),
         table(("entry", "peak", "at", "source"), peaks),
     ]
@@ -155,6 +179,7 @@ def _data(found: Forecast, shown: str) -> dict[str, Any]:
         "mesh": dict(found.mesh),
         "state": dict(found.state),
         "total": found.total,
+        "host": dict(found.host),
         "entries": {name: _peak_data(peak) for name, peak in found.entries.items()},
         "functions": {
             name: {"calls": count, "kept": profile.kept, **_peak_data(profile.peak)}

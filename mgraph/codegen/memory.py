@@ -20,7 +20,7 @@ from mgraph.codegen.loops import find_loops
 from mgraph.codegen.prepare import called, prepare
 from mgraph.codegen.torch_provider import absorbable, overwritable
 from mgraph.ir.dims import evaluate
-from mgraph.ir.graph import Function, Module, Node, StateKind, Value
+from mgraph.ir.graph import Function, Module, Node, Phase, StateKind, Value
 from mgraph.ir.local import Division
 from mgraph.ir.opdef import is_known_op, op_def
 from mgraph.ir.types import Shard, TensorType, Type
@@ -53,13 +53,33 @@ Held = tuple["Storage | int", ...]
 """What a value refers to: storages, or the number of an input of the function that has them."""
 
 
+KINDS = ("inputs", "activations", "gradients", "optimizer", "brought", "workspace")
+"""What a storage is for: made by the forward, the backward or the update; brought by collectives or from the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What is there while a node runs, beside the state: bytes by kind, in the order of KINDS."""
+
+    function: str
+    node: Node
+    bytes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A function's peak, what each of its results refers to, and of results that are lists each element."""
+    """A function's peak, what each of its results refers to, of results that are lists each element, and what is there
+    over its nodes and those of what it calls."""
 
     peak: Peak
     results: tuple[Held, ...]
     lists: Mapping[int, tuple[Held, ...]]
+    points: tuple[Point, ...] = ()
 
     @property
     def kept(self) -> int:
@@ -124,6 +144,13 @@ class RankMemory:
         peak = self._profile(function, {}).peak
         return replace(peak, bytes=peak.bytes + sum(s.bytes for s in inputs), alive=(*inputs, *peak.alive))
 
+    def timeline(self, name: str) -> tuple[Point, ...]:
+        """What is there while an entry runs, node by node, those of called functions too; its inputs included."""
+        function = self._functions[self.module.entries[name].function]
+        inputs = sum(self.bytes(p.type) for p in function.params)
+        points = self._profile(function, {}).points
+        return tuple(replace(p, bytes=(p.bytes[0] + inputs, *p.bytes[1:])) for p in points)
+
     def total(self) -> int:
         """Bytes of the state on the device, and of the highest peak of an entry."""
         return sum(self.state().values()) + max((self.entry(name).bytes for name in self.module.entries), default=0)
@@ -170,6 +197,8 @@ class _Walk:
     users: Counter[Storage] = field(default_factory=Counter)
     live: int = 0
     peak: Peak = Peak()
+    kinds: Counter[str] = field(default_factory=Counter)
+    points: list[Point] = field(default_factory=list)
 
     def profile(self) -> Profile:
         function = self.function
@@ -187,9 +216,8 @@ class _Walk:
             for value in dying.get(index, ()):
                 self._drop(value)
         results = tuple(self.held.get(v, ()) for v in function.results)
-        return Profile(
-            self.peak, results, {i: self.lists[v] for i, v in enumerate(function.results) if v in self.lists}
-        )
+        lists = {i: self.lists[v] for i, v in enumerate(function.results) if v in self.lists}
+        return Profile(self.peak, results, lists, tuple(self.points))
 
     def _step(self, node: Node, index: int, liveness: Liveness) -> None:
         if node.op == "call":
@@ -302,6 +330,12 @@ class _Walk:
         total = sum(h.bytes for h in own) + profile.peak.bytes
         if total > self.peak.bytes:
             self.peak = Peak(total, profile.peak.function, profile.peak.node, (*own, *profile.peak.alive))
+        around = dict.fromkeys(KINDS, 0)
+        for h in own:
+            around[_kind(h)] += h.bytes
+        for point in profile.points:
+            there = tuple(a + b for a, b in zip(around.values(), point.bytes, strict=True))
+            self.points.append(replace(point, bytes=there))
         made: dict[Storage, Storage] = {}
 
         def here(refers: Held) -> Held:
@@ -325,6 +359,7 @@ class _Walk:
             if isinstance(h, Storage):
                 if not self.users[h]:
                     self.live += h.bytes
+                    self.kinds[_kind(h)] += h.bytes
                 self.users[h] += 1
 
     def _drop(self, value: Value) -> None:
@@ -335,15 +370,29 @@ class _Walk:
                 self.users[h] -= 1
                 if not self.users[h]:
                     self.live -= h.bytes
+                    self.kinds[_kind(h)] -= h.bytes
                     del self.users[h]
 
     def _note(self, node: Node) -> None:
         """The node runs: operands and results are there, and what its op says that it needs for itself."""
         needed = self.memory.workspace(node)
         own = () if needed is None else (self._storage(Value("workspace", needed), node),)
-        live = self.live + sum(s.bytes for s in own)
+        needs = sum(s.bytes for s in own)
+        live = self.live + needs
+        held = tuple(self.kinds[kind] for kind in KINDS[:-1])
+        self.points.append(Point(self.function.name, node, (*held, needs)))
         if live > self.peak.bytes:
             self.peak = Peak(live, self.function.name, node, (*self.users, *own))
+
+
+def _kind(storage: Storage) -> str:
+    """What a storage is for."""
+    node = storage.node
+    if node is None:
+        return "inputs"
+    if node.op in ("wait", "all_gather", "reduce_scatter") or node.op.endswith("_start"):
+        return "brought"
+    return {Phase.BACKWARD: "gradients", Phase.OPTIMIZER: "optimizer"}.get(node.phase, "activations")
 
 
 def _storages(elements: Iterable[Held]) -> tuple[Storage, ...]:

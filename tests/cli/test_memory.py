@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from html import escape
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -14,6 +16,9 @@ from mgraph.passes.recompute import size_text
 from .conftest import Mgraph
 
 WIDTH = {"f32": 4, "i64": 8}
+SVG = "{http://www.w3.org/2000/svg}"
+BOTTOM = 400
+"""Where the pictures have no memory, in pixels."""
 
 
 @pytest.fixture
@@ -72,7 +77,7 @@ def test_functions_keep_what_the_backward_needs(forecast: Any) -> None:
     [
         (("--seq-len", "1"), "S is 1, and from 2 to"),
         (("--entry", "predikt"), "has no entry 'predikt'"),
-        (("--format", "svg"), "svg"),
+        (("--format", "png"), "png"),
     ],
 )
 def test_mistakes(mgraph: Mgraph, compiled: Path, options: tuple[str, ...], message: str) -> None:
@@ -82,3 +87,41 @@ def test_mistakes(mgraph: Mgraph, compiled: Path, options: tuple[str, ...], mess
 
 def test_ranks(forecast: Any) -> None:
     assert forecast("--ranks", "4")["mesh"] == {"dp": 4}
+
+
+def _bands(picture: str) -> tuple[ElementTree.Element, dict[str, list[float]]]:
+    """A picture, and by band the heights above the bottom of its upper edge, from left to right, in pixels."""
+    drawn = ElementTree.fromstring(picture)
+    found = {}
+    for shape in drawn.iter(f"{SVG}polygon"):
+        points = [tuple(map(float, point.split(","))) for point in shape.attrib["points"].split()]
+        label = shape.find(f"{SVG}title")
+        assert label is not None and label.text is not None
+        found[label.text] = [BOTTOM - y for _, y in points[: len(points) // 2]]
+    return drawn, found
+
+
+def test_the_picture_is_to_scale(mgraph: Mgraph, forecast: Any, compiled: Path) -> None:
+    """The state is at the bottom, the peak at the top, and the columns say what there is."""
+    data = forecast()
+    drawn, bands = _bands(mgraph("memory", compiled, "--format", "svg").out)
+    scale = max(map(max, bands.values())) / data["total"]
+    assert bands["parameters"] == pytest.approx(
+        [data["state"]["parameters"] * scale] * len(bands["parameters"]), abs=0.1
+    )
+    state = sum(data["state"].values())
+    assert max(bands["buffers and scalars"]) == pytest.approx(state * scale, abs=0.1)
+    assert set(bands) >= {"optimizer state", "gradients of parameters", "activations", "gradients"}
+    columns = [rect.findtext(f"{SVG}title", "") for rect in drawn.iter(f"{SVG}rect") if rect.get("class") == "column"]
+    assert any(c.startswith("microbatch: @layer.bwd") for c in columns) and any(c.startswith("finish") for c in columns)
+    peak = data["entries"]["microbatch"]
+    label = f"{size_text(data['total'])} at @{peak['function']} %{peak['node']}"
+    assert label in [text.text for text in drawn.iter(f"{SVG}text")]
+
+
+def test_the_page_has_picture_and_tables(mgraph: Mgraph, compiled: Path) -> None:
+    page = mgraph("memory", compiled, "--format", "html", "--entry", "predict").out
+    text = mgraph("memory", compiled, "--entry", "predict").out
+    _, bands = _bands(page[page.index("<svg") : page.index("</svg>") + 6])
+    assert "activations" in bands and "gradients" not in bands
+    assert escape(text.splitlines()[-2]) in page and "predict: @" in page and "microbatch: @" not in page

@@ -99,6 +99,8 @@ def test_what_is_measured(tmp_path: Path, model: str, recompute: str, sizes: tup
         peak = memory.entry(entry)
         assert abs(peak.bytes - live.peak) <= TOLERANCE * live.peak, (entry, peak.bytes, live.peak)
         assert sum(storage.bytes for storage in peak.alive) == peak.bytes
+        highest = max(memory.timeline(entry), key=lambda point: point.total)
+        assert (highest.total, highest.function, highest.node) == (peak.bytes, peak.function, peak.node)
 
 
 def _measured() -> dict[tuple[str, str], int]:
