@@ -11,10 +11,12 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "LLM": "mgraph.runtime.serving.llm",
     "MgraphError": "mgraph.errors",
+    "SamplingParams": "mgraph.runtime.serving.parameters",
 }
 
-__all__ = ["MgraphError", "__version__"]
+__all__ = ["LLM", "MgraphError", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

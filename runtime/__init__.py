@@ -14,8 +14,24 @@ A training run passes through the files in this order, one file per stage:
     saving      state is written while the loop goes on, whole or not at all
     sample      the trained model writes text
 
-`v1` is the one module that an emitted step.py imports. Importing this package imports nothing heavy.
+`serving` has what serves a model; `LLM` and `SamplingParams` are its names for programs. `v1` is the one module that an
+emitted step.py imports. Importing this package imports nothing heavy.
 """
+
+from __future__ import annotations
+
+from typing import Any
 
 if __name__ != "mgraph.runtime":
     raise ImportError(f"runtime/ is imported as mgraph.runtime, not as {__name__}")
+
+__all__ = ["LLM", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names of `serving`, imported on first use."""
+    if name not in __all__:
+        raise AttributeError(f"module 'mgraph.runtime' has no attribute {name!r}")
+    import mgraph
+
+    return getattr(mgraph, name)

@@ -92,6 +92,10 @@ class ChatTemplate:
             spans.append((len(before), len(through)))
         return Rendered(text, spans)
 
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
+        """The text up to where the assistant's answer begins. Raises `DataError` where the template refuses it."""
+        return self._text(messages, tools, add_generation_prompt=True)
+
     def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, **more: Any) -> str:
         values = {"add_generation_prompt": False, "documents": None, **self._special_tokens, **more}
         try:

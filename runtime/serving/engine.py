@@ -202,6 +202,16 @@ class Engine:
         left = list(self._groups.get(group, {}).values())
         return [self._end(sequence, Delta(group, sequence.index, finish_reason="abort")) for sequence in left]
 
+    def has(self, group: int) -> bool:
+        """Whether a request has not ended."""
+        return group in self._groups
+
+    def end_all(self, reason: str, error: str | None = None) -> list[Delta]:
+        """End every request, and forget the steps under way."""
+        self._under_way.clear()
+        everything = list(self._sequences.values())
+        return [self._end(s, Delta(s.group, s.index, finish_reason=reason, error=error)) for s in everything]
+
     def step(self) -> list[Delta]:
         """Do one step's worth of work, and give what has come of it; nothing may have yet."""
         works = self.scheduler.plan()

@@ -1,0 +1,184 @@
+"""An engine in a thread of its own, for programs with an event loop: the loop never waits for a step.
+
+Requests go to the thread through a queue. What comes of them goes back in one call into the loop for each step, however
+many requests it has something for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from typing import Self
+
+from mgraph.errors import MgraphError
+from mgraph.runtime.serving.engine import Delta, Engine, EngineDead
+from mgraph.runtime.serving.parameters import SamplingParams
+
+
+class Overloaded(MgraphError):
+    """More requests are under way than are allowed; this one may come again later."""
+
+
+class Stream:
+    """The deltas of one request, in an event loop. Leaving it before its end ends the request."""
+
+    def __init__(self, owner: BackgroundEngine, count: int) -> None:
+        self.group = -1
+        self.arrived: asyncio.Queue[Delta] = asyncio.Queue()
+        self.loop = asyncio.get_running_loop()
+        self.left = count
+        """Continuations that go on."""
+        self._owner = owner
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the request, if it has not ended."""
+        if self.left:
+            self._owner.abort(self.group)
+            self.left = 0
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while self.left:
+            delta = await self.arrived.get()
+            self.left -= delta.finish_reason is not None
+            yield delta
+
+
+class BackgroundEngine:
+    """Serves requests from event loops. `start` it first, and `stop` it in the end."""
+
+    def __init__(
+        self, engine: Engine, max_queue: int = 0, watch: Callable[[Sequence[Delta]], None] | None = None
+    ) -> None:
+        """At most `max_queue` sequences may be under way (0: any number). `watch` sees the deltas of each step."""
+        self.engine = engine
+        self._max_queue = max_queue
+        self._watch = watch or (lambda deltas: None)
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._streams: dict[int, Stream] = {}
+        self._sequences = 0  # asked for and not ended; changed in the thread of the loop and of the engine, by the lock
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def active(self) -> int:
+        """Sequences that are under way."""
+        return self._sequences
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why nothing can be served any more."""
+        return self.engine.failure
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End all requests and the thread."""
+        self._commands.put(self._stop)
+        self._thread.join()
+
+    async def submit(self, prompt: Sequence[int], params: SamplingParams) -> Stream:
+        """Begin a request. Raises RequestError, EngineDead, Overloaded."""
+        self.engine.check(prompt, params)
+        with self._lock:
+            if self._max_queue and self._sequences + params.n > self._max_queue:
+                raise Overloaded(
+                    f"{self._sequences} sequences are under way, and at most {self._max_queue} are allowed",
+                    hint="try again later",
+                )
+            self._sequences += params.n
+        stream, answer = Stream(self, params.n), Future[int]()
+        self._commands.put(lambda: self._submit(prompt, params, stream, answer))
+        try:
+            stream.group = await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            answer.add_done_callback(self._abandon)
+            raise
+        return stream
+
+    def abort(self, group: int) -> None:
+        """End a request soon."""
+        self._commands.put(lambda: self._deliver(self.engine.abort(group)))
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._obey(wait=not self.engine.unfinished)
+            try:
+                self._deliver(self.engine.step() if self.engine.unfinished else [])
+            except Exception as error:  # a mistake of ours: nobody may wait for ever
+                self._die(error)
+
+    def _obey(self, wait: bool) -> None:
+        """Do what has been asked for; `wait` until there is something."""
+        try:
+            while True:
+                self._commands.get(block=wait)()
+                wait = False
+        except queue.Empty:
+            return
+
+    def _submit(self, prompt: Sequence[int], params: SamplingParams, stream: Stream, answer: Future[int]) -> None:
+        if not answer.set_running_or_notify_cancel():
+            self._ended(params.n)
+            return
+        try:
+            if self._stopped:
+                raise EngineDead("the engine was stopped")
+            group = self.engine.submit(prompt, params)
+        except Exception as error:
+            self._ended(params.n)
+            answer.set_exception(error)
+            return
+        self._streams[group] = stream
+        answer.set_result(group)
+
+    def _abandon(self, answer: Future[int]) -> None:
+        """Whoever asked has gone, perhaps after the request began."""
+        if not answer.cancelled() and answer.exception() is None:
+            self.abort(answer.result())
+
+    def _deliver(self, deltas: Sequence[Delta]) -> None:
+        if not deltas:
+            return
+        self._watch(deltas)
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta]]] = {}
+        for delta in deltas:
+            stream = self._streams.get(delta.group)
+            if stream is not None:
+                loops.setdefault(stream.loop, []).append((stream, delta))
+        ended = [delta for delta in deltas if delta.finish_reason is not None]
+        self._ended(len(ended))
+        for group in {delta.group for delta in ended}:
+            if not self.engine.has(group):
+                self._streams.pop(group, None)
+        for loop, pairs in loops.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_put, pairs)
+
+    def _ended(self, count: int) -> None:
+        with self._lock:
+            self._sequences -= count
+
+    def _stop(self) -> None:
+        self._deliver(self.engine.end_all("abort"))
+        self._stopped = True
+
+    def _die(self, error: Exception) -> None:
+        self.engine.failure = error
+        self._deliver(self.engine.end_all("error", f"{type(error).__name__}: {error}"))
+
+
+def _put(pairs: Sequence[tuple[Stream, Delta]]) -> None:
+    for stream, delta in pairs:
+        stream.arrived.put_nowait(delta)

@@ -1,0 +1,261 @@
+"""A model for a program: `LLM(package, weights).generate(prompts)`, `stream`, `chat`. It needs no event loop.
+
+Whoever waits for text makes the steps, for all that is under way: several threads, or generators that are read in turn,
+share them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mgraph.runtime.chat import ChatTemplate, Message
+from mgraph.runtime.serving.engine import Delta, Engine, Score
+from mgraph.runtime.serving.opening import open_engine
+from mgraph.runtime.serving.parameters import RequestError, SamplingParams
+from mgraph.runtime.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+
+Params = SamplingParams | Mapping[str, Any]
+"""Parameters, or a dict of their fields."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One continuation of a prompt."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    """All that were generated, one that ended it included."""
+    cumulative_logprob: float | None
+    logprobs: tuple[Score, ...] | None
+    finish_reason: str | None
+    """`stop`, `length`, `abort`, `error`; None while it goes on."""
+    stop_reason: int | str | None
+    """The token or string of the request that ended it; None for the end of text."""
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and its continuations."""
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: tuple[Score | None, ...] | None
+    """One a token of the prompt, None for the first; or None as a whole, where they were not asked for."""
+    outputs: tuple[Completion, ...]
+    finished: bool
+    cached_tokens: int = 0
+    """Tokens of the prompt that were found in the cache."""
+
+
+class LLM:
+    """A serve package with its weights. All calls may be made from any thread, with or without a running event loop."""
+
+    def __init__(self, package: Path | str, weights: Path | str | None = None, **settings: Any) -> None:
+        """`settings` are the fields of `opening.Settings`: `random_init`, `tokenizer`, `num_blocks`, `device`, …
+
+        Raises OptionError without weights, unless `random_init` says that noise is wanted.
+        """
+        self._set_up(*open_engine(package, weights, **settings))
+
+    @classmethod
+    def over(cls, engine: Engine, template: ChatTemplate | None = None) -> LLM:
+        """On an engine that is there already."""
+        made = cls.__new__(cls)
+        made._set_up(engine, template)
+        return made
+
+    def _set_up(self, engine: Engine, template: ChatTemplate | None) -> None:
+        self.engine, self.template = engine, template
+        self._lock = threading.Lock()
+        self._arrived: dict[int, deque[Delta]] = {}
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What makes tokens of texts."""
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params | Sequence[Params] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue prompts; the results are in their order. `params` is for all of them, or a list, one for each.
+
+        Raises RequestError, before anything is begun, if one of them cannot be served.
+        """
+        all_prompts = _prompts(prompts)
+        all_params = _params(params, len(all_prompts))
+        inputs = [_Input.of(self, prompt) for prompt in all_prompts]
+        groups: list[int] = []
+        try:
+            with self._lock:
+                for given, one in zip(inputs, all_params, strict=True):
+                    groups.append(self._submit(given, one))
+            gathered = [Gathering(g.text, g.ids, p) for g, p in zip(inputs, all_params, strict=True)]
+            for group, output in zip(groups, gathered, strict=True):
+                while not output.finished:
+                    output.add(self._next(group))
+            return [output.result() for output in gathered]
+        finally:
+            self._drop(groups)
+
+    def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Delta]:
+        """What comes of a prompt, as it comes. Closing the iterator ends the request.
+
+        The texts of all deltas with the same `index`, put together, are the text that `generate` gives.
+        """
+        (one,) = _params(params, 1)
+        given = _Input.of(self, prompt)
+        with self._lock:
+            group = self._submit(given, one)
+        return self._stream(group, one.n)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params | Sequence[Params] | None = None,
+        tools: Sequence[Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several."""
+        several = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        return self.generate([chat_prompt(self.engine, self.template, m, tools) for m in several], params)  # type: ignore[arg-type]
+
+    def _submit(self, given: _Input, params: SamplingParams) -> int:
+        group = self.engine.submit(given.ids, params)
+        self._arrived[group] = deque()
+        return group
+
+    def _stream(self, group: int, count: int) -> Iterator[Delta]:
+        try:
+            while count:
+                delta = self._next(group)
+                count -= delta.finish_reason is not None
+                yield delta
+        finally:
+            self._drop([group])
+
+    def _next(self, group: int) -> Delta:
+        """The next delta of a request, for which steps are made."""
+        while True:
+            with self._lock:
+                if self._arrived[group]:
+                    return self._arrived[group].popleft()
+                for delta in self.engine.step():
+                    if delta.group in self._arrived:
+                        self._arrived[delta.group].append(delta)
+
+    def _drop(self, groups: Sequence[int]) -> None:
+        """Nobody waits for these any more."""
+        with self._lock:
+            for group in groups:
+                self._arrived.pop(group, None)
+                self.engine.abort(group)
+
+
+class Gathering:
+    """The deltas of a request, put together."""
+
+    def __init__(self, prompt: str | None, ids: Sequence[int], params: SamplingParams) -> None:
+        self._prompt, self._ids, self._params = prompt, tuple(ids), params
+        self._deltas: list[list[Delta]] = [[] for _ in range(params.n)]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all continuations have ended."""
+        return all(deltas and deltas[-1].finish_reason is not None for deltas in self._deltas)
+
+    def add(self, delta: Delta) -> None:
+        """One more."""
+        self._deltas[delta.index].append(delta)
+
+    def result(self) -> RequestOutput:
+        """What there is so far."""
+        prompt_scores = None
+        if self._params.prompt_logprobs is not None:
+            prompt_scores = (None, *(score for delta in self._deltas[0] for score in delta.prompt_scores))
+        outputs = tuple(self._completion(index, deltas) for index, deltas in enumerate(self._deltas))
+        cached = max((delta.cached for delta in self._deltas[0]), default=0)
+        return RequestOutput(self._prompt, self._ids, prompt_scores, outputs, self.finished, cached)
+
+    def _completion(self, index: int, deltas: Sequence[Delta]) -> Completion:
+        scores = tuple(score for delta in deltas for score in delta.scores)
+        wanted = self._params.logprobs is not None
+        last = deltas[-1] if deltas else Delta(0, index)
+        return Completion(
+            index=index,
+            text="".join(delta.text for delta in deltas),
+            token_ids=tuple(token for delta in deltas for token in delta.tokens),
+            cumulative_logprob=sum(score.logprob for score in scores) if wanted else None,
+            logprobs=scores if wanted else None,
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            error=last.error,
+        )
+
+
+def encode_prompt(engine: Engine, text: str) -> list[int]:
+    """The tokens of a text, with those that the tokenizer puts before each. Raises RequestError without a tokenizer."""
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise RequestError("there is no tokenizer for a text", "prompt", "give token ids")
+    return [*tokenizer.prefix, *(int(token) for token in tokenizer.encode(text).tolist())]
+
+
+def chat_prompt(
+    engine: Engine, template: ChatTemplate | None, messages: Sequence[Message], tools: Sequence[Any] | None = None
+) -> list[int]:
+    """The tokens of a conversation up to where the assistant's answer begins."""
+    if template is None:
+        raise RequestError(
+            "the tokenizer has no chat template, so there is no way to write a conversation",
+            "messages",
+            "give --chat-template FILE, or a prompt instead of messages",
+        )
+    if engine.tokenizer is None:
+        raise RequestError("there is no tokenizer for a text", "messages", "give token ids as a prompt")
+    return [int(token) for token in engine.tokenizer.encode(template.prompt(messages, tools)).tolist()]
+
+
+@dataclass(frozen=True)
+class _Input:
+    text: str | None
+    ids: Sequence[int]
+
+    @classmethod
+    def of(cls, llm: LLM, prompt: Prompt) -> _Input:
+        if isinstance(prompt, str):
+            return cls(prompt, encode_prompt(llm.engine, prompt))
+        return cls(None, [int(token) for token in prompt])
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if all(isinstance(item, int) for item in prompts) and len(prompts) > 0:
+        return [prompts]  # type: ignore[list-item]
+    for item in prompts:
+        if not isinstance(item, str | Sequence):
+            raise RequestError(f"a prompt must be a text or a list of token ids, not {item!r}", "prompts")
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params(params: Any, count: int) -> list[SamplingParams]:
+    if isinstance(params, Sequence):
+        if len(params) != count:
+            raise RequestError(
+                f"{len(params)} sampling parameters for {count} prompts", "params", "give one, or one each"
+            )
+        return [one for item in params for one in _params(item, 1)]
+    if params is None:
+        return [SamplingParams()] * count
+    return [params if isinstance(params, SamplingParams) else SamplingParams.of(params)] * count

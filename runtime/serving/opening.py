@@ -1,0 +1,117 @@
+"""From a package and weights to an engine: the settings that `LLM` and the server share."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from mgraph.errors import DataError, OptionError, did_you_mean
+from mgraph.runtime.chat import ChatTemplate, load_template
+from mgraph.runtime.mesh import choose_device
+from mgraph.runtime.serving.engine import Engine
+from mgraph.runtime.serving.step import Stepper
+from mgraph.runtime.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
+
+GENERATION = "generation_config.json"
+"""Beside weights, the file that names the tokens that end a text."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a package is opened for serving."""
+
+    random_init: bool = False
+    """Serve without weights: the parameters are drawn anew, and the text is noise."""
+    tokenizer: Path | str | None = None
+    """A tokenizer.json or a directory with one (None: that beside the weights, else bytes)."""
+    chat_template: Path | str | None = None
+    """A Jinja file (None: the tokenizer's own)."""
+    num_blocks: int = 0
+    """Blocks of the cache (0: what the memory allows)."""
+    cache_memory: float = 0.0
+    """GiB of the cache, instead of a number of blocks (0: what the memory allows)."""
+    max_requests: int = 0
+    """The most requests of a step (0: the package's)."""
+    max_tokens: int = 0
+    """The most tokens of a step (0: the package's)."""
+    prefix_cache: bool = True
+    """Whether what was computed of earlier prompts is used again."""
+    device: str = "auto"
+    seed: int = 0
+    """Of drawn weights, and of requests that bring none."""
+
+
+def open_engine(
+    package: Path | str, weights: Path | str | None = None, **settings: Any
+) -> tuple[Engine, ChatTemplate | None]:
+    """The engine and the chat template. Raises OptionError, PackageError, CheckpointError, DataError."""
+    known = [item.name for item in fields(Settings)]
+    for name in settings:
+        if name not in known:
+            raise OptionError(f"there is no setting '{name}'", hint=did_you_mean(name, known))
+    chosen = Settings(**settings)
+    directory = None if weights is None else Path(weights)
+    if directory is None and not chosen.random_init:
+        raise OptionError(
+            "there are no weights to serve",
+            hint="give weights (--weights DIR), or random_init (--random-init) to serve parameters drawn anew",
+        )
+    if directory is not None and chosen.random_init:
+        raise OptionError("weights and random_init exclude each other", hint="leave one of them out")
+    stepper = open_stepper(Path(package), directory, chosen)
+    tokenizer = load_tokenizer(_tokenizer_path(chosen, directory), stepper.vocab_size)
+    template_file = None if chosen.chat_template is None else Path(chosen.chat_template)
+    template = load_template(template_file, tokenizer.chat_template, tokenizer.special_tokens)
+    engine = Engine(
+        stepper,
+        tokenizer,
+        ends_of_text=ends_of_text(tokenizer, directory),
+        seed=chosen.seed,
+        prefix_cache=chosen.prefix_cache,
+        max_requests=chosen.max_requests,
+        max_tokens=chosen.max_tokens,
+    )
+    return engine, template
+
+
+def open_stepper(package: Path, weights: Path | None, settings: Settings) -> Stepper:
+    """The package with its parameters and its cache on a device."""
+    module = importlib.import_module("mgraph.runtime.serving.package_stepper")
+    stepper: Stepper = module.PackageStepper(
+        package,
+        weights,
+        num_blocks=settings.num_blocks,
+        device=choose_device(settings.device),
+    )
+    return stepper
+
+
+def ends_of_text(tokenizer: Tokenizer, weights: Path | None) -> tuple[int, ...]:
+    """Tokens that end a text: the tokenizer's `eos_token`, and those of a generation_config.json beside the weights."""
+    text = tokenizer.special_tokens.get("eos_token")
+    own = None if text is None else tokenizer.token_id(text)
+    return tuple(sorted({*_generation_ends(weights), *([] if own is None else [own])}))
+
+
+def _generation_ends(weights: Path | None) -> Sequence[int]:
+    file = None if weights is None else (weights if weights.is_dir() else weights.parent) / GENERATION
+    if file is None or not file.is_file():
+        return []
+    try:
+        found = json.loads(file.read_text("utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{file} cannot be read: {error}", hint="repair it, or remove it") from error
+    ids = found if isinstance(found, list) else [found]
+    return [item for item in ids if isinstance(item, int)]
+
+
+def _tokenizer_path(settings: Settings, weights: Path | None) -> Path | None:
+    if settings.tokenizer is not None:
+        return Path(settings.tokenizer)
+    if weights is not None and (weights / TOKENIZER).is_file():
+        return weights
+    return None

@@ -1,0 +1,142 @@
+"""`LLM` on a stepper without a model: orders, errors, streams in turn, threads, a running event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgraph.errors import OptionError
+from mgraph.runtime.chat import ChatTemplate
+from mgraph.runtime.serving.engine import Engine
+from mgraph.runtime.serving.llm import LLM
+from mgraph.runtime.serving.opening import ends_of_text, open_engine
+from mgraph.runtime.serving.parameters import RequestError, SamplingParams
+from mgraph.runtime.tokenizer import ByteTokenizer, Tokenizer
+from tests.runtime.serving.fake_stepper import FakeStepper, alone
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture
+def llm() -> LLM:
+    stepper = FakeStepper(vocab_size=256, num_blocks=40, max_length=128)
+    return LLM.over(Engine(stepper, ByteTokenizer()), ChatTemplate(TEMPLATE, {}, "the test"))
+
+
+def expected(llm: LLM, prompt: bytes, count: int = 8) -> tuple[int, ...]:
+    stepper = llm.engine.stepper
+    assert isinstance(stepper, FakeStepper)
+    return tuple(alone(stepper.logits, list(prompt), GREEDY, count)[0])
+
+
+def nothing_left(llm: LLM) -> None:
+    pool = llm.engine.scheduler.pool
+    assert not llm.engine.unfinished and pool.available == pool.usable and not llm._arrived
+
+
+def test_results_are_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts: list[str | list[int]] = ["one", [116, 119, 111], "three"]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [o.outputs[0].token_ids for o in outputs] == [expected(llm, p) for p in (b"one", b"two", b"three")]
+    assert [o.prompt for o in outputs] == ["one", None, "three"]
+    assert outputs[1].prompt_token_ids == (116, 119, 111)
+    assert all(o.finished and o.outputs[0].finish_reason == "length" for o in outputs)
+    assert llm.generate([116, 119, 111], GREEDY)[0].outputs[0].token_ids == expected(llm, b"two")
+    nothing_left(llm)
+
+
+def test_parameters_for_each(llm: LLM) -> None:
+    outputs = llm.generate(["a", "b"], [{"max_tokens": 2, "n": 3, "logprobs": 1, "prompt_logprobs": 0}, GREEDY])
+    assert [len(o.outputs) for o in outputs] == [3, 1]
+    first = outputs[0].outputs[2]
+    assert first.logprobs is not None and len(first.logprobs) == len(first.token_ids) == 2
+    assert first.cumulative_logprob == pytest.approx(sum(s.logprob for s in first.logprobs))
+    assert outputs[0].prompt_logprobs == (None,) and outputs[1].prompt_logprobs is None
+    for wrong in ([GREEDY], [], {"max_token": 1}):
+        with pytest.raises(RequestError):
+            llm.generate(["a", "b"], wrong)
+    nothing_left(llm)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"), [(["a", ""], "empty"), (["a", [256]], "token 256"), ([["a"]], "invalid literal|token")]
+)
+def test_a_wrong_prompt_begins_nothing(llm: LLM, prompts: Any, message: str) -> None:
+    with pytest.raises((RequestError, ValueError), match=message):
+        llm.generate(prompts, GREEDY)
+    nothing_left(llm)
+
+
+def test_streams_read_in_turn(llm: LLM) -> None:
+    streams = [llm.stream(text, GREEDY) for text in ("one", "two")]
+    tokens: list[list[int]] = [[], []]
+    for _ in range(8):
+        for at, stream in enumerate(streams):
+            tokens[at] += next(stream).tokens
+    assert [tuple(t) for t in tokens] == [expected(llm, b"one"), expected(llm, b"two")]
+    assert [next(stream, None) for stream in streams] == [None, None]
+    left = llm.stream("three", GREEDY)
+    next(left)
+    left.close()  # type: ignore[attr-defined]  # it is a generator
+    nothing_left(llm)
+
+
+def test_threads_share_the_steps(llm: LLM) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        texts = [f"prompt {at}" for at in range(16)]
+        outputs = list(threads.map(lambda text: llm.generate(text, GREEDY)[0].outputs[0].token_ids, texts))
+    assert outputs == [expected(llm, text.encode()) for text in texts]
+    nothing_left(llm)
+
+
+def test_inside_a_running_event_loop(llm: LLM) -> None:
+    async def inside() -> tuple[int, ...]:
+        return llm.generate("one", GREEDY)[0].outputs[0].token_ids
+
+    assert asyncio.run(inside()) == expected(llm, b"one")
+
+
+def test_chat(llm: LLM) -> None:
+    output = llm.chat([{"role": "user", "content": "hi"}], GREEDY)[0]
+    assert output.outputs[0].token_ids == expected(llm, b"user: hi\nassistant: ")
+    without = LLM.over(llm.engine)
+    with pytest.raises(RequestError, match="no chat template"):
+        without.chat([{"role": "user", "content": "hi"}])
+
+
+def test_without_weights_it_refuses() -> None:
+    with pytest.raises(OptionError, match="no weights to serve"):
+        LLM("nowhere")
+    with pytest.raises(OptionError, match="exclude"):
+        open_engine("nowhere", "weights", random_init=True)
+    with pytest.raises(OptionError, match="no setting 'num_block'"):
+        open_engine("nowhere", "weights", num_block=3)
+
+
+def test_public_names() -> None:
+    import mgraph
+    import mgraph.runtime
+
+    assert mgraph.LLM is mgraph.runtime.LLM is LLM
+    assert mgraph.SamplingParams is mgraph.runtime.SamplingParams is SamplingParams
+
+
+def test_tokens_that_end_a_text(tmp_path: Path) -> None:
+    class WithEnd(ByteTokenizer):
+        special_tokens: Mapping[str, str] = {"eos_token": "$"}
+
+    tokenizer: Tokenizer = WithEnd()
+    assert ends_of_text(tokenizer, None) == (36,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert ends_of_text(tokenizer, tmp_path) == (7, 9, 36)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert ends_of_text(ByteTokenizer(), tmp_path / "model.safetensors") == (7,)
