@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ import torch
 from mgraph.runtime import kernels as runtime
 
 Case = tuple[str, tuple[torch.Tensor, ...]]
+
+BROKEN_INTERPRETER = version("triton") < "3.7" and version("numpy") >= "2.5" and not os.environ.get("MGRAPH_KERNELS_ON")
+"""The interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does."""
 
 
 class Interpreter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from mgraph.codegen.triton.attention import Attention, Reach, Tuning, further_of
 from mgraph.ir.graph import Node
 from mgraph.ir.ops import attention as op
 from tests.codegen.triton.attention_cases import PROBLEMS, draw, error, results
-from tests.codegen.triton.interpret_cases import Case, interpret
+from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
 from tests.passes.raising import module_of
 
 CUT, SMALL = Tuning(64, 64, 4, 2), Tuning(32, 32, 4, 2)
@@ -22,7 +21,7 @@ CUT, SMALL = Tuning(64, 64, 4, 2), Tuning(32, 32, 4, 2)
 
 
 @pytest.mark.skipif(
-    version("triton") < "3.7" and version("numpy") >= "2.5",
+    BROKEN_INTERPRETER,
     reason="the interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does",
 )
 def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
@@ -70,7 +69,7 @@ def reach_of(name: str, more: tuple[torch.Tensor, ...], *, of_keys: bool) -> lis
     return [[int(m.min()), int(m.max()) + 1] if len(m) else [] for m in met]
 
 
-@pytest.mark.skipif(version("triton") < "3.7" and version("numpy") >= "2.5", reason="as above")
+@pytest.mark.skipif(BROKEN_INTERPRETER, reason="as above")
 def test_blocks_reach_no_further_than_they_see(tmp_path: Path) -> None:
     """With documents one after another, of 30 rows or so, and with padding."""
     generator = torch.Generator().manual_seed(5)

@@ -4,7 +4,6 @@ binaries."""
 from __future__ import annotations
 
 import types
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from mgraph.codegen.triton import attention_grad, kernels_text, reference_text
 from mgraph.codegen.triton.attention import Tuning
 from mgraph.codegen.triton.attention_grad import GradTuning
 from tests.codegen.triton.attention_cases import DTYPES, PROBLEMS, draw, error, gradients, heads, results
-from tests.codegen.triton.interpret_cases import Case, interpret
+from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
 
 CUT = GradTuning(Tuning(64, 64, 4, 2), Tuning(64, 64, 4, 2))
 SMALL = GradTuning(Tuning(32, 32, 4, 2), Tuning(32, 64, 4, 2))
@@ -38,7 +37,7 @@ def check(name: str, found: tuple[Tensor, ...], want: tuple[Tensor, ...], bound:
 
 
 @pytest.mark.skipif(
-    version("triton") < "3.7" and version("numpy") >= "2.5",
+    BROKEN_INTERPRETER,
     reason="the interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does",
 )
 def test_kernels_in_the_interpreter(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import types
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from torch.nn import functional
 from mgraph.codegen.triton import KernelSpec, glu, kernels_text, reference_text
 from mgraph.codegen.triton.glu import Glu, Tuning
 from mgraph.ir.graph import Node
-from tests.codegen.triton.interpret_cases import Case, interpret
+from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
 from tests.codegen.triton.ptx_of import ptx_of
 from tests.passes.raising import module_of
 
@@ -90,7 +89,7 @@ def edges() -> torch.Tensor:
 
 
 @pytest.mark.skipif(
-    version("triton") < "3.7" and version("numpy") >= "2.5",
+    BROKEN_INTERPRETER,
     reason="the interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does",
 )
 def test_kernels_in_the_interpreter(tmp_path: Path) -> None:

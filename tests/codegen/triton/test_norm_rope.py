@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from mgraph.codegen.triton import RmsNorm, kernels_text, norm_rope, reference_te
 from mgraph.codegen.triton.norm_rope import NormRope
 from mgraph.codegen.triton.rope import Rope, Tuning
 from tests.codegen.triton import test_rope
-from tests.codegen.triton.interpret_cases import Case, interpret
+from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
 from tests.passes.raising import module_of
 
 BHS, BSH = ("B", "H", "S"), ("B", "S", "H")
@@ -87,7 +86,7 @@ def test_twins(name: str) -> None:
 
 
 @pytest.mark.skipif(
-    version("triton") < "3.7" and version("numpy") >= "2.5",
+    BROKEN_INTERPRETER,
     reason="the interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does",
 )
 def test_kernels_in_the_interpreter(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import types
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from mgraph.codegen.triton import kernels_text, reference_text, rope
 from mgraph.codegen.triton.rope import Rope, Tuning
 from mgraph.ir.graph import Node
-from tests.codegen.triton.interpret_cases import Case, interpret
+from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
 from tests.passes.raising import module_of
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -78,7 +77,7 @@ def draw(problem: Rope, sizes: dict[str, int], layout: str) -> tuple[torch.Tenso
 
 
 @pytest.mark.skipif(
-    version("triton") < "3.7" and version("numpy") >= "2.5",
+    BROKEN_INTERPRETER,
     reason="the interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does",
 )
 def test_kernels_in_the_interpreter(tmp_path: Path) -> None:

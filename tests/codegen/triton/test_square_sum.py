@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import types
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from mgraph.codegen.triton.square_sum import SquareSum, Tuning
 from mgraph.ir.graph import Node
 from mgraph.passes.base import Report
 from mgraph.passes.in_place import InPlace
-from tests.codegen.triton.interpret_cases import interpret
+from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, interpret
 from tests.codegen.triton.ptx_of import ptx_of
 from tests.passes.raising import module_of
 from tests.passes.test_adamw import trainer
@@ -47,7 +46,7 @@ def exact(problem: SquareSum, tensors: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.skipif(
-    version("triton") < "3.7" and version("numpy") >= "2.5",
+    BROKEN_INTERPRETER,
     reason="the interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does",
 )
 def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
