@@ -10,15 +10,19 @@ their memory, too, is taken again only afterwards. On the CPU the same are plain
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mgraph.runtime.collectives import Message, Pending
 
+late_copies = False
+"""Whether copies of the CPU are made as late as those of a stream may be, at the `wait`; see `poison.py`."""
 _free: dict[tuple[Any, ...], list[Tensor]] = {}
 """Buffers of the host that hold nothing, by form and device."""
 _taken: dict[int, tuple[Any, ...]] = {}
@@ -68,15 +72,17 @@ def _device_of(tensor: Tensor) -> torch.device:
 
 
 class _Copied:
-    """Copies on the stream of copies, until an event."""
+    """Copies on the stream of copies, until an event; on the CPU what is left to do."""
 
-    def __init__(self, event: torch.cuda.Event | None) -> None:
-        self._event = event
+    def __init__(self, event: torch.cuda.Event | None, left: Callable[[], None] | None = None) -> None:
+        self._event, self._left = event, left
 
     def wait(self) -> None:
         """Let the current stream wait for them."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
+        if self._left is not None:
+            self._left()
 
 
 def _copies(
@@ -88,25 +94,39 @@ def _copies(
 ) -> Pending:
     """Copy each source into its target after all that the current stream has enqueued. `held` live until the wait, and
     `ended` is called there."""
-    event = None
+    event, left = None, None
     if device.type == "cuda":
         stream = _stream(device, to_host=bool(held))
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
+            _copy(targets, sources)
             event = torch.cuda.Event()
             event.record(stream)
+    elif late_copies:
+        left = functools.partial(_copy, targets, [_unowned(source) for source in sources])
     else:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
+        _copy(targets, sources)
     targets = list(targets)
 
     def results() -> list[Tensor]:
         ended()
         return targets
 
-    return Pending({}, [(list(range(len(targets))), Message(_Copied(event), list(held), results))])
+    return Pending({}, [(list(range(len(targets))), Message(_Copied(event, left), list(held), results))])
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+def _unowned(tensor: Tensor) -> Tensor:
+    """The same memory of the CPU, which this does not keep alive: as a copy of a stream sees it."""
+    with _disable_current_modes():
+        storage = tensor.untyped_storage()
+        array = (ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr())
+        flat = torch.frombuffer(array, dtype=torch.uint8).view(tensor.dtype)
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 @functools.cache

@@ -131,6 +131,9 @@ class Options(Settings):
     threads: int = field(default=0, metadata=about("CPU threads per process (0: a fair share of the machine)", low=0))
     strict: bool = field(default=False, metadata=about("a kernel without a binary for this device is an error"))
     jit: bool = field(default=False, metadata=about("kernels without a binary may be compiled by Triton"))
+    poison: bool = field(
+        default=False, metadata=about("fill memory that ends with NaN, to find what reads it afterwards; slow")
+    )
     no_cuda_graphs: bool = field(default=False, metadata=about("a GPU launches each kernel by itself"))
 
 

@@ -27,9 +27,10 @@ from torch import Tensor
 
 from mgraph import __version__
 from mgraph.errors import MgraphError, OptionError, PackageError
-from mgraph.runtime import kernels
+from mgraph.runtime import kernels, poison
 from mgraph.runtime.graphs import EntryGraphs
 from mgraph.runtime.mesh import Mesh
+from mgraph.runtime.poison import Poison
 from mgraph.runtime.shards import Factors, Share, Split, share_of
 from mgraph.step_order import order_text, read_step_order
 
@@ -116,7 +117,8 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class Package:
-    """A loaded step package: its manifest, its entry functions and the state they act on."""
+    """A loaded step package: its manifest, its entry functions and the state they act on. Entries of a `poisoned` one
+    are called with memory that ends filled with NaN (`poison.py`)."""
 
     path: Path
     manifest: dict[str, Any]
@@ -124,6 +126,7 @@ class Package:
     entries: dict[str, EntryFunction]
     state_specs: tuple[StateSpec, ...]
     graphs: EntryGraphs
+    poisoned: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -145,7 +148,12 @@ class Package:
     def call(self, entry: str, state: State, *inputs: Tensor) -> dict[str, Tensor]:
         """Call an entry function; its results under the output names of the manifest."""
         try:
-            outputs = self.graphs.call(entry, self.entries[entry], state, inputs)
+            if self.poisoned:
+                with Poison():
+                    outputs = self.entries[entry](state, *inputs)
+                poison.check(entry, outputs, state, str(self.path / "step.py"))
+            else:
+                outputs = self.graphs.call(entry, self.entries[entry], state, inputs)
         except MgraphError:
             raise
         except Exception as error:
@@ -218,12 +226,17 @@ class Package:
 
 
 def load_package(
-    path: Path | str, device: torch.device | str, strict: bool = False, jit: bool = False, cuda_graphs: bool = True
+    path: Path | str,
+    device: torch.device | str,
+    strict: bool = False,
+    jit: bool = False,
+    cuda_graphs: bool = True,
+    poisoned: bool = False,
 ) -> Package:
     """Load the package at `path` for `device`.
 
     With `strict` a kernel without a binary for the device is an error instead of a warning; `jit` allows compiling it.
-    Without `cuda_graphs` a GPU launches every op by itself.
+    Without `cuda_graphs` a GPU launches every op by itself; so it does with `poisoned`.
     """
     path = Path(path).resolve()
     device = torch.device(device)
@@ -244,7 +257,7 @@ def load_package(
     replayed = device.type == "cuda" and cuda_graphs
     graphs = EntryGraphs([name for name, entry in listed if replayed and entry.get("captured")])
     specs = tuple(_state_spec(item, path) for item in manifest["state"])
-    return Package(path, manifest, device, entries, specs, graphs)
+    return Package(path, manifest, device, entries, specs, graphs, poisoned)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

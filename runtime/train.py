@@ -133,7 +133,7 @@ def run(options: Options, package_dir: Path) -> None:
 
 
 def _open(path: Path, device: torch.device, options: Options) -> Package:
-    package = load_package(path, device, options.strict, options.jit, not options.no_cuda_graphs)
+    package = load_package(path, device, options.strict, options.jit, not options.no_cuda_graphs, options.poison)
     absent = [name for name in ENTRIES if name not in package.entries]
     if absent:
         raise PackageError(
