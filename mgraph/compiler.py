@@ -19,6 +19,8 @@ from mgraph.adapters import parse_adapter
 from mgraph.capture import CaptureReport, CheckpointForm, ModelSpec, capture_with_report
 from mgraph.codegen.kernel_sites import kernel_sites
 from mgraph.codegen.package import PackageInfo, check_target, emit_package
+from mgraph.codegen.profile import read_profile
+from mgraph.codegen.providers import parse_providers
 from mgraph.codegen.triton.builder import KernelBuilder
 from mgraph.errors import OptionError
 from mgraph.ir.collective_proof import prove
@@ -45,7 +47,7 @@ from mgraph.passes.verify import TwinCheck
 from mgraph.recipe import MESH_AXES, Recipe
 
 RAISE = "raise-norm,raise-rope,raise-attention,raise-glu,raise-moe,raise-loss,cse,dce"
-FUSE, REGIONS = "fuse-rope,fuse-norm,fuse-loss,fuse-products,", "fuse-regions,"
+FUSE, REGIONS = "fuse-rope,fuse-norm,fuse-loss,fuse-experts,fuse-products,", "fuse-regions,"
 """What is fused for GPUs: into ops that have a name, and what is left."""
 TIMES = "compilation.json"
 """The file in a package's graphs/ that keeps the seconds of each stage and the capture's report."""
@@ -264,6 +266,7 @@ def compile_package(
     the `MgraphError` of the stage that fails.
     """
     check_target(recipe.directory.absolute(), force=force)
+    read_profile(recipe.profile_name), parse_providers(recipe.provider)  # what is wrong is said before the capture
     with KernelBuilder(recipe.archs) as builder:
         return _compile(recipe, extra, builder, force=force, say=say)
 
@@ -302,6 +305,9 @@ def _compile(
         done.form.layout,
         _adapters(done),
         [f"{m.function} %{m.node}: {m.detail}" for r in done.results if r.name == Pad.name for m in r.report.matches],
+        read_profile(recipe.profile_name),
+        {"B": recipe.batch, "S": recipe.seq},
+        parse_providers(recipe.provider),
     )
     with collector_spared():
         done.package = emit_package(done.module, info, recipe.directory, force=force, builder=builder)

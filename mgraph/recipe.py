@@ -94,6 +94,12 @@ class Recipe:
     arch: str = option(
         "", "GPU architectures to build kernels for, comma-separated, or none (default: the target's, sm_90a for h100)"
     )
+    profile: str = option(
+        "", "times that providers are chosen by: a name, or a file that mgraph tune wrote (default: the target's)"
+    )
+    provider: tuple[str, ...] = option(
+        (), "who runs a family of ops on a GPU, wherever it can, e.g. attention=flash or rope=torch"
+    )
     output: str = option("", "the package's directory (default: build/MODEL-PURPOSE)")
     recompute: str = option(
         "none",
@@ -240,6 +246,11 @@ class Recipe:
     def archs(self) -> tuple[str, ...]:
         """GPU architectures to build kernels for."""
         return _parts("" if self.arch == "none" else self.arch or TARGET_ARCHS[self.target])
+
+    @property
+    def profile_name(self) -> str:
+        """The profile that providers are chosen by, a name or a file."""
+        return self.profile or (self.target if TARGET_ARCHS[self.target] else "h100")
 
     @property
     def budget(self) -> int:

@@ -14,6 +14,7 @@ lse' that counts it; every gradient kernel starts from out and lse, and so needs
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,10 +91,11 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     extra: Sequence[str] = (),
+    by: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """out and lse."""
+    """out and lse. `by` names the kernel to take on a GPU (see `FORMS`), where it fits."""
     mask, sinks = _read(extra, more, scale=scale, causal=causal, window=window, softcap=softcap)
-    form = _form(q, k, v, mask)
+    form = _form(q, k, v, mask, by)
     outs, sums = [], []
     for rows, columns in _blocks(q, k, mask, form):
         seen = _Block(mask, rows, columns, q)
@@ -120,10 +122,11 @@ def attention_grad(
     window: int | None = None,
     softcap: float | None = None,
     extra: Sequence[str] = (),
+    by: str = "",
 ) -> tuple[Tensor, ...]:
-    """Gradients for q, k and v, and for the sinks where there are."""
+    """Gradients for q, k and v, and for the sinks where there are; `by` as in `attention`."""
     mask, sinks = _read(extra, more, scale=scale, causal=causal, window=window, softcap=softcap)
-    form = _form(q, k, v, mask)
+    form = _form(q, k, v, mask, by)
     blocks = list(_blocks(q, k, mask, form))
     dqs: list[Tensor] = []
     dk = dv = torch.empty(0)
@@ -335,8 +338,34 @@ class _Plain(_Form):
 _PLAIN, _CPU, _FLASH, _CUDNN, _EFFICIENT = _Plain(), _Cpu(), _Flash(), _Cudnn(), _Efficient()
 
 
-def _form(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> _Form:
-    """Which form runs; the same for an attention and its gradient."""
+FORMS: dict[str, _Form] = {"cudnn": _CUDNN, "flash": _FLASH, "efficient": _EFFICIENT, "torch": _PLAIN}
+"""What may be asked for on a GPU, by name."""
+_said: set[str] = set()
+
+
+def _form(q: Tensor, k: Tensor, v: Tensor, mask: Mask, by: str = "") -> _Form:
+    """Which form runs: what is asked for, where it fits, else the fastest that does, which is said once."""
+    found = _fastest(q, k, v, mask)
+    if not by or q.device.type == "cpu" or FORMS[by] is found:
+        return found
+    if by == "torch" or _takes(by, q, found):
+        return FORMS[by]
+    if by not in _said:
+        _said.add(by)
+        name = next(name for name, form in FORMS.items() if form is found)
+        where = f"q {list(q.shape)} {q.dtype} on {torch.cuda.get_device_name(q.device)}"
+        warnings.warn(f"attention by {by} does not run here ({where}): {name} does", RuntimeWarning, stacklevel=4)
+    return found
+
+
+def _takes(by: str, q: Tensor, found: _Form) -> bool:
+    """Whether another fused kernel than the fastest takes what that takes."""
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return found is not _PLAIN and (by == "efficient" or (by == "flash" and half))
+
+
+def _fastest(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> _Form:
+    """The form to take where none is asked for; the same for an attention and its gradient."""
     even = q.shape[3] == v.shape[3] and mask.softcap is None
     if q.device.type == "cpu":
         return _CPU if even and q.dtype != torch.float16 else _PLAIN

@@ -32,6 +32,31 @@ def layer_norm_grad(
     return made
 
 
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, round: str = "product"
+) -> tuple[Tensor, Tensor]:
+    """The RMS norm `x * rstd * (weight + offset)` over the last dim, and rstd [..., 1] in at least f32.
+
+    With `round="normed"` the product `x * rstd` is rounded before that with the weight.
+    """
+    return _rms_norm(x, weight, eps, offset, round)
+
+
+def rms_norm_grad(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    round: str = "product",
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm` for x and weight."""
+    dx, dweight = _rms_norm_grad(dy, x, weight, rstd, offset, round)
+    return dx.to(x.dtype), dweight.to(weight.dtype)
+
+
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, round: str = "product"
 ) -> tuple[Tensor, Tensor, Tensor]:

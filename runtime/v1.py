@@ -47,6 +47,8 @@ from mgraph.runtime.norm import (
     layer_norm_grad,
     norm_rope,
     norm_rope_grad,
+    rms_norm,
+    rms_norm_grad,
 )
 from mgraph.runtime.offload import store_start, to_device_start, to_host_start
 from mgraph.runtime.ops import (
@@ -154,6 +156,8 @@ __all__ = [
     "repeat_parts_grad",
     "repeated_part",
     "repeated_part_grad",
+    "rms_norm",
+    "rms_norm_grad",
     "rope",
     "rope_table_grad",
     "square_sum",

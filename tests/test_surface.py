@@ -7,7 +7,7 @@ from mgraph.cli.app import command
 SURFACE = {
     "compile": "MODEL --for --mesh --place --sequence-parallel/--no-sequence-parallel --pad --zero "
     "--keep-gathered/--no-keep-gathered --overlap/--no-overlap --wide-sums/--no-wide-sums --precision --grad-dtype "
-    "--target --arch --output/-o --recompute --activation-budget --memory-budget --batch "
+    "--target --arch --profile --provider --output/-o --recompute --activation-budget --memory-budget --batch "
     "--seq --offload --chunk-loss --optimizer --weight-decay "
     "--groups --lora --lora-train --beta1 --beta2 --eps --max-norm --expert-bias-rate "
     "--loss-scale --loss-scale-growth --loss-scale-backoff --loss-scale-interval --loss-mask/--no-loss-mask "

@@ -29,11 +29,17 @@ from mgraph.ir.types import TensorType
 
 class Template(NamedTuple):
     """What makes the kernels of an op: `problem` gives the instance that a node is, or says why there is no kernel for
-    it; `build` makes the site of a name and an instance. Sites are called `stem` and a number."""
+    it; `build` makes the site of a name and an instance. Sites are called `stem` and a number. `able` is a `problem`
+    that does not refuse what another provider does better."""
 
     stem: str
     problem: Callable[[Node], Any]
     build: Callable[[str, Any], KernelSpec]
+    able: Callable[[Node], Any] | None = None
+
+    def instance(self, node: Node) -> Any:
+        """The instance that a node is, or why the kernel cannot run it."""
+        return (self.able or self.problem)(node)
 
 
 class SumTemplate(NamedTuple):
@@ -57,8 +63,8 @@ ON_GPUS: dict[str, Template] = {
     "square_sum": Template("square_sum", square_sum.problem_of, square_sum.build),
     "add_rms_norm": Template("add_rms_norm_fwd", residual_norm.problem_of, residual_norm.forward),
     "add_rms_norm_grad": Template("add_rms_norm_bwd", residual_norm.problem_of, residual_norm.backward),
-    "attention": Template("attention_fwd", attention.problem_of, attention.forward),
-    "attention_grad": Template("attention_bwd", attention.problem_of, attention_grad.backward),
+    "attention": Template("attention_fwd", attention.problem_of, attention.forward, attention.instance_of),
+    "attention_grad": Template("attention_bwd", attention.problem_of, attention_grad.backward, attention.instance_of),
     "cross_entropy": Template("cross_entropy_fwd", cross_entropy.problem_of, cross_entropy.forward),
     "cross_entropy_grad": Template("cross_entropy_bwd", cross_entropy.problem_of, cross_entropy.backward),
     "cross_entropy_with_grad": Template("cross_entropy", cross_entropy.problem_of, cross_entropy.forward_backward),
@@ -87,12 +93,23 @@ SUMS_ON_GPUS: dict[str, SumTemplate] = {
 """Ops whose sum to a total (`accumulate`) is a kernel site in packages with binaries for a GPU."""
 
 
+TRITON = "triton"
+"""The provider of all sites."""
+
+LIBRARIES = ("cudnn", "flash", "efficient")
+"""Providers of attention besides ours: fused kernels of torch, which the runtime is told by name."""
+
+Chooser = Callable[[Node, "Value | None"], str]
+"""Gives the provider of a node, or of its sum to a total (`providers.py`)."""
+
+
 class KernelSites:
     """Collects the sites; equal instances (size, dtypes, attributes) share one. `gpu`: there are binaries for GPUs;
-    `division` says what one rank has of each tensor, which is what its kernels are made for."""
+    `division` says what one rank has of each tensor, which is what its kernels are made for; `chosen` gives the
+    provider of each node (none: the kernel, wherever a template takes it)."""
 
-    def __init__(self, *, gpu: bool = False, division: Division | None = None) -> None:
-        self._division = division
+    def __init__(self, *, gpu: bool = False, division: Division | None = None, chosen: Chooser | None = None) -> None:
+        self._division, self._chosen = division, chosen
         self._templates = {**ON_ALL_TARGETS, **ON_GPUS} if gpu else ON_ALL_TARGETS
         self._sums = SUMS_ON_GPUS if gpu else {}
         self._names: dict[tuple[str, Any], str] = {}
@@ -102,27 +119,25 @@ class KernelSites:
     def name(self, node: Node) -> str | None:
         """The name of the site that runs a node, or None if that is for torch."""
         template = self._templates.get(node.op.removesuffix("_"))
-        return None if template is None else self._named(template, template.problem(self._local(node)), node)
+        if template is None or self._is_for_others(node):
+            return None
+        problem = template.problem if self._chosen is None else template.instance
+        return self._named(template, problem(localized(node, self._division)), node)
+
+    def provider(self, node: Node) -> str:
+        """The provider that was chosen for a node; empty where the runtime finds one by itself."""
+        return "" if self._chosen is None else self._chosen(node, None)
+
+    def _is_for_others(self, node: Node, total: Value | None = None) -> bool:
+        return self._chosen is not None and self._chosen(node, total) != TRITON
 
     def name_of_sum(self, part: Node, total: Value) -> str | None:
         """The name of the site that adds what a node makes to a total in place, or None if that is for torch."""
         template = self._sums.get(part.op)
-        if template is None:
+        if template is None or self._is_for_others(part, total):
             return None
-        return self._named(template, template.problem(self._local(part), self._local_value(total)), part)
-
-    def _local(self, node: Node) -> Node:
-        """A node with the types of one rank's parts."""
-        if self._division is None or not self._division.sizes:
-            return node
-        return node.with_values(
-            tuple(map(self._local_value, node.operands)), tuple(map(self._local_value, node.results))
-        )
-
-    def _local_value(self, value: Value) -> Value:
-        if self._division is None or not isinstance(value.type, TensorType):
-            return value
-        return replace(value, type=self._division.local_type(value.type))
+        local = localized(part, self._division), _local_value(total, self._division)
+        return self._named(template, template.problem(*local), part)
 
     def _named(self, template: Template | SumTemplate, problem: Any, node: Node) -> str | None:
         if isinstance(problem, str):
@@ -138,6 +153,20 @@ class KernelSites:
     def spec(self, name: str) -> KernelSpec:
         """The site of a name."""
         return next(spec for spec in self.specs if spec.name == name)
+
+
+def localized(node: Node, division: Division | None) -> Node:
+    """A node with the types of one rank's parts."""
+    if division is None or not division.sizes:
+        return node
+    operands, results = ([_local_value(v, division) for v in values] for values in (node.operands, node.results))
+    return node.with_values(tuple(operands), tuple(results))
+
+
+def _local_value(value: Value, division: Division | None) -> Value:
+    if division is None or not isinstance(value.type, TensorType):
+        return value
+    return replace(value, type=division.local_type(value.type))
 
 
 def kernel_sites(module: Module, *, gpu: bool = False) -> KernelSites:

@@ -19,6 +19,8 @@ from typing import Any
 from mgraph.codegen.fingerprint import fingerprint
 from mgraph.codegen.kernel_sites import KernelSites
 from mgraph.codegen.manifest import file_digests, manifest, manifest_items, manifest_text
+from mgraph.codegen.profile import Profile
+from mgraph.codegen.providers import Providers
 from mgraph.codegen.step import step_text
 from mgraph.codegen.step_check import check_step
 from mgraph.codegen.triton.builder import KernelBuilder
@@ -26,6 +28,7 @@ from mgraph.errors import PackageError, StorageError, storage_hint
 from mgraph.ir.graph import Module
 from mgraph.ir.local import Division, declared_sizes
 from mgraph.ir.printer import print_module
+from mgraph.passes.activations import extents
 
 MANIFEST = "manifest.json"
 EDITED = ".edited"
@@ -43,7 +46,8 @@ class PackageInfo:
     `unverified` (empty: --verify was not asked for); `configuration` the text of the model's config.json, as
     `transformers` reads it; `weight_layout` how the tensors of the model lie in files of weights, where they do not lie
     there as they are (`mgraph.capture.weight_layout`); `adapters` what is said of the adapter of a weight, by the
-    weight's name; `padded` what the step makes longer by zeros, in words.
+    weight's name; `padded` what the step makes longer by zeros, in words; `profile` the times that providers are chosen
+    by, at these `extents` of named dims, and `providers` those that were asked for, by family.
     """
 
     kind: str
@@ -56,6 +60,9 @@ class PackageInfo:
     weight_layout: Sequence[Mapping[str, Any]] = ()
     adapters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     padded: Sequence[str] = ()
+    profile: Profile | None = None
+    extents: Mapping[str, int] = field(default_factory=dict)
+    providers: Mapping[str, str] = field(default_factory=dict)
 
 
 def emit_package(
@@ -105,7 +112,12 @@ def check_target(target: Path, *, force: bool = False) -> list[str]:
 def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBuilder) -> None:
     """All files of the package, the manifest last; all else is made while the kernels are built."""
     directory.chmod(0o755)  # temporary directories are private; packages are not
-    sites = KernelSites(gpu=bool(info.archs), division=Division.of(module, declared_sizes(module)))
+    providers = _providers(module, info)
+    sites = KernelSites(
+        gpu=bool(info.archs),
+        division=Division.of(module, declared_sizes(module)),
+        chosen=None if providers is None else providers.chosen,
+    )
     step = step_text(module, sites)
     builder.start(sites.specs, directory)
     (directory / "step.py").write_text(step, encoding="utf-8")
@@ -115,6 +127,8 @@ def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBu
     data = manifest(
         module, info.kind, info.pipeline, info.verification, mark, info.weight_layout, info.adapters, info.padded
     )
+    if providers is not None:
+        data["providers"] = providers.data()
     items = manifest_items(data)
     (directory / f"{info.kind}.py").write_text(driver_text(info.kind, module.name), encoding="utf-8")
     if info.configuration is not None:
@@ -123,6 +137,15 @@ def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBu
     files = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if _is_source(p))
     items += manifest_items({"kernels": kernels, "files": file_digests(directory, files)})
     (directory / MANIFEST).write_text(manifest_text(items), encoding="utf-8")
+
+
+def _providers(module: Module, info: PackageInfo) -> Providers | None:
+    """Who runs what on a GPU; None in packages without kernels for one. Raises OptionError as `check_forced` does."""
+    if info.profile is None or not info.archs:
+        return None
+    providers = Providers(module, info.profile, extents(module, info.extents), info.providers)
+    providers.check_forced()
+    return providers
 
 
 def driver_text(kind: str, name: str) -> str:

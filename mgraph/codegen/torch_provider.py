@@ -220,6 +220,12 @@ def _runtime(drop: Sequence[str] = ()) -> Callable[[Site], str]:
     return form
 
 
+def _attention(site: Site) -> str:
+    """A call of the runtime's op, which is told whose kernel it takes where that has been chosen."""
+    text, provider = _runtime()(site), site.kernels.provider(site.node)
+    return f'{text[:-1]}, by="{provider}")' if provider else text
+
+
 def _cast(site: Site) -> str:
     return f"{site.operands[0]}.to({site.literal(site.node.attrs['dtype'])})"
 
@@ -368,8 +374,8 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "all_gather_start": _all_gather,
     "all_reduce": _all_reduce,
     "all_reduce_start": _all_reduce,
-    "attention": _runtime(),
-    "attention_grad": _runtime(),
+    "attention": _attention,
+    "attention_grad": _attention,
     "axis_index": lambda site: f"rt.axis_index({site.literal(site.node.attrs['axis'])})",
     "cast": _cast,
     "cross_entropy": _runtime(),
@@ -414,6 +420,8 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "repeated_part": _runtime(),
     "repeated_part_grad": _runtime(),
     "reshape": _reshape,
+    "rms_norm": _runtime(),
+    "rms_norm_grad": _runtime(),
     "rope": _runtime(),
     "rope_table_grad": _runtime(),
     "squared_relu": _runtime(),

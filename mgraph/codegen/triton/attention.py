@@ -103,7 +103,14 @@ def tile_columns(width: int) -> int:
 
 
 def problem_of(node: Node) -> Attention | str:
-    """The instance that a node `attention` or `attention_grad` is, or why there is no kernel for it."""
+    """The instance that a node `attention` or `attention_grad` is, or why no kernel of ours should run it."""
+    problem = instance_of(node)
+    fused = isinstance(problem, Attention) and has_fused_kernel(problem)
+    return "cuDNN's kernel is faster" if fused else problem
+
+
+def instance_of(node: Node) -> Attention | str:
+    """The instance that a node `attention` or `attention_grad` is, or why no kernel of ours can run it."""
     first, further = (1, 6) if node.op == "attention_grad" else (0, 3)
     q, k, v = (value.tensor for value in node.operands[first : first + 3])
     attrs, extra = node.attrs, node.attrs.get("extra", ())
@@ -125,7 +132,7 @@ def problem_of(node: Node) -> Attention | str:
         return "the kernel takes one keys and one sinks"
     if not isinstance(scale, float | int) or not scale > 0:
         return f"the scale {scale} is not positive"
-    problem = Attention(
+    return Attention(
         dtype=dtype,
         width=width,
         value_width=value_width,
@@ -138,7 +145,6 @@ def problem_of(node: Node) -> Attention | str:
         ),
         square=bool(q.shape[2] == k.shape[2]),
     )
-    return "cuDNN's kernel is faster" if has_fused_kernel(problem) else problem
 
 
 def has_fused_kernel(problem: Attention) -> bool:

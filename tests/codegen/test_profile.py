@@ -1,0 +1,97 @@
+"""Profiles: what is committed is read, measured rows win, near ones are scaled, and what is wrong is said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mgraph.codegen.profile import Instance, Profile, Row, committed_profiles, read_profile
+from mgraph.errors import OptionError
+from mgraph.ir.parser import parse_module
+
+TEXT = """mgraph-ir 1
+module "norms"
+dim B 1..
+dim S 1..
+
+func @main(%x: bf16[B, S, 4096], %r: bf16[B, S, 4096], %w: bf16[4096]) {
+  %t: bf16[B, S, 4096], %y: bf16[B, S, 4096], %s: f32[B, S, 1] = add_rms_norm(%x, %r, %w) \
+{eps = 1e-05, round = "normed"} forward at "a" "m.py":1 by capture
+  return %t, %y, %s
+}
+"""
+
+
+def instance(batch: int, seq: int) -> Instance:
+    node = parse_module(TEXT).functions["main"].nodes[0]
+    return Instance.of(node, {"B": batch, "S": seq})
+
+
+def test_an_instance_is_a_node_at_given_sizes() -> None:
+    found = instance(2, 512)
+    assert found.sizes == ("bf16[2,512,4096]", "bf16[2,512,4096]", "bf16[4096]")
+    assert found.bytes == 4 * 2 * 512 * 4096 * 2 + 4096 * 2 + 2 * 512 * 4
+    assert found.flops == 6 * 2 * 512 * 4096
+    assert found.attrs == {"eps": 1e-5, "offset": 0.0, "round": "normed"}
+
+
+@pytest.mark.parametrize("name", committed_profiles())
+def test_committed_profiles_say_where_times_come_from(name: str) -> None:
+    profile = read_profile(name)
+    assert profile.name == name and profile.arch == "sm_90a" and profile.rates["bytes_per_second"] > 3e12
+    assert all(row.source and row.date and row.card for row in profile.measured)
+    for row in profile.measured:
+        if row.provider == "triton" and not row.op.startswith("attention"):
+            # No kernel moved its bytes faster than the machine's copy does, by more than the noise of both.
+            assert row.bytes / row.microseconds * 1e6 < 4.3e12 * 1.03
+
+
+def test_times_are_measured_near_or_modelled() -> None:
+    profile = read_profile("h100")
+    bare = replace(profile, measured=())
+    known = next(row for row in profile.measured if row.op == "add_rms_norm" and row.sizes[0] == "bf16[16384,4096]")
+    assert str(profile.time(known, "triton")) == f"{known.microseconds:.1f}"
+    far = instance(4, 8192)  # twice as many rows, of another rank
+    near = profile.time(far, "triton")
+    assert near.basis == "estimated" and near.microseconds == pytest.approx(2 * known.microseconds, rel=0.02)
+    modelled = bare.time(far, "triton")
+    assert modelled.microseconds == pytest.approx(1e6 * far.bytes / (3.02e12 * 0.92) + 2)
+    other = replace(far, attrs={**far.attrs, "round": "product"})
+    assert profile.time(other, "triton") == modelled, "a row of another kind says nothing"
+    assert profile.time(far, "torch").microseconds > 2 * near.microseconds
+
+
+def test_rows_replace_those_of_the_same_instance(tmp_path: Path) -> None:
+    profile = read_profile("h100")
+    first = profile.measured[0]
+    again = replace(first, microseconds=1.0, source="again")
+    other = replace(first, provider="torch", microseconds=9.0)
+    made = profile.with_rows([again, other])
+    assert len(made.measured) == len(profile.measured) + 1 and made.time(first, "triton").microseconds == 1.0
+    file = tmp_path / "mine.json"
+    file.write_text(made.text())
+    read = read_profile(str(file))
+    assert read == made and isinstance(read.measured[0], Row) and isinstance(read, Profile)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"rates": {}}, "KeyError"), ({"measured": [{"op": "glu"}]}, "KeyError"), ({"models": [{"of": 1}]}, "TypeError")],
+)
+def test_damaged_files(tmp_path: Path, change: dict[str, object], reason: str) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({**json.loads(read_profile("h100").text()), **change}))
+    with pytest.raises(OptionError, match=reason) as caught:
+        read_profile(str(file))
+    assert str(file) in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_names_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="no profile 'h10'") as caught:
+        read_profile("h10")
+    assert "h100" in str(caught.value)
+    with pytest.raises(OptionError, match="No such file"):
+        read_profile(str(tmp_path / "none.json"))
