@@ -47,7 +47,7 @@ from mgraph.passes.verify import TwinCheck
 from mgraph.recipe import MESH_AXES, Recipe
 
 RAISE = "raise-norm,raise-rope,raise-attention,raise-glu,raise-moe,raise-loss,cse,dce"
-FUSE, REGIONS = "fuse-rope,fuse-norm,fuse-loss,fuse-experts,fuse-products,", "fuse-regions,"
+FUSE, REGIONS = "fuse-rope,fuse-norm,fuse-loss,fuse-products,", "fuse-regions,"
 """What is fused for GPUs: into ops that have a name, and what is left."""
 TIMES = "compilation.json"
 """The file in a package's graphs/ that keeps the seconds of each stage and the capture's report."""
