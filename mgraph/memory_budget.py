@@ -146,4 +146,4 @@ def _plan(recipe: Recipe, compiled: Compiled) -> Plan:
     hidden = (flops[phase] / FLOPS_PER_SECOND for phase in (Phase.FORWARD, Phase.BACKWARD))
     seconds += sum(max(0.0, copied - meanwhile) for meanwhile in hidden)
     seconds += host["state"] / HOST_BYTES_PER_SECOND
-    return Plan(recipe, memory.total(), sum(host.values()), seconds, counts["bytes_held"])
+    return Plan(recipe, memory.reserved(), sum(host.values()), seconds, counts["bytes_held"])

@@ -29,7 +29,7 @@ def _fitted(budget: str, model: str = "dense", **more: Any) -> Compilation:
 
 def _needs(done: Compilation, ranks: int = 1) -> int:
     sizes = extents(done.module, {"B": done.recipe.batch, "S": done.recipe.seq})
-    return RankMemory(done.module, sizes, mesh_sizes(done.module.mesh, {}, ranks)).total()
+    return RankMemory(done.module, sizes, mesh_sizes(done.module.mesh, {}, ranks)).reserved()
 
 
 @pytest.mark.parametrize(
@@ -37,21 +37,21 @@ def _needs(done: Compilation, ranks: int = 1) -> int:
     sampled(
         [
             ("60GiB", {}, "none", ""),
-            ("28GiB", {}, "selective", ""),
-            ("15.7GiB", {}, "full", ""),
-            ("12GiB", {}, "selective", "optimizer"),
-            ("5.2GiB", {}, "full", "activations,optimizer"),
-            ("28GiB", {"recompute": "full"}, "full", ""),
-            ("20GiB", {"offload": "optimizer"}, "none", "optimizer"),
-            ("12GiB", {"mesh": "tp=2"}, "selective", ""),
-            ("16GiB", {"mesh": "fsdp=2"}, "selective", ""),
+            ("29GiB", {}, "selective", ""),
+            ("16.7GiB", {}, "full", ""),
+            ("13GiB", {}, "selective", "optimizer"),
+            ("6.7GiB", {}, "full", "activations,optimizer"),
+            ("29GiB", {"recompute": "full"}, "full", ""),
+            ("22GiB", {"offload": "optimizer"}, "none", "optimizer"),
+            ("13GiB", {"mesh": "tp=2"}, "selective", ""),
+            ("17GiB", {"mesh": "fsdp=2"}, "selective", ""),
         ],
         0,
-        always=[("12GiB", {}, "selective", "optimizer")],
+        always=[("13GiB", {}, "selective", "optimizer")],
     ),
 )
 def test_the_cheapest_that_fits(budget: str, more: dict[str, Any], recompute: str, offload: str) -> None:
-    """The dense model of 0.9 B parameters takes 29.7 GiB, 9.9 GiB of which are masters and moments."""
+    """The dense model of 0.9 B parameters takes 29.7 GiB, and 1.1 for evaluation beside its graphs; 9.9 are masters and moments."""
     done = _fitted(budget, **more)
     assert (done.recipe.recompute, done.recipe.offload) == (recompute, offload)
     assert _needs(done, 2 if "mesh" in more else 1) <= float(budget.removesuffix("GiB")) * GIB

@@ -48,6 +48,7 @@ class Forecast:
     state: Mapping[str, int]
     entries: Mapping[str, Peak]
     functions: Mapping[str, tuple[int, Profile]]
+    reserved: int
     host: Mapping[str, int]
     timelines: Mapping[str, tuple[Point, ...]]
 
@@ -106,7 +107,7 @@ def forecast(package: Compiled, given: Mapping[str, int], ranks: int) -> Forecas
     named = {n: sizes[n] for n in wanted if n in sizes}
     host = {label: total for label, total in memory.host().items() if total}
     timelines = {name: memory.timeline(name) for name in module.entries}
-    return Forecast(module.name, named, mesh, state, entries, functions, host, timelines)
+    return Forecast(module.name, named, mesh, state, entries, functions, memory.reserved(), host, timelines)
 
 
 def _step(found: Forecast) -> dict[str, tuple[Point, ...]]:
@@ -125,6 +126,8 @@ def _text(found: Forecast, shown: str, limit: int) -> list[str]:
     rows = [(label, size_text(size)) for label, size in found.state.items()]
     highest = max(found.entries, key=lambda name: found.entries[name].bytes)
     rows += [(f"peak of {highest}", size_text(found.entries[highest].bytes)), ("in all", size_text(found.total))]
+    if found.reserved > found.total:
+        rows.append(("with what CUDA graphs keep", size_text(found.reserved)))
     rows += [(f"on the host: {label}", size_text(size)) for label, size in found.host.items()]
     peaks = [(name, size_text(peak.bytes), *_where(peak)) for name, peak in found.entries.items()]
     functions = [
@@ -179,6 +182,7 @@ def _data(found: Forecast, shown: str) -> dict[str, Any]:
         "mesh": dict(found.mesh),
         "state": dict(found.state),
         "total": found.total,
+        "reserved": found.reserved,
         "host": dict(found.host),
         "entries": {name: _peak_data(peak) for name, peak in found.entries.items()},
         "functions": {

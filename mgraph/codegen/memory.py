@@ -155,6 +155,13 @@ class RankMemory:
         """Bytes of the state on the device, and of the highest peak of an entry."""
         return sum(self.state().values()) + max((self.entry(name).bytes for name in self.module.entries), default=0)
 
+    def reserved(self) -> int:
+        """Bytes that a rank needs of its device: CUDA graphs keep the memory of the highest of their entries, in one
+        pool, so that what is launched op by op has its own beside that."""
+        kept = [self.entry(name).bytes for name, entry in self.module.entries.items() if entry.captured]
+        beside = [self.entry(name).bytes for name, entry in self.module.entries.items() if not entry.captured]
+        return sum(self.state().values()) + max(kept, default=0) + max(beside, default=0)
+
     def functions(self) -> dict[str, Profile]:
         """The profile of each function that the entries asked for so far call, by name: callers before callees."""
         entries = {entry.function for entry in self.module.entries.values()}
