@@ -31,7 +31,6 @@ from mgraph.runtime import kernels, poison
 from mgraph.runtime.graphs import EntryGraphs
 from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.poison import Poison
-from mgraph.runtime.ranges import CALLED, compiled, range_of
 from mgraph.runtime.shards import Factors, Share, Split, share_of
 from mgraph.step_order import order_text, read_step_order
 
@@ -233,20 +232,17 @@ def load_package(
     jit: bool = False,
     cuda_graphs: bool = True,
     poisoned: bool = False,
-    ranges: str = "",
-    sizes: Mapping[str, int] | None = None,
 ) -> Package:
-    """Load the package at `path` for `device`; `sizes` gives named dims of states (the blocks of a cache).
+    """Load the package at `path` for `device`.
 
     With `strict` a kernel without a binary for the device is an error instead of a warning; `jit` allows compiling it.
-    Without `cuda_graphs` a GPU launches every op by itself; so it does with `poisoned`, and
-    with `ranges`, which name what the step does for profilers (`ranges.py`).
+    Without `cuda_graphs` a GPU launches every op by itself; so it does with `poisoned`.
     """
     path = Path(path).resolve()
     device = torch.device(device)
     manifest = _read_manifest(path)
     kernels.set_device(device, strict=strict, jit=jit)
-    module = _execute(path / "step.py", ranges)
+    module = _execute(path / "step.py")
     entries = {}
     for name in manifest["entries"]:
         function = getattr(module, name, None)
@@ -258,9 +254,9 @@ def load_package(
             )
         entries[name] = function
     listed = manifest["entries"].items()
-    replayed = device.type == "cuda" and cuda_graphs and not ranges
+    replayed = device.type == "cuda" and cuda_graphs
     graphs = EntryGraphs([name for name, entry in listed if replayed and entry.get("captured")])
-    specs = tuple(_state_spec(item, path, sizes or {}) for item in manifest["state"])
+    specs = tuple(_state_spec(item, path) for item in manifest["state"])
     return Package(path, manifest, device, entries, specs, graphs, poisoned)
 
 
@@ -294,19 +290,15 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _execute(file: Path, ranges: str) -> ModuleType:
-    """Run step.py as a module whose name no other package shares, with ranges around its statements if asked for."""
+def _execute(file: Path) -> ModuleType:
+    """Run step.py as a module whose name no other package shares."""
     name = f"mgraph_step_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, f"no loader for {file}"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        if ranges:
-            vars(module)[CALLED] = range_of(ranges)
-            exec(compiled(file), vars(module))
-        else:
-            spec.loader.exec_module(module)
+        spec.loader.exec_module(module)
     except SyntaxError as error:
         del sys.modules[name]
         raise PackageError(
@@ -332,19 +324,13 @@ def _line_in(file: Path, error: BaseException) -> int:
     return (lines[-1] if lines else None) or 1
 
 
-def _extent(extent: int | str, sizes: Mapping[str, int]) -> int:
-    """An extent of a state: a number, or a product of numbers and named dims."""
-    parts = str(extent).split("*")
-    return math.prod(int(part) if part.isdecimal() else sizes.get(part, 1) for part in parts)
-
-
-def _state_spec(item: dict[str, Any], path: Path, sizes: Mapping[str, int]) -> StateSpec:
+def _state_spec(item: dict[str, Any], path: Path) -> StateSpec:
     try:
         return StateSpec(
             name=item["name"],
             kind=item["kind"],
             dtype=DTYPES[item["dtype"]],
-            shape=tuple(_extent(extent, sizes) for extent in item["shape"]),
+            shape=tuple(item["shape"]),
             trainable=bool(item.get("trainable", False)),
             persist=bool(item.get("persist", True)),
             init=tuple(tuple(call) for call in item.get("init") or ()),
