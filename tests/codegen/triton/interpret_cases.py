@@ -96,7 +96,7 @@ def moved(value: Any, device: torch.device) -> Any:
         return type(value)(moved(v, device) for v in value)
     if not isinstance(value, torch.Tensor):
         return value
-    whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
+    whole = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
     return whole.to(device).as_strided(value.shape, value.stride(), value.storage_offset())
 
 
