@@ -55,6 +55,11 @@ OPTIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("moe-tiny-losses", "dp=2,fsdp=2,tp=2", {"recompute": "full"}),
     ("hf:llama3", "fsdp=2,tp=2", {"recompute": "full", "keep_gathered": True}),
     ("dense-tiny", "fsdp=2,tp=2", {"recompute": "selective", "activation_budget": "4MiB"}),
+    ("dense-tiny", "fsdp=2,tp=2", {"offload": "activations,optimizer"}),
+    ("moe-tiny-losses", "dp=2,fsdp=2", {"offload": "activations,optimizer", "zero": 2, "overlap": True}),
+    ("hf:llama3", "dp=2,tp=2", {"offload": "activations,optimizer", "overlap": True, "precision": "bf16"}),
+    ("dense-tiny", "fsdp=2", {"offload": "activations", "recompute": "full", "keep_gathered": True}),
+    ("moe-tiny-losses", "tp=2", {"offload": "activations,optimizer", "sequence_parallel": True}),
     ("dense-tiny", "dp=2,fsdp=2", {"precision": "bf16", "wide_sums": True}),
     ("dense-tiny", "fsdp=4,tp=2", {"precision": "bf16"}),
     ("moe-tiny-losses", "fsdp=2,tp=2", {"precision": "fp16", "zero": 1}),
@@ -110,6 +115,7 @@ PROCESSES: list[tuple[str, str, dict[str, Any]]] = [
     ("hf:llama3", "dp=2,fsdp=2", {"overlap": True}),
     ("hf:llama3", "dp=2,fsdp=2,tp=2", {}),
     ("odd", "tp=4", {"pad": "heads,vocab"}),
+    ("moe-tiny-losses", "fsdp=2,tp=2", {"offload": "activations,optimizer"}),
 ]
 RUN_ROWS = [Row(model, mesh, tuple(options.items())) for model, mesh, options in PROCESSES]
 
