@@ -145,8 +145,9 @@ class Recipe:
     loss_mask: bool = option(False, "add the input loss_mask f32[B, S], a weight per target")
     packed: bool = option(False, "several documents share a row: add the inputs position_ids and segment_ids i64[B, S]")
     max_length: int = option(
-        0, "the longest sequence, and the size of the cache when serving (0: as the model says)", within=(0, 2**31)
+        0, "the longest sequence, prompt and continuation when serving (0: as the model says)", within=(0, 2**31)
     )
+    block_size: int = option(16, "when serving: rows of a block of the cache, a power of two", within=(1, 1024))
     disable: str = option("", "passes to leave out: names or patterns, comma-separated (raise-*)")
     verify: bool = option(False, "check every pass with the interpreter, all ranks, on a reduced twin of the model")
 
@@ -187,6 +188,9 @@ class Recipe:
             raise OptionError("packed is for training", where="--packed", hint="a sequence that is served has its row")
         if self.place and self.purpose == "serve":
             raise OptionError("place is for training", where="--place", hint="what is served is on one device whole")
+        if self.block_size & (self.block_size - 1):
+            problem = f"block_size is {self.block_size}"
+            raise OptionError(problem, where="--block-size", hint="a power of two, e.g. 16")
         if self.max_length == 1:
             raise OptionError("max_length is 1", where="--max-length", hint="sequences of at least 2 tokens")
         if not self.mesh_axes():
@@ -213,7 +217,7 @@ class Recipe:
     def mesh_axes(self) -> dict[str, int | None]:
         """The mesh as axis name to size (`None`: `*`), in the order of MESH_AXES. Raises OptionError."""
         axes: dict[str, int | None] = {}
-        for part in filter(None, self.mesh.split(",")):
+        for part in self.mesh.split(",") if self.mesh.strip(", ") else ():
             name, equals, size = part.strip().partition("=")
             if not equals or not (size == "*" or (size.isdecimal() and int(size) > 0)):
                 hint = "NAME=SIZE, with a size of at least 1, e.g. dp=2, or dp=*"
@@ -236,8 +240,10 @@ class Recipe:
         made: dict[str, tuple[str, ...]] = {}
         for axis, text in ((parse_placement(rule).axis, rule) for rule in self.place):
             if axis not in self.mesh_axes() or axis not in PLACING_AXES:
-                missing = "the mesh has not" if axis not in self.mesh_axes() else "splits no layers"
-                hint = f"an axis of --mesh ({self.mesh}) that does: {', '.join(PLACING_AXES)}"
+                absent = axis not in self.mesh_axes()
+                missing = "the mesh has not" if absent else "splits no layers"
+                takes = f"only {', '.join(PLACING_AXES)} takes placements"
+                hint = f"--mesh {self.mesh},{axis}=2" if absent and axis in PLACING_AXES else takes
                 raise OptionError(f"the placement '{text}' is for an axis that {missing}", "--place", hint)
             made[axis] = (*made.get(axis, ()), text)
         return made

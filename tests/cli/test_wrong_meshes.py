@@ -16,6 +16,8 @@ CASES: list[tuple[str, list[str]]] = [
     # text that is no mesh
     ("", ["the mesh is empty", "dp=1 for one process"]),
     (",", ["the mesh is empty"]),
+    ("dp=2,,tp=2", ["mesh axis ''", SIZED]),
+    ("tp=2,", ["mesh axis ''", SIZED]),
     ("dp", ["'dp'", SIZED]),
     ("dp=", ["'dp='", SIZED]),
     ("dp=two", ["'dp=two'", SIZED]),
