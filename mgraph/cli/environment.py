@@ -45,7 +45,7 @@ REQUIRED = (
 EXTRAS = (
     Extra("gpu", "cuda-python", "cuda", "kernels are launched from their binaries"),
     Extra("hf", "transformers", "transformers", "models by their config.json (hf:…)"),
-    Extra("serve", "fastapi", "fastapi", "a server around a serve package", adapter=True),
+    Extra("serve", "starlette", "starlette", "a server around a serve package (mgraph serve)"),
     Extra("te", "transformer-engine", "transformer_engine", "fused layers and FP8", adapter=True),
     Extra("tensorrt", "torch-tensorrt", "torch_tensorrt", "TensorRT engines", adapter=True),
     Extra("-", "flash-attn", "flash_attn", "FlashAttention 2", adapter=True),

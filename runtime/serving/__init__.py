@@ -1,16 +1,25 @@
 """What serves a model: requests come in at any time, and each step of the model works on parts of many of them.
 
-    parameters   what a request asks for, checked
-    blocks       the pages of the cache: who holds which, and which hold the beginning of a text that may come again
-    request      one sequence from its arrival to its end
-    scheduler    which tokens of which requests a step computes
-    step         the contract with what computes them: arrays in, sampled tokens out
-    batch        a plan of the scheduler as these arrays
-    engine       the loop: plan, run, take the results in; what a request has said so far
-    text         tokens to text as they come, and strings that end it
-    llm          the engine for a program: `LLM(...).generate`, `stream`, `chat`
-    background   the engine in a thread of its own, for programs with an event loop
-    server, …    the engine behind HTTP
+    step            the contract between the engine and what computes a step: arrays in, sampled tokens out
+    package_stepper what computes the steps of a package
 
-All of the bookkeeping is plain Python and numpy: it is the same on every rank, and tests run it without a model.
+    parameters      what a request asks for, checked
+    blocks          the pages of the cache: who holds which, and which hold the beginning of a text that may come again
+    request         one sequence from its arrival to its end
+    scheduler       which tokens of which requests a step computes
+    constraints     what a request forbids or favours among the next tokens
+    batch           a plan of the scheduler as the arrays of a step
+    text            tokens to text as they come, and strings that end it
+    continuation    what a sequence has said, and whether a token ended it
+    engine          the loop: plan, run, take the results in
+
+    opening         from a package and weights to an engine
+    llm             the engine for a program: `LLM(...).generate`, `stream`, `chat`
+    background      the engine in a thread of its own, for programs with an event loop
+    protocol        bodies of HTTP requests, checked        answers, exchange, streaming     those of responses
+    gate, metrics   what every HTTP request passes; numbers for Prometheus
+    server, program the application, and the process that runs it until a signal
+
+All of the bookkeeping is plain Python and numpy: it is the same on every rank, and tests run it without a model. Only
+what comes after `background` needs the libraries of the extra `serve`.
 """

@@ -25,9 +25,9 @@ class Overloaded(MgraphError):
 class Stream:
     """The deltas of one request, in an event loop. Leaving it before its end ends the request."""
 
-    def __init__(self, owner: BackgroundEngine, count: int) -> None:
+    def __init__(self, owner: BackgroundEngine, count: int, arrived: asyncio.Queue[Delta] | None = None) -> None:
         self.group = -1
-        self.arrived: asyncio.Queue[Delta] = asyncio.Queue()
+        self.arrived: asyncio.Queue[Delta] = asyncio.Queue() if arrived is None else arrived
         self.loop = asyncio.get_running_loop()
         self.left = count
         """Continuations that go on."""
@@ -88,8 +88,10 @@ class BackgroundEngine:
         self._commands.put(self._stop)
         self._thread.join()
 
-    async def submit(self, prompt: Sequence[int], params: SamplingParams) -> Stream:
-        """Begin a request. Raises RequestError, EngineDead, Overloaded."""
+    async def submit(
+        self, prompt: Sequence[int], params: SamplingParams, arrived: asyncio.Queue[Delta] | None = None
+    ) -> Stream:
+        """Begin a request, whose deltas go to `arrived`, if given. Raises RequestError, EngineDead, Overloaded."""
         self.engine.check(prompt, params)
         with self._lock:
             if self._max_queue and self._sequences + params.n > self._max_queue:
@@ -98,7 +100,7 @@ class BackgroundEngine:
                     hint="try again later",
                 )
             self._sequences += params.n
-        stream, answer = Stream(self, params.n), Future[int]()
+        stream, answer = Stream(self, params.n, arrived), Future[int]()
         self._commands.put(lambda: self._submit(prompt, params, stream, answer))
         try:
             stream.group = await asyncio.wrap_future(answer)

@@ -11,10 +11,10 @@ were in it and forgets what the cache held; an engine whose steps fail again and
 from __future__ import annotations
 
 import random
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +67,10 @@ class Delta:
     """Of the prompt's tokens from the second on, if asked for; they may come in several parts, for index 0."""
     cached: int = 0
     """Tokens of the prompt that were found in the cache."""
+    arrived: float = 0.0
+    """When the request came, by `time.monotonic`."""
+    queued: float = 0.0
+    """Seconds that it then waited."""
     finish_reason: str | None = None
     """`stop`, `length`, `abort`, `error`."""
     stop_reason: int | str | None = None
@@ -200,7 +204,7 @@ class Engine:
     def abort(self, group: int) -> list[Delta]:
         """End what is left of a request, whose last deltas are given. Nothing, if it has ended."""
         left = list(self._groups.get(group, {}).values())
-        return [self._end(sequence, Delta(group, sequence.index, finish_reason="abort")) for sequence in left]
+        return [self._end(sequence, _blank(sequence, finish_reason="abort")) for sequence in left]
 
     def has(self, group: int) -> bool:
         """Whether a request has not ended."""
@@ -210,7 +214,7 @@ class Engine:
         """End every request, and forget the steps under way."""
         self._under_way.clear()
         everything = list(self._sequences.values())
-        return [self._end(s, Delta(s.group, s.index, finish_reason=reason, error=error)) for s in everything]
+        return [self._end(s, _blank(s, finish_reason=reason, error=error)) for s in everything]
 
     def step(self) -> list[Delta]:
         """Do one step's worth of work, and give what has come of it; nothing may have yet."""
@@ -221,15 +225,6 @@ class Engine:
         elif not works and not deltas and self._sequences:
             deltas += self._fail(RuntimeError("requests wait, and none can be admitted"), self._sequences.values())
         return deltas
-
-    def times(self, group: int) -> dict[str, float]:
-        """Seconds since the arrival of a request that has not ended, and those that it waited."""
-        sequence = next(iter(self._groups.get(group, {}).values()), None)
-        if sequence is None:
-            return {}
-        arrived = sequence.request.first(Happening.ARRIVED) or 0.0
-        admitted = sequence.request.first(Happening.ADMITTED)
-        return {"age": time.monotonic() - arrived} | ({} if admitted is None else {"queue": admitted - arrived})
 
     def _start(self, works: list[Work]) -> list[Delta]:
         self.steps += 1
@@ -264,7 +259,7 @@ class Engine:
     def _take(self, sequence: _Sequence, row: Row, at: int, sampled: Sampled, deltas: dict[int, Delta]) -> None:
         """Add what one row gave to the delta of its sequence."""
         request, params = sequence.request, sequence.request.params
-        old = deltas.get(request.number, Delta(sequence.group, sequence.index, cached=request.cached))
+        old = deltas.get(request.number, _blank(sequence))
         if row.target >= 0:
             score = self._score(sampled, at, params.prompt_logprobs or 0)
             deltas[request.number] = replace(old, prompt_scores=(*old.prompt_scores, score))
@@ -339,5 +334,12 @@ def _finite(logprob: float) -> float:
 
 
 def _failed(sequence: _Sequence, error: Exception) -> Delta:
-    text = f"{type(error).__name__}: {error}"
-    return Delta(sequence.group, sequence.index, finish_reason="error", error=text)
+    return _blank(sequence, finish_reason="error", error=f"{type(error).__name__}: {error}")
+
+
+def _blank(sequence: _Sequence, **more: Any) -> Delta:
+    """A delta of a sequence that says nothing yet."""
+    request = sequence.request
+    arrived, admitted = request.first(Happening.ARRIVED) or 0.0, request.first(Happening.ADMITTED)
+    queued = 0.0 if admitted is None else admitted - arrived
+    return Delta(sequence.group, sequence.index, cached=request.cached, arrived=arrived, queued=queued, **more)

@@ -36,7 +36,7 @@ class Settings:
     """GiB of the cache, instead of a number of blocks (0: what the memory allows)."""
     max_requests: int = 0
     """The most requests of a step (0: the package's)."""
-    max_tokens: int = 0
+    step_tokens: int = 0
     """The most tokens of a step (0: the package's)."""
     prefix_cache: bool = True
     """Whether what was computed of earlier prompts is used again."""
@@ -73,7 +73,7 @@ def open_engine(
         seed=chosen.seed,
         prefix_cache=chosen.prefix_cache,
         max_requests=chosen.max_requests,
-        max_tokens=chosen.max_tokens,
+        max_tokens=chosen.step_tokens,
     )
     return engine, template
 

@@ -1,0 +1,178 @@
+"""The bodies of HTTP responses: whole, or in the chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mgraph.runtime.serving.engine import Delta, Score
+from mgraph.runtime.serving.llm import RequestOutput
+from mgraph.runtime.serving.text import token_bytes
+from mgraph.runtime.tokenizer import Tokenizer
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """An error as clients read it."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def event(data: Mapping[str, Any] | str) -> bytes:
+    """One event of a stream."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text}\n\n".encode()
+
+
+def usage(outputs: Sequence[RequestOutput], only_prompt: bool = False) -> dict[str, Any]:
+    """Numbers of tokens."""
+    asked = sum(len(output.prompt_token_ids) for output in outputs)
+    made = 0 if only_prompt else sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    return _usage(asked, made, sum(output.cached_tokens for output in outputs))
+
+
+def _usage(asked: int, made: int, cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": asked,
+        "completion_tokens": made,
+        "total_tokens": asked + made,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+@dataclass
+class Heading:
+    """What every chunk of a response repeats."""
+
+    model: str
+    chat: bool
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        """Draw an id."""
+        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+
+    def body(self, choices: list[dict[str, Any]], chunk: bool, **more: Any) -> dict[str, Any]:
+        """A whole response, or a chunk."""
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
+
+
+class Completions:
+    """Choices of /v1/completions. One object makes the chunks of a stream, since it remembers how long each text is."""
+
+    def __init__(self, tokenizer: Tokenizer | None, echo: bool, logprobs: bool, only_prompt: bool) -> None:
+        self._tokenizer, self.echo, self.logprobs, self.only_prompt = tokenizer, echo, logprobs, only_prompt
+        self._lengths: dict[int, int] = {}
+
+    def whole(self, outputs: Sequence[RequestOutput], prompts: Sequence[str], n: int) -> list[dict[str, Any]]:
+        """The choices of prompts with these texts."""
+        choices = []
+        for at, (output, prompt) in enumerate(zip(outputs, prompts, strict=True)):
+            for one in output.outputs:
+                index = at * n + one.index
+                text, scores = one.text, tuple(one.logprobs or ())
+                if self.only_prompt:
+                    text, scores = "", ()
+                first: tuple[Score | None, ...] = self.of_prompt(output) if self.echo else ()
+                choices.append(
+                    {
+                        "index": index,
+                        "text": prompt + text if self.echo else text,
+                        "logprobs": self.lists(index, (*first, *scores)),
+                        "finish_reason": one.finish_reason,
+                        "stop_reason": one.stop_reason,
+                    }
+                )
+        return choices
+
+    def of_prompt(self, output: RequestOutput) -> tuple[Score | None, ...]:
+        """Scores of the prompt's tokens, the first of which has a text and nothing else."""
+        if not self.logprobs or output.prompt_logprobs is None:
+            return ()
+        return (self.first(output.prompt_token_ids[0]), *output.prompt_logprobs[1:])
+
+    def first(self, token: int) -> Score:
+        """The first token of a prompt: nothing comes before it that could make it likely."""
+        text = "" if self._tokenizer is None else self._tokenizer.decode([token], special=True)
+        return Score(token, text, float("nan"), ())
+
+    def chunk(self, index: int, text: str, scores: Sequence[Score | None], delta: Delta | None) -> dict[str, Any]:
+        """A choice of a chunk."""
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self.lists(index, scores) if scores else None,
+            "finish_reason": None if delta is None else delta.finish_reason,
+            "stop_reason": None if delta is None else delta.stop_reason,
+        }
+
+    def lists(self, index: int, scores: Sequence[Score | None]) -> dict[str, Any] | None:
+        """Log-probabilities in lists of the same length; nan, the first token of a prompt, is null."""
+        if not self.logprobs:
+            return None
+        tokens, values, tops, offsets = [], [], [], []
+        for score in scores:
+            assert score is not None
+            known = score.logprob == score.logprob
+            tokens.append(score.text)
+            values.append(score.logprob if known else None)
+            tops.append(_by_text(score) if known else None)
+            offsets.append(self._lengths.get(index, 0))
+            self._lengths[index] = offsets[-1] + len(score.text)
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _by_text(score: Score) -> dict[str, float]:
+    """The log-probabilities of a token and its alternatives; of two with the same text the second goes by its id."""
+    found = {score.text: score.logprob}
+    for token, text, logprob in score.top:
+        if token != score.token:
+            found[f"token_id:{token}" if text in found else text] = logprob
+    return found
+
+
+class Chats:
+    """Choices of /v1/chat/completions."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    def whole(self, output: RequestOutput) -> list[dict[str, Any]]:
+        """All answers to one conversation."""
+        return [
+            {
+                "index": one.index,
+                "message": {"role": "assistant", "content": one.text, "refusal": None},
+                "logprobs": None if one.logprobs is None else self.content(one.logprobs),
+                "finish_reason": one.finish_reason,
+                "stop_reason": one.stop_reason,
+            }
+            for one in output.outputs
+        ]
+
+    def chunk(self, index: int, said: Mapping[str, str], delta: Delta | None = None) -> dict[str, Any]:
+        """A choice of a chunk; the first of each has the role."""
+        scores = () if delta is None else delta.scores
+        return {
+            "index": index,
+            "delta": dict(said),
+            "logprobs": self.content(scores) if scores else None,
+            "finish_reason": None if delta is None else delta.finish_reason,
+            "stop_reason": None if delta is None else delta.stop_reason,
+        }
+
+    def content(self, scores: Sequence[Score]) -> dict[str, Any]:
+        """Log-probabilities of tokens."""
+        return {"content": [self._score(score) for score in scores], "refusal": None}
+
+    def _score(self, score: Score) -> dict[str, Any]:
+        top = [self._token(*item) for item in score.top]
+        return {**self._token(score.token, score.text, score.logprob), "top_logprobs": top}
+
+    def _token(self, token: int, text: str, logprob: float) -> dict[str, Any]:
+        raw = [] if self._tokenizer is None else token_bytes(self._tokenizer, token)
+        return {"token": text, "logprob": logprob, "bytes": raw}

@@ -1,0 +1,202 @@
+"""The program that serves a package: `mgraph serve PKG`, or `python PKG/serve.py`.
+
+SIGTERM or Ctrl-C: new requests are refused, those under way are finished, for at most `--drain-timeout` seconds, and
+the exit code is 0. A second one ends at once, with 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mgraph.errors import MgraphError, OptionError
+from mgraph.runtime.options import Settings, about, read
+from mgraph.runtime.serving import opening
+
+if TYPE_CHECKING:
+    from mgraph.runtime.serving.server import Serving
+
+KEY = "MGRAPH_API_KEY"
+
+EXIT_CODES = """exit codes:
+  0  stopped by SIGTERM or Ctrl-C, after the requests under way
+  1  a second signal, or requests that did not end in time: they were cut off
+  2  wrong input (options, package, weights, a port that is taken)"""
+
+
+@dataclass(frozen=True)
+class ServeOptions(Settings):
+    """All settings of a server."""
+
+    weights: Path | None = field(
+        default=None, metadata=about("safetensors file or directory, or a training run's directory")
+    )
+    random_init: bool = field(
+        default=False, metadata=about("serve without weights: parameters are drawn anew, and the text is noise")
+    )
+    host: str = field(default="127.0.0.1", metadata=about("address to listen at; 0.0.0.0 is all of the machine's"))
+    port: int = field(default=8000, metadata=about("port to listen at; 0 takes any that is free", low=0))
+    api_key: str = field(default="", metadata=about(f"key that clients must send (or the variable {KEY})"))
+    served_model_name: str = field(default="", metadata=about("name of the model for clients (default: the package's)"))
+    tokenizer: Path | None = field(
+        default=None,
+        metadata=about("a tokenizer.json, or a directory that has one (default: that beside the weights, or bytes)"),
+    )
+    chat_template: Path | None = field(
+        default=None, metadata=about("how conversations become text, in Jinja (default: the tokenizer's own)")
+    )
+    num_blocks: int = field(default=0, metadata=about("blocks of the cache (default 0: what memory allows)", low=0))
+    cache_memory: float = field(
+        default=0.0, metadata=about("GiB of the cache, in place of --num-blocks (default 0: what memory allows)", low=0)
+    )
+    max_requests: int = field(
+        default=0, metadata=about("sequences in a step at most (default 0: what the package allows)", low=0)
+    )
+    step_tokens: int = field(
+        default=0, metadata=about("tokens in a step at most (default 0: what the package allows)", low=0)
+    )
+    no_prefix_cache: bool = field(
+        default=False, metadata=about("compute every prompt anew, even one that begins like an earlier one")
+    )
+    max_queue: int = field(
+        default=1024, metadata=about("sequences under way or waiting; more are refused with 429", low=1)
+    )
+    max_body: float = field(default=16.0, metadata=about("MiB of a request's body at most", low=0))
+    drain_timeout: float = field(
+        default=60.0, metadata=about("seconds that requests under way have after SIGTERM", low=0)
+    )
+    device: str = field(
+        default="auto", metadata=about("where to run; auto is cuda if there is one", choices=("auto", "cpu", "cuda"))
+    )
+    seed: int = field(default=0, metadata=about("of parameters drawn anew, and of requests without one", low=0))
+
+    def __post_init__(self) -> None:
+        """Options that exclude each other, and a port that is none."""
+        super().__post_init__()
+        if self.port > 65535:
+            raise OptionError(f"--port {self.port}: there are ports up to 65535", hint="--port 8000")
+        if self.num_blocks and self.cache_memory:
+            raise OptionError("--num-blocks and --cache-memory exclude each other", hint="leave one of them out")
+
+    def opening(self) -> dict[str, Any]:
+        """The settings of the engine among them."""
+        shared = {item.name for item in fields(opening.Settings)} & {item.name for item in fields(self)}
+        return {name: getattr(self, name) for name in shared} | {"prefix_cache": not self.no_prefix_cache}
+
+
+def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Serve a package with the options of the command line, until a signal; the exit code is as `EXIT_CODES` says."""
+    try:
+        code = serve(Path(package_dir), arguments, Path(sys.argv[0]).name)
+    except MgraphError as error:
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    sys.exit(code)
+
+
+def serve(package_dir: Path, arguments: Sequence[str] | None, program: str) -> int:
+    """As `main`; gives the exit code. Raises MgraphError for wrong input."""
+    about_it = "Serve this package behind HTTP, as OpenAI's API does, with a page at / to try it."
+    options = read(ServeOptions, arguments, program, about_it, EXIT_CODES)
+    needed()
+    listening = listen(options.host, options.port)
+    try:
+        engine, template = opening.open_engine(package_dir, options.weights, **options.opening())
+        from mgraph.runtime.serving.server import Serving
+
+        serving = Serving(
+            engine,
+            options.served_model_name or package_dir.resolve().name,
+            template,
+            options.api_key or os.environ.get(KEY, ""),
+            options.max_queue,
+            int(options.max_body * 2**20),
+            created=int(time.time()),
+        )
+        return run(serving, listening, options.drain_timeout)
+    finally:
+        listening.close()
+
+
+def needed() -> None:
+    """Raise OptionError where the libraries of the server are not installed."""
+    try:
+        import prometheus_client  # noqa: F401
+        import pydantic  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise OptionError(
+            f"the server needs the library {error.name}, which is not installed", hint="pip install 'mgraph[serve]'"
+        ) from error
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises OptionError where it cannot."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise OptionError(
+            f"cannot listen at {host}, port {port}: {error.strerror or error}",
+            hint="give another --port (0 takes any that is free), or another --host",
+        ) from error
+
+
+def run(serving: Serving, listening: socket.socket, drain_timeout: float) -> int:
+    """Serve until a signal; gives the exit code."""
+    import uvicorn
+
+    from mgraph.runtime.serving.server import create_app
+
+    class Server(uvicorn.Server):
+        """Drains at the first signal and ends at the second."""
+
+        deadline = 0.0
+        cut = False
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if serving.draining:
+                self.cut = self.force_exit = self.should_exit = True
+            else:
+                serving.draining, self.deadline = True, time.monotonic() + drain_timeout
+                say(f"stopping: {serving.requests} requests are finished first; a second signal ends at once")
+
+        async def on_tick(self, counter: int) -> bool:
+            if serving.draining and serving.requests == 0:
+                return True
+            if serving.draining and time.monotonic() > self.deadline:
+                self.cut = self.force_exit = True
+                return True
+            return await super().on_tick(counter)
+
+    config = uvicorn.Config(
+        create_app(serving), log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2
+    )
+    server = Server(config)
+    serving.background.start()
+    say(f"serving {serving.model} at {address(listening)}")
+    try:
+        asyncio.run(server.serve(sockets=[listening]))
+    finally:
+        serving.background.stop()
+    return int(server.cut)
+
+
+def address(listening: socket.socket) -> str:
+    """Where clients find it."""
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def say(text: str) -> None:
+    """Tell the one who started it, on stderr."""
+    print(text, file=sys.stderr, flush=True)

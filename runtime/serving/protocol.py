@@ -1,0 +1,261 @@
+"""The bodies of HTTP requests, as clients of OpenAI's API write them, with the fields that other engines add.
+
+What is not known is refused, and so is what is known and cannot be done; fields that only name or label are taken and
+not used. Types are exact: the text "1" is no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+
+from mgraph.errors import did_you_mean
+from mgraph.runtime.serving.parameters import RequestError, SamplingParams
+from mgraph.runtime.serving.step import MOST_ALTERNATIVES
+
+MOST_PROMPTS = 2048
+
+_SAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "min_tokens",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "skip_special_tokens",
+)
+"""Fields that `SamplingParams` has under the same name."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Body):
+    """What a stream holds besides the text."""
+
+    include_usage: bool = Field(False, description="end with a chunk that has the numbers of tokens")
+
+
+class _Generation(_Body):
+    """What both ways to ask have in common."""
+
+    model: StrictStr | None = Field(None, description="a name of /v1/models (default: the one that is served)")
+    n: int | None = Field(None, ge=1, le=128, description="continuations of each prompt")
+    temperature: float | None = Field(None, ge=0, le=2, description="0 takes the likeliest token")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1: all")
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    stop: StrictStr | list[StrictStr] | None = None
+    stop_token_ids: list[StrictInt] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="token id to what is added to its logit")
+    allowed_token_ids: list[StrictInt] | None = None
+    bad_words: list[StrictStr] | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: StrictStr | None = Field(None, description="not used")
+    metadata: dict[str, Any] | None = Field(None, description="not used")
+    store: bool | None = Field(None, description="not used")
+    service_tier: StrictStr | None = Field(None, description="not used")
+
+    def _params(self, max_tokens: int | None, **more: Any) -> SamplingParams:
+        given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        if self.stop is not None:
+            given["stop"] = self.stop
+        if "seed" in given:
+            given["seed"] %= 2**63  # clients may send any 64-bit integer
+        return SamplingParams(max_tokens=max_tokens, **given, **more)
+
+    def check(self) -> None:
+        """Raise RequestError for fields that do not go together."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is for streams", "stream_options", 'give "stream": true')
+
+
+class CompletionRequest(_Generation):
+    """POST /v1/completions."""
+
+    prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]] = Field(
+        description="a text, token ids, or a list of either"
+    )
+    logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+    echo: bool | None = Field(None, description="give the prompt too; with max_tokens 0, nothing else")
+    best_of: int | None = Field(None, description="must be n")
+    suffix: None = None
+
+    @property
+    def only_prompt(self) -> bool:
+        """Whether nothing is to be generated."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or more, each a text or token ids."""
+        given: Any = self.prompt
+        one = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int))
+        prompts: list[str | list[int]] = [given] if one else list(given)
+        if not prompts or len(prompts) > MOST_PROMPTS:
+            raise RequestError(f"{len(prompts)} prompts: there must be 1 to {MOST_PROMPTS}", "prompt")
+        return prompts
+
+    def params(self) -> SamplingParams:
+        """As the engine takes them. Raises RequestError."""
+        self.check()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError("best_of other than n is not supported", "best_of", "leave it out")
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens 0 is for echo: nothing would be generated", "max_tokens")
+        prompt_logprobs = self.logprobs if self.echo else None
+        return self._params(
+            16 if self.max_tokens is None else max(self.max_tokens, 1),
+            logprobs=self.logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+class TextPart(_Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: StrictStr
+
+
+class ChatMessage(BaseModel):
+    """A turn of a conversation; what else it holds is for the template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: StrictStr | list[TextPart] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As a template reads it: the content is one text."""
+        parts = self.content
+        text = "".join(part.text for part in parts) if isinstance(parts, list) else parts
+        return {**self.model_dump(exclude_unset=True), "content": "" if text is None else text}
+
+
+class ResponseFormat(_Body):
+    """Only plain text."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(_Generation):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=0, description="not supported")
+    tool_choice: Literal["none", "auto"] | None = None
+
+    def params(self) -> SamplingParams:
+        """As the engine takes them. Raises RequestError."""
+        self.check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs", "top_logprobs", 'give "logprobs": true')
+        asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        if asked == 0:
+            raise RequestError("max_tokens is 0: it must be at least 1", "max_tokens")
+        return self._params(asked, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+
+def refusal(error: ValidationError, body: type[BaseModel]) -> RequestError:
+    """The first thing that is wrong with a body, as one of our errors."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = [str(part) for part in first["loc"]]
+    known = body.model_fields
+    param = ".".join(part for part in path if part == path[0] or not _is_variant(part))
+    if first["type"] == "extra_forbidden" and len(path) == 1:
+        return RequestError(f"there is no field '{path[0]}'", path[0], did_you_mean(path[0], known))
+    if first["type"] == "missing":
+        return RequestError(f"the field '{param}' is missing", param)
+    return RequestError(f"{param or 'the body'}: {first['msg'][:1].lower()}{first['msg'][1:]}", param or None)
+
+
+def _is_variant(part: str) -> bool:
+    """Whether this names one of several types that were tried, not a place in the body."""
+    return part in ("str", "int", "constrained-str", "constrained-int") or part.startswith(("list[", "function-"))
+
+
+def openapi(title: str, version: str, bodies: Mapping[str, type[BaseModel]], gets: Sequence[str]) -> dict[str, Any]:
+    """The OpenAPI description of paths with POST bodies, and of others."""
+    schemas: dict[str, Any] = {"Error": _ERROR}
+    paths: dict[str, Any] = {}
+    failed = {
+        "description": "error",
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    }
+    codes = ("400", "401", "404", "413", "429", "500", "503")
+    for path, body in bodies.items():
+        schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= schema.pop("$defs", {})
+        schemas[body.__name__] = schema
+        answers: dict[str, Any] = {
+            "200": {
+                "description": "the result, or events of a stream",
+                "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
+            }
+        }
+        reference = {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}
+        paths[path] = {
+            "post": {
+                "summary": (body.__doc__ or "").strip(),
+                "requestBody": {"required": True, "content": {"application/json": reference}},
+                "responses": answers | dict.fromkeys(codes, failed),
+            }
+        }
+    for path in gets:
+        kind = "text/plain" if path == "/metrics" else "application/json"
+        responses: dict[str, Any] = {"200": {"description": "ok", "content": {kind: {}}}}
+        if "health" in path:
+            responses["503"] = {"description": "not ready", "content": {kind: {}}}
+        elif path.startswith("/v1"):
+            responses["401"] = failed
+        paths[path] = {"get": {"responses": responses}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": version},
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }
+
+
+_ERROR: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "integer", "null"]},
+            },
+        }
+    },
+}

@@ -1,0 +1,132 @@
+"""The program: options, what it says where it cannot start, signals under load."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mgraph.errors import OptionError
+from mgraph.runtime.options import read
+from mgraph.runtime.serving.program import ServeOptions, address, listen
+
+ROOT = Path(__file__).parents[3]
+BODY = json.dumps({"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True})
+
+
+@contextmanager
+def program(seconds: float, drain_timeout: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server with slow steps in a process of its own, and its host and port."""
+    command = [sys.executable, "-m", "tests.runtime.serving.fake_server", str(seconds), str(drain_timeout)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            found = re.search(r"http://(\S+)", process.stderr.readline())
+            assert found is not None
+            yield process, found[1]
+        finally:
+            process.kill()
+
+
+def streams(place: str, count: int) -> tuple[list[threading.Thread], list[list[str]]]:
+    """Streams that are read by threads, after each has begun."""
+    lines: list[list[str]] = [[] for _ in range(count)]
+    begun = threading.Barrier(count + 1)
+
+    def one(into: list[str]) -> None:
+        connection = http.client.HTTPConnection(place, timeout=30)
+        connection.request("POST", "/v1/completions", BODY)
+        answer = connection.getresponse()
+        begun.wait()
+        try:
+            into.extend(line.decode().strip() for line in answer if line.strip())
+        except (OSError, http.client.HTTPException):
+            into.append("cut")
+
+    threads = [threading.Thread(target=one, args=[into], daemon=True) for into in lines]
+    for thread in threads:
+        thread.start()
+    begun.wait(20)
+    return threads, lines
+
+
+def status(place: str, method: str, path: str, body: str | None = None) -> int:
+    connection = http.client.HTTPConnection(place, timeout=10)
+    connection.request(method, path, body)
+    return connection.getresponse().status
+
+
+def test_sigterm_finishes_what_is_under_way() -> None:
+    with program(0.01, 30) as (process, place):
+        threads, lines = streams(place, 10)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert status(place, "GET", "/health") == 503
+        assert status(place, "POST", "/v1/completions", BODY) == 503
+        for thread in threads:
+            thread.join(20)
+        assert process.wait(10) == 0
+    for each in lines:
+        assert each[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in each[-2]
+
+
+@pytest.mark.parametrize("how", ["second", pytest.param("timeout", marks=pytest.mark.full)])
+def test_a_second_signal_or_the_time_ends_at_once(how: str) -> None:
+    with program(0.05, 30 if how == "second" else 0.3) as (process, place):
+        _, lines = streams(place, 4)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        started = time.monotonic()
+        if how == "second":
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 1
+        assert time.monotonic() - started < 6, "200 steps of 50 ms take longer"
+    assert not any(each and each[-1] == "data: [DONE]" and '"length"' in each[-2] for each in lines)
+
+
+@pytest.mark.full
+def test_with_nothing_to_do_it_stops_at_once() -> None:
+    with program(0, 30) as (process, _):
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+        assert time.monotonic() - started < 6
+
+
+def test_a_port_that_is_taken() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(OptionError, match="cannot listen at 127"),
+    ):
+        listen("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(OptionError, match="cannot listen at no"):
+        listen("no.such.host.invalid", 0)
+    with listen("::1", 0) as six:
+        assert address(six).startswith("http://[::1]:")
+
+
+def test_options() -> None:
+    options = read(ServeOptions, ["--weights", "w", "--num-blocks", "9", "--no-prefix-cache"], "serve", "")
+    given = options.opening()
+    assert given["num_blocks"] == 9 and given["prefix_cache"] is False and "host" not in given
+    for wrong in (
+        ["--port", "70000"],
+        ["--num-blocks", "4", "--cache-memory", "1"],
+        ["--num-block", "4"],
+        ["--max-queue", "0"],
+    ):
+        with pytest.raises(OptionError):
+            read(ServeOptions, wrong, "serve", "")
