@@ -134,6 +134,9 @@ class Options(Settings):
     poison: bool = field(
         default=False, metadata=about("fill memory that ends with NaN, to find what reads it afterwards; slow")
     )
+    nvtx: bool = field(
+        default=False, metadata=about("name what the step does for profilers, by line and origin; without CUDA graphs")
+    )
     no_cuda_graphs: bool = field(default=False, metadata=about("a GPU launches each kernel by itself"))
 
 

@@ -31,6 +31,7 @@ from mgraph.runtime import kernels, poison
 from mgraph.runtime.graphs import EntryGraphs
 from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.poison import Poison
+from mgraph.runtime.ranges import CALLED, compiled, range_of
 from mgraph.runtime.shards import Factors, Share, Split, share_of
 from mgraph.step_order import order_text, read_step_order
 
@@ -232,17 +233,20 @@ def load_package(
     jit: bool = False,
     cuda_graphs: bool = True,
     poisoned: bool = False,
+    ranges: str | bool = False,
+    sizes: Mapping[str, int] | None = None,
 ) -> Package:
     """Load the package at `path` for `device`.
 
     With `strict` a kernel without a binary for the device is an error instead of a warning; `jit` allows compiling it.
-    Without `cuda_graphs` a GPU launches every op by itself; so it does with `poisoned`.
+    Without `cuda_graphs` a GPU launches every op by itself; so it does with `poisoned`, and
+    with `ranges` of a kind, which name what the step does for profilers (`ranges.py`).
     """
     path = Path(path).resolve()
     device = torch.device(device)
     manifest = _read_manifest(path)
     kernels.set_device(device, strict=strict, jit=jit)
-    module = _execute(path / "step.py")
+    module = _execute(path / "step.py", ranges)
     entries = {}
     for name in manifest["entries"]:
         function = getattr(module, name, None)
@@ -254,7 +258,7 @@ def load_package(
             )
         entries[name] = function
     listed = manifest["entries"].items()
-    replayed = device.type == "cuda" and cuda_graphs
+    replayed = device.type == "cuda" and cuda_graphs and not ranges
     graphs = EntryGraphs([name for name, entry in listed if replayed and entry.get("captured")])
     specs = tuple(_state_spec(item, path) for item in manifest["state"])
     return Package(path, manifest, device, entries, specs, graphs, poisoned)
@@ -290,15 +294,19 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _execute(file: Path) -> ModuleType:
-    """Run step.py as a module whose name no other package shares."""
+def _execute(file: Path, ranges: str | bool) -> ModuleType:
+    """Run step.py as a module whose name no other package shares, with ranges around its statements if asked for."""
     name = f"mgraph_step_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, f"no loader for {file}"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        if ranges:
+            vars(module)[CALLED] = range_of(str(ranges))
+            exec(compiled(file), vars(module))
+        else:
+            spec.loader.exec_module(module)
     except SyntaxError as error:
         del sys.modules[name]
         raise PackageError(

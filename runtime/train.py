@@ -133,7 +133,9 @@ def run(options: Options, package_dir: Path) -> None:
 
 
 def _open(path: Path, device: torch.device, options: Options) -> Package:
-    package = load_package(path, device, options.strict, options.jit, not options.no_cuda_graphs, options.poison)
+    ranges = ("nvtx" if device.type == "cuda" else "record") if options.nvtx else False
+    graphs = not options.no_cuda_graphs
+    package = load_package(path, device, options.strict, options.jit, graphs, options.poison, ranges)
     absent = [name for name in ENTRIES if name not in package.entries]
     if absent:
         raise PackageError(

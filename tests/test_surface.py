@@ -17,6 +17,7 @@ SURFACE = {
     "explain": "PKG NODE|PATTERN --limit",
     "collectives": "PKG --format",
     "memory": "PKG --batch-size --seq-len --ranks --entry --limit --format",
+    "kernels": "PKG --batch-size --seq-len --entry --rates --profile --steps --device --limit --format",
     "opt": "FILE --passes/-p --have --print-after --verify-each --time",
     "passes": "",
     "ops": "",

@@ -150,6 +150,28 @@ def memory(
     run(package, batch_size, seq_len, ranks, entry, limit, form)
 
 
+def kernels(
+    package: _Package,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=0, help="sequences of a microbatch on a rank (0: the recipe's)")
+    ] = 0,
+    seq_len: Annotated[int, typer.Option("--seq-len", min=0, help="tokens of a sequence (0: the recipe's)")] = 0,
+    entry: Annotated[str, typer.Option("--entry", help="this entry alone (default: those of a step)")] = "",
+    rates: Annotated[str, typer.Option("--rates", help="predict by this profile (default: the package's)")] = "",
+    measure: Annotated[
+        bool, typer.Option("--profile", help="run steps under a profiler: measured times beside")
+    ] = False,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="with --profile: steps to run")] = 3,
+    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="with --profile: where")] = "auto",
+    limit: Annotated[int, typer.Option("--limit", min=1, help="nodes of a function to show")] = 20,
+    form: Annotated[str, typer.Option("--format", metavar="text|json", help="how to write it")] = "text",
+) -> None:
+    """List who runs each node of a package, the runner-up, predicted (or measured) times and bytes, by source line."""
+    from mgraph.cli.kernels import run
+
+    run(package, {"B": batch_size, "S": seq_len}, entry, rates, limit, form, measure, steps, device)
+
+
 def opt(
     file: Annotated[str, typer.Argument(metavar="FILE", help="IR text; - is stdin", show_default=False)],
     passes: Annotated[str, typer.Option("--passes", "-p", help="a pipeline, e.g. dce,cse{option=1}")] = "",
@@ -201,6 +223,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "explain": explain,
     "collectives": collectives,
     "memory": memory,
+    "kernels": kernels,
     "opt": opt,
     "passes": passes,
     "ops": ops,

@@ -85,14 +85,7 @@ def run(path: Path, batch_size: int, seq_len: int, ranks: int, entry: str, limit
 def forecast(package: Compiled, given: Mapping[str, int], ranks: int) -> Forecast:
     """The forecast of a package for extents of its named dims (0: the recipe's) and a number of ranks (0: fewest)."""
     module = package.snapshots[-1].module
-    wanted = recipe_sizes(package.manifest) | {name: size for name, size in given.items() if size}
-    for name in (n for n in wanted if n in module.dims):
-        dim, flag = module.dims[name], {"B": "--batch-size", "S": "--seq-len"}[name]
-        if wanted[name] < dim.minimum or (dim.maximum is not None and wanted[name] > dim.maximum):
-            allowed = f"from {dim.minimum} to {dim.maximum if dim.maximum is not None else 'any size'}"
-            raise OptionError(
-                f"{name} is {wanted[name]}, and {allowed} in this package", str(package.path), f"give {flag}"
-            )
+    wanted = wanted_sizes(package, given)
     fewest = 1
     for size in declared_sizes(module).values():
         fewest *= size
@@ -108,6 +101,20 @@ def forecast(package: Compiled, given: Mapping[str, int], ranks: int) -> Forecas
     host = {label: total for label, total in memory.host().items() if total}
     timelines = {name: memory.timeline(name) for name in module.entries}
     return Forecast(module.name, named, mesh, state, entries, functions, memory.reserved(), host, timelines)
+
+
+def wanted_sizes(package: Compiled, given: Mapping[str, int]) -> dict[str, int]:
+    """Extents of B and S: as given, or (0) the recipe's. Raises OptionError for others than the package is for."""
+    module = package.snapshots[-1].module
+    wanted = recipe_sizes(package.manifest) | {name: size for name, size in given.items() if size}
+    for name in (n for n in wanted if n in module.dims):
+        dim, flag = module.dims[name], {"B": "--batch-size", "S": "--seq-len"}[name]
+        if wanted[name] < dim.minimum or (dim.maximum is not None and wanted[name] > dim.maximum):
+            allowed = f"from {dim.minimum} to {dim.maximum if dim.maximum is not None else 'any size'}"
+            raise OptionError(
+                f"{name} is {wanted[name]}, and {allowed} in this package", str(package.path), f"give {flag}"
+            )
+    return wanted
 
 
 def _step(found: Forecast) -> dict[str, tuple[Point, ...]]:

@@ -163,14 +163,15 @@ class FunctionText:
         else:
             written = self._node_text(node, index)
         self._push(node, before=True)
+        mark = (self._function.name, node.id) if node.results else None
         for line in written.before:
-            self._body.line(line)
+            self._body.line(line, mark)
         for result, operand in written.results.items() if node.op != "wait" else ():
             self._alias(node.results[result], node, operand)
         dead = [v for v in self._live.reads(node) if self._live.last_use[v] == index and self._dies_here(v)]
         freed = self._release(dead)
         left = self._bind(node, index, written, freed)
-        self._body.line(f"{', '.join(left)} = {written.text}" if left else written.text)
+        self._body.line(f"{', '.join(left)} = {written.text}" if left else written.text, mark)
         self._push(node, before=False)
         self._bury_names(freed - set(left), final=self._is_last(index))
 

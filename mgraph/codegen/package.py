@@ -21,7 +21,7 @@ from mgraph.codegen.kernel_sites import KernelSites
 from mgraph.codegen.manifest import file_digests, manifest, manifest_items, manifest_text
 from mgraph.codegen.profile import Profile
 from mgraph.codegen.providers import Providers
-from mgraph.codegen.step import step_text
+from mgraph.codegen.step import Lines, step_text
 from mgraph.codegen.step_check import check_step
 from mgraph.codegen.triton.builder import KernelBuilder
 from mgraph.errors import PackageError, StorageError, storage_hint
@@ -118,7 +118,8 @@ def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBu
         division=Division.of(module, declared_sizes(module)),
         chosen=None if providers is None else providers.chosen,
     )
-    step = step_text(module, sites)
+    lines: Lines = {}
+    step = step_text(module, sites, lines)
     builder.start(sites.specs, directory)
     (directory / "step.py").write_text(step, encoding="utf-8")
     text = info.write_graphs(directory / "graphs") if info.write_graphs is not None else print_module(module)
@@ -129,7 +130,7 @@ def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBu
     )
     if providers is not None:
         data["providers"] = providers.data()
-    items = manifest_items(data)
+    items = manifest_items({**data, "lines": lines})
     (directory / f"{info.kind}.py").write_text(driver_text(info.kind, module.name), encoding="utf-8")
     if info.configuration is not None:
         (directory / CONFIGURATION).write_text(info.configuration, encoding="utf-8")

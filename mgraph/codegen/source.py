@@ -14,14 +14,18 @@ _OPEN, _CLOSE = "([{", ")]}"
 
 
 class SourceWriter:
-    """Collects lines of Python at the current indentation."""
+    """Collects lines of Python at the current indentation; `marks` has what some of them, counted from 0, were marked
+    with."""
 
     def __init__(self, depth: int = 0) -> None:
         self._lines: list[str] = []
         self._depth = depth
+        self.marks: dict[int, tuple[str, str]] = {}
 
-    def line(self, text: str) -> None:
+    def line(self, text: str, mark: tuple[str, str] | None = None) -> None:
         """Append one logical line, broken where it is too long."""
+        if mark is not None:
+            self.marks[len(self._lines)] = mark
         self._lines.extend(broken(text, "    " * self._depth))
 
     def blank(self, count: int = 1) -> None:
@@ -37,6 +41,7 @@ class SourceWriter:
 
     def paste(self, other: SourceWriter) -> None:
         """Append the lines of another writer as they are."""
+        self.marks |= {len(self._lines) + line: mark for line, mark in other.marks.items()}
         self._lines.extend(other._lines)
 
     def text(self) -> str:

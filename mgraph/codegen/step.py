@@ -15,8 +15,13 @@ from mgraph.ir.graph import Module
 from mgraph.ir.local import Division, declared_sizes
 
 
-def step_text(module: Module, sites: KernelSites | None = None) -> str:
-    """step.py of a module whose updates of state are in place; `sites` gets the kernel sites that it calls."""
+Lines = dict[str, dict[str, str]]
+"""Of each function of a module: numbers of the lines of step.py, with the node that each was written for."""
+
+
+def step_text(module: Module, sites: KernelSites | None = None, lines: Lines | None = None) -> str:
+    """step.py of a module whose updates of state are in place; `sites` gets the kernel sites that it calls, `lines`
+    what was written for which node."""
     functions = prepare(module)
     entry_functions = {entry.function for entry in module.entries.values()}
     names = function_names(module, functions)
@@ -33,7 +38,11 @@ def step_text(module: Module, sites: KernelSites | None = None) -> str:
     for entry in module.entries.values():
         body.blank(2)
         FunctionText(functions[entry.function], context, entry).write(body)
-    return _header(module, context, body.text()) + body.text()
+    header = _header(module, context, body.text())
+    if lines is not None:
+        for line, (of, node) in body.marks.items():
+            lines.setdefault(of, {})[str(line + header.count("\n") + 1)] = node
+    return header + body.text()
 
 
 def function_names(module: Module, functions: Iterable[str]) -> dict[str, str]:

@@ -119,7 +119,7 @@ def test_targets_that_are_no_packages_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_step_with_other_collectives_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package, "step_text", lambda of, sites: step_text(of, sites).replace('"dp")', '"tp")'))
+    monkeypatch.setattr(package, "step_text", lambda *given: step_text(*given).replace('"dp")', '"tp")'))
     with pytest.raises(PackageError, match="other collectives than the graph: in @main the graph has all_reduce_start"):
         emit_package(reduced(), info(), tmp_path / "pkg")
     assert list(tmp_path.iterdir()) == []

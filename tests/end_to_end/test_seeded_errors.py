@@ -87,8 +87,8 @@ def test_a_missing_reduction_is_caught_by_verify(tmp_path: Path, monkeypatch: py
 def test_a_reduction_that_moved_is_caught_by_the_check_of_the_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def moved(module: Module, sites: KernelSites) -> str:
-        text = step.step_text(module, sites)
+    def moved(module: Module, sites: KernelSites, lines: step.Lines) -> str:
+        text = step.step_text(module, sites, lines)
         return text.replace("def finish(", "def other(").replace("def evaluate(", "def finish(")
 
     monkeypatch.setattr(package, "step_text", moved)

@@ -1,0 +1,244 @@
+"""`mgraph kernels`: what runs each node of a package, what the runner-up would be, and what they take, predicted.
+
+A table for each layer function and entry, the slowest nodes first, then totals over a step. With `--profile` a few
+steps run under a profiler, and what each node took stands beside what was predicted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mgraph.cli.graphs import check_format
+from mgraph.cli.memory import wanted_sizes
+from mgraph.cli.snapshots import Compiled, open_package
+from mgraph.cli.table import table
+from mgraph.codegen.prepare import called
+from mgraph.codegen.profile import Profile, read_profile
+from mgraph.codegen.providers import Choice, Providers
+from mgraph.codegen.torch_provider import absorbable
+from mgraph.errors import OptionError, did_you_mean
+from mgraph.ir.graph import Function, Module, Node, Value
+from mgraph.ir.local import declared_sizes
+from mgraph.passes.activations import extents
+from mgraph.passes.differentiation import VIEWS
+from mgraph.passes.recompute import size_text
+
+FORMATS = ("text", "json")
+STEP = ("microbatch", "finish")
+"""The entries that a step of training calls, each once here."""
+_IDLE = VIEWS | {"call", "pick", "unpack", "pack", "wait"}
+_OF_ONE = {"attention": "forward", "attention_grad": "backward"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A node of a function: calls a step, who runs it, microseconds and bytes of one call, where it comes from."""
+
+    function: str
+    node: str
+    op: str
+    calls: int
+    provider: str
+    microseconds: float
+    basis: str
+    bytes: int
+    runner_up: str
+    runner_up_microseconds: float | None
+    refused: Mapping[str, str]
+    source: str
+    step_line: int | None
+    measured_microseconds: float | None = None
+
+    @property
+    def total(self) -> float:
+        """Microseconds a step, measured where they are."""
+        one = self.microseconds if self.measured_microseconds is None else self.measured_microseconds
+        return one * self.calls
+
+
+def run(
+    path: Path,
+    sizes: Mapping[str, int],
+    entry: str,
+    profile: str,
+    limit: int,
+    form: str,
+    measure: bool = False,
+    steps: int = 3,
+    device: str = "auto",
+) -> None:
+    """Write the tables to stdout; `sizes` of B and S as `mgraph memory` takes them, `entry` "" means those of a step.
+
+    With `measure` the package runs `steps` steps on `device`. Raises OptionError for sizes that the package was not
+    compiled for, an entry that it has not, an unknown profile, and what cannot be measured.
+    """
+    check_format(form, FORMATS)
+    package = open_package(path)
+    module = package.snapshots[-1].module
+    if entry and entry not in module.entries:
+        raise OptionError(f"the package has no entry '{entry}'", str(path), did_you_mean(entry, module.entries))
+    given = wanted_sizes(package, sizes)
+    options = package.manifest.get("fingerprint", {}).get("options", {})
+    rates = read_profile(profile or options.get("profile") or _known(options.get("target", "")))
+    wanted = [entry] if entry else [name for name in STEP if name in module.entries] or list(module.entries)
+    lines = forecast(package, rates, given, wanted)
+    notes = [f"{module.name}, one rank; {', '.join(f'{n}={s}' for n, s in given.items() if n in module.dims)}"]
+    notes[0] += f"; predicted for {rates.card} (profile {rates.name}); ~: estimated, not measured"
+    if measure:
+        from mgraph.cli.kernel_times import step_times
+
+        times = step_times(package, given, device, steps, entry)
+        lines, other = joined(lines, times.microseconds)
+        notes.append(f"measured on {times.device}, {steps} steps; {other:.0f} us a step belong to no node")
+    if form == "json":
+        data = {"name": module.name, "sizes": given, "profile": rates.name, "notes": notes}
+        rows = [asdict(line) for line in lines]
+        sys.stdout.write(json.dumps({**data, "nodes": rows}, indent=1) + "\n")
+    else:
+        sys.stdout.write("\n".join(_text(notes, lines, limit)))
+
+
+def _known(target: str) -> str:
+    return target if target == "h100" else "h100"
+
+
+def forecast(package: Compiled, profile: Profile, given: Mapping[str, int], entries: Sequence[str]) -> list[Line]:
+    """What each node of some entries takes on one rank, function by function."""
+    module = package.snapshots[-1].module
+    gpu = bool(package.manifest.get("providers"))
+    providers = Providers(module, profile, extents(module, given), gpu=gpu, sizes=declared_sizes(module))
+    chosen = {(p["function"], p["node"]): p["provider"] for p in package.manifest.get("providers", ())}
+    numbers = {
+        (function, node): int(number)
+        for function, listed in package.manifest.get("lines", {}).items()
+        for number, node in reversed(listed.items())
+    }
+    calls = call_counts(module, entries)
+    found = []
+    for name, count in calls.items():
+        function = module.functions[name]
+        for node, part, total in _working(function, bool(numbers), numbers):
+            choice = providers.choice(part, total if part is not node else None)
+            line = _line(function, node, part, choice, chosen, profile, total if part is not node else None)
+            found.append(replace(line, calls=count, step_line=numbers.get((name, node.id))))
+    return found
+
+
+def call_counts(module: Module, entries: Iterable[str]) -> dict[str, int]:
+    """How often each function runs where each entry runs once; callers before callees."""
+    counts: Counter[str] = Counter()
+
+    def visit(name: str, times: int) -> None:
+        counts[name] += times
+        for callee, number in Counter(called(n) for n in module.functions[name].nodes if n.op == "call").items():
+            visit(callee, times * number)
+
+    for entry in entries:
+        visit(module.entries[entry].function, 1)
+    return dict(counts)
+
+
+def _working(
+    function: Function, known: bool, numbers: Mapping[tuple[str, str], int]
+) -> Iterator[tuple[Node, Node, Value | None]]:
+    """Nodes that do something; a product that is added to a total as it is made stands with the sum as one node."""
+    makers = function.producers()
+    absorbed: dict[Node, Node] = {}
+    for node in function.nodes:
+        part = makers.get(node.operands[1]) if node.op == "accumulate_" else None
+        if part is not None and len(part.results) == 1 and absorbable(part, node.operands[0]):
+            apart = (function.name, part.id) in numbers if known else False
+            absorbed |= {} if apart else {node: part}
+    for node in function.nodes:
+        if node.op not in _IDLE and node not in absorbed.values():
+            part = absorbed.get(node, node)
+            yield node, part, node.operands[0] if part is not node else None
+
+
+def _line(
+    function: Function,
+    node: Node,
+    part: Node,
+    choice: Choice,
+    chosen: Mapping[tuple[str, str], str],
+    profile: Profile,
+    total: Value | None,
+) -> Line:
+    provider = chosen.get((function.name, part.id), choice.chosen.provider)
+    instance = choice.instance
+    if total is not None:  # the result is never written, the total is read and written
+        instance = replace(instance, bytes=instance.bytes + _bytes(total, instance.bytes))
+    time = profile.time(instance, provider)
+    other = next((c for c in choice.candidates if c.provider != provider), None)
+    return Line(
+        function.name,
+        node.id,
+        part.op.removesuffix("_") + (" +=" if total is not None else ""),
+        1,
+        provider,
+        round(time.microseconds, 3),
+        time.basis,
+        instance.bytes,
+        other.provider if other else "",
+        round(other.time.microseconds, 3) if other else None,
+        dict(choice.refused),
+        str(part.origin) if part.origin.file else "",
+        None,
+    )
+
+
+def _bytes(total: Value, most: int) -> int:
+    """What a sum in place moves beyond the product alone: the total, read once more, where its size is known."""
+    numel = total.tensor.numel
+    return min(most, numel * total.tensor.dtype.bits // 8) if isinstance(numel, int) else 0
+
+
+def joined(lines: list[Line], times: Mapping[tuple[str, str], float]) -> tuple[list[Line], float]:
+    """The lines with what was measured, microseconds a step by function and node; and what belongs to none of them."""
+    made = [
+        replace(line, measured_microseconds=times.get((line.function, line.node), 0.0) / line.calls) for line in lines
+    ]
+    known = {(line.function, line.node) for line in lines}
+    return made, sum(time for place, time in times.items() if place not in known)
+
+
+def _text(notes: Sequence[str], lines: list[Line], limit: int) -> Iterator[str]:
+    yield "\n".join(notes) + "\n"
+    measured = any(line.measured_microseconds is not None for line in lines)
+    totals = sorted(_totals(lines, lambda line: f"@{line.function}"), key=lambda row: -row[2])
+    for name, _, _ in totals:
+        own = sorted((line for line in lines if f"@{line.function}" == name), key=lambda line: -line.total)
+        header = ("node", "op", "provider", "us", *(["measured"] if measured else []), "bytes", "runner-up", "source")
+        rows = [_row(line, measured) for line in own[:limit]]
+        more = f"… and {len(own) - limit} more (--limit)\n" if len(own) > limit else ""
+        yield f"{name}, {own[0].calls} a step: {sum(line.total for line in own):.1f} us\n{table(header, rows)}{more}"
+    whole = sum(line.total for line in lines)
+    rows = [(name, str(number), f"{us:.1f}", f"{us / whole:.1%}" if whole else "") for name, number, us in totals]
+    kinds = sorted(_totals(lines, lambda line: f"{line.op}, {line.provider}"), key=lambda row: -row[2])[:limit]
+    rows += [("", "", "", "")]
+    rows += [(name, str(number), f"{us:.1f}", f"{us / whole:.1%}" if whole else "") for name, number, us in kinds]
+    yield table(("a step", "nodes", "us", "share"), [*rows, ("in all", str(len(lines)), f"{whole:.1f}", "")])
+    if refused := {(line.op, name, reason) for line in lines for name, reason in line.refused.items()}:
+        yield table(("op", "not by", "because"), sorted(refused))
+
+
+def _row(line: Line, measured: bool) -> tuple[str, ...]:
+    mark = "" if line.basis == "measured" else "~"
+    other = "" if line.runner_up_microseconds is None else f"{line.runner_up} {line.runner_up_microseconds:.1f}"
+    took = [f"{line.measured_microseconds:.1f}"] if measured else []
+    time = f"{line.microseconds:.1f}{mark}"
+    return (f"%{line.node}", line.op, line.provider, time, *took, size_text(line.bytes), other, line.source)
+
+
+def _totals(lines: Iterable[Line], name: Any) -> Iterator[tuple[str, int, float]]:
+    groups: dict[str, list[Line]] = {}
+    for line in lines:
+        groups.setdefault(name(line), []).append(line)
+    for key, group in groups.items():
+        yield key, len(group), sum(line.total for line in group)

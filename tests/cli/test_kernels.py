@@ -1,0 +1,173 @@
+"""`mgraph kernels`: each node once, who runs it, and what it takes, predicted and measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgraph.cli.kernel_times import line_times
+from mgraph.cli.kernels import call_counts
+from mgraph.cli.snapshots import open_package
+from mgraph.passes.differentiation import VIEWS
+
+from .conftest import Mgraph
+
+SIZES = ("--batch-size", "2", "--seq-len", "32")
+
+
+@pytest.fixture
+def listed(mgraph: Mgraph, compiled: Path) -> Any:
+    """The tables as data, for options."""
+
+    def run(*options: str) -> Any:
+        return json.loads(mgraph("kernels", compiled, "--format", "json", *options).out)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def for_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package with kernels for a GPU, which is not needed to build it."""
+    from mgraph.cli import main
+
+    path = tmp_path_factory.mktemp("kernels") / "gpu"
+    given = ["compile", "dense-tiny", "--precision", "bf16", "--provider", "rope=torch", "-o", str(path)]
+    assert main(given) == 0
+    return path
+
+
+def test_each_node_that_works_is_there_once(listed: Any, compiled: Path) -> None:
+    module = open_package(compiled).snapshots[-1].module
+    nodes = listed()["nodes"]
+    places = [(line["function"], line["node"]) for line in nodes]
+    assert len(set(places)) == len(places)
+    functions = {function for function, _ in places}
+    assert functions == {"layer.fwd", "layer.bwd", "microbatch", "finish"}
+    idle = VIEWS | {"call", "wait"}
+    for name in functions:
+        expected = {n.id for n in module.functions[name].nodes if n.op not in idle}
+        absorbed = {n.operands[1].name for n in module.functions[name].nodes if n.op == "accumulate_"}
+        found = {node for function, node in places if function == name}
+        assert found <= expected and expected - found <= absorbed
+    sums = [line for line in nodes if line["op"] == "aten.mm.default +="]
+    assert len(sums) == 8 and all(line["provider"] == "torch" and line["step_line"] for line in sums)
+
+
+def test_layers_count_by_their_calls(listed: Any, compiled: Path) -> None:
+    counts = call_counts(open_package(compiled).snapshots[-1].module, ["microbatch", "finish"])
+    assert counts == {"microbatch": 1, "layer.fwd": 2, "layer.bwd": 2, "finish": 1}
+    assert {(line["function"], line["calls"]) for line in listed()["nodes"]} == set(counts.items())
+
+
+def test_sizes_and_rates_count(listed: Any) -> None:
+    def product(data: Any) -> Any:
+        return next(n for n in data["nodes"] if n["op"] == "aten.linear.default" and n["function"] == "layer.fwd")
+
+    small, large = product(listed(*SIZES)), product(listed("--batch-size", "4096", "--seq-len", "32"))
+    # f32 at 5e13 operations a second, of which 0.85 are reached, and 2 us to launch: the roofline by hand.
+    rows, (width, out) = 4096 * 32, (64, 64)
+    moved = 4 * (rows * width + width * out + rows * out)
+    expected = max(moved / (3.02e12 * 0.8), 2 * rows * width * out / (5e13 * 0.85)) * 1e6 + 2
+    assert large["bytes"] == moved and large["microseconds"] == pytest.approx(expected, rel=1e-4)
+    assert small["microseconds"] < 3
+    faster = product(listed("--batch-size", "4096", "--seq-len", "32", "--rates", "h200"))
+    assert faster["microseconds"] < large["microseconds"]
+
+
+def test_the_manifest_and_the_tables_agree(mgraph: Mgraph, for_gpu: Path) -> None:
+    manifest = json.loads((for_gpu / "manifest.json").read_text())
+    chosen = {(p["function"], p["node"]): p for p in manifest["providers"]}
+    assert {p["provider"] for p in chosen.values()} == {"triton", "cudnn", "torch"}
+    assert all(p["provider"] == "torch" and p["forced"] for p in chosen.values() if p["op"] == "rope")
+    assert "rt.rope(" in (for_gpu / "step.py").read_text() and 'by="cudnn"' in (for_gpu / "step.py").read_text()
+    nodes = json.loads(mgraph("kernels", for_gpu, "--format", "json").out)["nodes"]
+    for line in nodes:
+        if known := chosen.get((line["function"], line["node"])):
+            assert line["provider"] == known["provider"]
+            assert line["microseconds"] == pytest.approx(known["microseconds"], abs=0.01)
+            assert line["runner_up"] == (known["next"]["provider"] if known["next"] else "")
+    text = mgraph("kernels", for_gpu, "--limit", "3").out
+    assert "@layer.fwd, 2 a step: " in text and "models/attention.py:" in text and "more (--limit)" in text
+    assert text.index("@layer.bwd") < text.index("@layer.fwd") and "in all" in text
+
+
+def test_lines_are_those_of_the_nodes(for_gpu: Path) -> None:
+    manifest, step = json.loads((for_gpu / "manifest.json").read_text()), (for_gpu / "step.py").read_text().splitlines()
+    sites = {p["node"]: p for p in manifest["providers"] if p["function"] == "layer.fwd"}
+    for number, node in manifest["lines"]["layer.fwd"].items():
+        if node in sites and sites[node]["provider"] == "triton":
+            assert "= K." in step[int(number) - 1]
+    assert len(set(manifest["lines"]["layer.fwd"].values())) > len(sites)
+
+
+def test_measured_on_the_cpu(listed: Any) -> None:
+    data = listed(*SIZES, "--profile", "--device", "cpu", "--steps", "1")
+    measured = {(n["function"], n["op"]): n["measured_microseconds"] for n in data["nodes"]}
+    worked = [time for (_, op), time in measured.items() if not op.startswith(("zero", "all_reduce"))]
+    assert sum(time > 0 for time in worked) > 0.9 * len(worked)
+    assert measured["finish", "adamw"] > 1 and measured["layer.fwd", "attention"] > 1
+    other = float(data["notes"][1].split(";")[1].split()[0])
+    whole = sum(n["measured_microseconds"] * n["calls"] for n in data["nodes"])
+    assert "the CPU, 1 steps" in data["notes"][1] and other < 0.2 * whole
+
+
+def event(cat: str, name: str, ts: float, dur: float, **more: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": 1, "args": more}
+
+
+def test_kernels_belong_to_the_range_that_launched_them() -> None:
+    """A layer's call around two statements; kernels run later, one launched by the driver and one by the runtime."""
+    events = [
+        event("user_annotation", "microbatch:30 [0] layers.*", 0, 100),
+        event("user_annotation", "layer:12 up  m.py:3", 5, 20),
+        event("cuda_runtime", "cudaLaunchKernel", 8, 2, correlation=1),
+        event("cuda_runtime", "cudaLaunchKernel", 12, 2, correlation=2),
+        event("user_annotation", "layer:14 up  m.py:4", 30, 20),
+        event("cuda_driver", "cuLaunchKernel", 33, 2, correlation=3),
+        event("user_annotation", "ProfilerStep#1", 34, 2),
+        event("cuda_runtime", "cudaMemcpyAsync", 60, 2, correlation=4),
+        event("cuda_runtime", "cudaDeviceSynchronize", 120, 50, correlation=5),
+        {**event("kernel", "gemm", 200, 7, correlation=1), "tid": 7},
+        {**event("kernel", "epilogue", 210, 3, correlation=2), "tid": 7},
+        {**event("kernel", "rms_norm_fwd_0", 220, 11, correlation=3), "tid": 7},
+        {**event("gpu_memcpy", "copy", 240, 2, correlation=4), "tid": 7},
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert line_times(events, on_gpu=True) == {12: 10.0, 14: 11.0, 30: 2.0, 0: 0.0}
+
+
+def test_ops_belong_to_the_range_they_run_in() -> None:
+    events = [
+        event("user_annotation", "layer:12 up", 0, 50),
+        event("cpu_op", "aten::linear", 0, 20),
+        event("cpu_op", "aten::mm", 2, 15),
+        event("cpu_op", "aten::add", 20, 5),
+        event("cpu_op", "aten::add", 50, 5),
+    ]
+    assert line_times(events, on_gpu=False) == {12: 25.0, 0: 5.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--entry", "microbach"), "no entry 'microbach'"),
+        (("--rates", "h10"), "no profile 'h10'"),
+        (("--format", "svg"), "svg"),
+        (("--profile", "--device", "cuda"), "no CUDA device"),
+    ],
+)
+def test_wrong_options(mgraph: Mgraph, compiled: Path, options: tuple[str, ...], said: str) -> None:
+    run = mgraph("kernels", compiled, *options)
+    assert run.code == 2 and said in run.err and run.out == ""
+
+
+def test_a_package_without_lines(mgraph: Mgraph, package: Path) -> None:
+    manifest = json.loads((package / "manifest.json").read_text())
+    del manifest["lines"]
+    (package / "manifest.json").write_text(json.dumps(manifest))
+    assert "@layer.fwd" in mgraph("kernels", package).out
+    run = mgraph("kernels", package, "--profile")
+    assert run.code == 2 and "compile it again" in run.err
