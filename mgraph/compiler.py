@@ -47,7 +47,7 @@ from mgraph.passes.verify import TwinCheck
 from mgraph.recipe import MESH_AXES, Recipe
 
 RAISE = "raise-norm,raise-rope,raise-attention,raise-glu,raise-moe,raise-loss,cse,dce"
-FUSE, REGIONS = "fuse-rope,fuse-norm,fuse-loss,fuse-products,", "fuse-regions,"
+FUSE, REGIONS = "fuse-rope,fuse-norm,fuse-loss,fuse-experts,fuse-products,", "fuse-regions,"
 """What is fused for GPUs: into ops that have a name, and what is left."""
 TIMES = "compilation.json"
 """The file in a package's graphs/ that keeps the seconds of each stage and the capture's report."""
@@ -171,6 +171,10 @@ class Start(Instrument):
         self.at = time.perf_counter()
 
 
+LATE = ("grouped_", "moe_route_fwd")
+"""Beginnings of the names of kernels that take long to compile and of which most graphs lose some to fusion."""
+
+
 class KernelsAhead(Instrument):
     """Lets the kernels of each graph be compiled while the passes go on."""
 
@@ -180,7 +184,8 @@ class KernelsAhead(Instrument):
     def after(self, result: PassResult, before: Module, after: Module) -> None:
         """Hand over the kernels that the pass brought in."""
         if after is not before:
-            self._builder.prepare(kernel_sites(after, gpu=True).specs)
+            specs = kernel_sites(after, gpu=True).specs
+            self._builder.prepare([spec for spec in specs if not spec.name.startswith(LATE)])
 
 
 def build_module(

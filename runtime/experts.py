@@ -6,10 +6,12 @@ e end at `offsets[e]`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from mgraph.runtime.moe import grouped_mm
+from mgraph.runtime.moe import grouped_mm, moe_route
 from mgraph.runtime.ops import glu, glu_grad, wide
 
 
@@ -18,6 +20,12 @@ def moe_order(indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
     chosen, order = indices.flatten().sort(stable=True)
     experts = torch.arange(num_experts, device=indices.device)
     return order, torch.searchsorted(chosen, experts, right=True, out_int32=True)
+
+
+def moe_route_order(logits: Tensor, bias: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
+    """weights, indices, order and offsets: `moe_route` with its options, and `moe_order`; logits [T, E]."""
+    weights, indices = moe_route(logits, bias, **options)
+    return weights, indices, *moe_order(indices, num_experts=logits.shape[1])
 
 
 def expert_glu(

@@ -25,7 +25,7 @@ from mgraph.runtime.collectives import (
     wait,
 )
 from mgraph.runtime.dropout import dropout, dropout_part, random
-from mgraph.runtime.experts import expert_glu, expert_glu_grad, moe_order
+from mgraph.runtime.experts import expert_glu, expert_glu_grad, moe_order, moe_route_order
 from mgraph.runtime.kernels import kernels
 from mgraph.runtime.moe import (
     expert_bias_update_,
@@ -143,6 +143,7 @@ __all__ = [
     "moe_order",
     "moe_route",
     "moe_route_grad",
+    "moe_route_order",
     "norm_rope",
     "norm_rope_grad",
     "pad_extent",

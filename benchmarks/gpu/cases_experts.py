@@ -266,7 +266,8 @@ def outer_case(id_: str, layer: Layer, problem: Outer, cut: Tuning | None = None
         spec=grouped_outer.outer("outer", problem, cut),
         inputs=inputs,
         reference=reference,
-        peers={"eager": form, "compile": form} if cut is None else {},
+        # Compiled, torch's product asserts that the rows of each expert are a multiple of some number.
+        peers={"eager": form} if cut is None else {},
         bytes=2 * (2 * layer.experts * problem.left * problem.right + layer.rows * min(widths.values())),
         flops=layer.product,
     )

@@ -12,7 +12,11 @@ from mgraph.codegen.triton import (
     attention_grad,
     cross_entropy,
     embedding_grad,
+    expert_glu,
     glu,
+    grouped,
+    grouped_outer,
+    moe_route,
     moe_rows,
     norm_rope,
     region,
@@ -68,14 +72,24 @@ ON_GPUS: dict[str, Template] = {
     "cross_entropy": Template("cross_entropy_fwd", cross_entropy.problem_of, cross_entropy.forward),
     "cross_entropy_grad": Template("cross_entropy_bwd", cross_entropy.problem_of, cross_entropy.backward),
     "cross_entropy_with_grad": Template("cross_entropy", cross_entropy.problem_of, cross_entropy.forward_backward),
+    "expert_glu": Template("expert_glu_fwd", expert_glu.problem_of, expert_glu.forward),
+    "expert_glu_grad": Template("expert_glu_bwd", expert_glu.problem_of, expert_glu.backward),
+    "gathered_outer": Template("grouped_outer", grouped_outer.problem_of, grouped_outer.outer),
     "glu": Template("glu_fwd", glu.problem_of, glu.forward),
     "glu_grad": Template("glu_bwd", glu.problem_of, glu.backward),
+    "grouped_matmul": Template("grouped_matmul", grouped.problem_of, grouped.product),
+    "grouped_matmul_sum": Template("grouped_matmul", grouped.problem_of, grouped.product),
+    "grouped_outer": Template("grouped_outer", grouped_outer.problem_of, grouped_outer.outer),
     "linear_cross_entropy_with_grad": Template(
         "cross_entropy", cross_entropy.chunk_problem_of, cross_entropy.forward_backward
     ),
     "moe_combine": Template("moe_combine_fwd", moe_rows.problem_of, moe_rows.combine),
     "moe_combine_grad": Template("moe_combine_bwd", moe_rows.problem_of, moe_rows.combine_grad),
     "moe_dispatch_grad": Template("moe_dispatch_bwd", moe_rows.problem_of, moe_rows.dispatch_grad),
+    "moe_order": Template("moe_order", moe_route.order_problem_of, moe_route.order),
+    "moe_route": Template("moe_route_fwd", moe_route.problem_of, moe_route.route),
+    "moe_route_grad": Template("moe_route_bwd", moe_route.problem_of, moe_route.grad),
+    "moe_route_order": Template("moe_route_order", moe_route.problem_of, moe_route.route_order),
     "norm_rope": Template("norm_rope_fwd", norm_rope.problem_of, norm_rope.forward),
     "norm_rope_grad": Template("norm_rope_bwd", norm_rope.problem_of, norm_rope.backward),
     "rope": Template("rope", rope.problem_of, rope.rotate),
@@ -89,6 +103,8 @@ SUMS_ON_GPUS: dict[str, SumTemplate] = {
         "embedding_grad", embedding_grad.problem_of, embedding_grad.build
     ),
     "embedding_part_grad": SumTemplate("embedding_grad", embedding_grad.problem_of, embedding_grad.build),
+    "gathered_outer": SumTemplate("grouped_outer", grouped_outer.problem_of_sum, grouped_outer.outer),
+    "grouped_outer": SumTemplate("grouped_outer", grouped_outer.problem_of_sum, grouped_outer.outer),
 }
 """Ops whose sum to a total (`accumulate`) is a kernel site in packages with binaries for a GPU."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 
 from mgraph.codegen.dim_text import DimScope
+from mgraph.codegen.expert_forms import EXPERT_FORMS, outer_operands
 from mgraph.codegen.kernel_sites import KernelSites
 from mgraph.codegen.liveness import written_operands
 from mgraph.codegen.names import identifier
@@ -167,6 +168,10 @@ def overwritable(node: Node) -> tuple[int, ...]:
     return tuple(i for i in wanted if i < len(same) and same[i])
 
 
+_OUTERS = ("grouped_outer", "gathered_outer")
+"""Gradients of the matrices of experts."""
+
+
 def absorbable(part: Node, total: Value) -> bool:
     """Whether `accumulate(total, part)` has a form that adds a product to the total without making it apart."""
     dtypes = part.result.tensor.dtype, total.tensor.dtype
@@ -174,28 +179,30 @@ def absorbable(part: Node, total: Value) -> bool:
         return False
     if part.op == "aten.embedding_dense_backward.default":
         return part.attrs.get("padding_idx", -1) == -1 and not part.attrs.get("scale_grad_by_freq", False)
-    return part.op in ("aten.mm.default", "embedding_part_grad", "grouped_outer")
+    return part.op in ("aten.mm.default", "embedding_part_grad", *_OUTERS)
 
 
 def _widens(part: Node, dtypes: tuple[DType, DType]) -> bool:
     """Whether the sum of a low-precision product, or of rows, has a form that takes it unrounded into an f32 total."""
     low = dtypes[0] in (DType.BF16, DType.F16) and dtypes[1] is DType.F32
-    return low and part.op in ("aten.mm.default", "aten.embedding_dense_backward.default", "embedding_part_grad")
+    embedding = ("aten.embedding_dense_backward.default", "embedding_part_grad")
+    return low and part.op in ("aten.mm.default", *embedding, *_OUTERS)
 
 
 def write_accumulated(part: Site, total: Value, text: str) -> str:
     """The statement that adds an absorbable node to `total`, which is written `text`."""
     operands = ", ".join(part.operands)
     if (kernel := part.kernels.name_of_sum(part.node, total)) is not None:
-        return _sum_by_token(part, kernel, text)
+        return f"K.{kernel}({text}, {operands})" if part.node.op in _OUTERS else _sum_by_token(part, kernel, text)
+    if part.node.op in _OUTERS:
+        return f"rt.grouped_outer_({text}, {outer_operands(part)})"
     if part.node.op == "aten.mm.default" and part.node.result.tensor.dtype in (DType.BF16, DType.F16):
         return f"rt.addmm_({text}, {operands})"
     if part.node.op == "aten.mm.default":
         return f"{text}.addmm_({operands})"
     if part.node.op == "embedding_part_grad":
         return f"rt.embedding_part_grad_({text}, {operands}, padding_idx={part.node.attrs['padding_idx']})"
-    name = "grouped_outer_" if part.node.op == "grouped_outer" else "embedding_grad_"
-    return f"rt.{name}({text}, {operands})"
+    return f"rt.embedding_grad_({text}, {operands})"
 
 
 def _sum_by_token(part: Site, kernel: str, total: str) -> str:
@@ -365,6 +372,7 @@ def _chosen(site: Site, text: str) -> str:
 
 
 _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
+    **EXPERT_FORMS,
     "accumulate": _accumulate,
     "accumulate_each": _accumulate_each,
     "add_rms_norm": _runtime(),
@@ -404,8 +412,10 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "moe_combine_grad": _runtime(),
     "moe_dispatch": _runtime(),
     "moe_dispatch_grad": _runtime(),
+    "moe_order": _runtime(),
     "moe_route": _runtime(),
     "moe_route_grad": _runtime(),
+    "moe_route_order": _runtime(),
     "norm_rope": _runtime(),
     "norm_rope_grad": _runtime(),
     "pad_extent": _runtime(),

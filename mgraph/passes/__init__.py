@@ -44,7 +44,7 @@ PASSES: dict[str, str] = {
     "chunk-loss": "mgraph.passes.chunk_loss:ChunkLoss",
     "fuse-norm": "mgraph.passes.fuse_norm:FuseNorm",
     "fuse-rope": "mgraph.passes.fuse_rope:FuseRope",
-    # fuse
+    "fuse-experts": "mgraph.passes.fuse_experts:FuseExperts",
     "fuse-products": "mgraph.passes.fuse_products:FuseProducts",
     "fuse-regions": "mgraph.passes.fuse_regions:FuseRegions",
     # schedule

@@ -98,13 +98,13 @@ _NUMBERS = {"alpha": Glu.alpha, "limit": 0.0, "offset": 0.0}
 def forward_tuning(problem: ExpertGlu) -> Tuning:
     """128 rows by 128 gates and as many ups: 8 warps have both sums in registers."""
     columns = min(128, max(16, power(problem.width)))
-    return Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns == 128 else 4, 3, group=16)
+    return Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns == 128 else 4, 4, group=16)
 
 
 def backward_tuning(problem: ExpertGlu) -> Tuning:
     """128 by 128, as what follows the sum takes registers for five tensors."""
     columns = min(128, max(16, power(problem.width)))
-    return Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns == 128 else 4, 3, group=16)
+    return Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns == 128 else 4, 4, group=16)
 
 
 def forward(name: str, problem: ExpertGlu, cut: Tuning | None = None) -> KernelSpec:

@@ -271,9 +271,9 @@ def problem_of(node: Node) -> Product | str:
 
 
 def tuning(problem: Product) -> Tuning:
-    """Tiles of which two are on a multiprocessor at a time, so that one's sum hides where another begins and ends."""
-    columns = 128 if problem.width >= 128 else max(16, power(problem.width))
-    return Tuning(128, columns, depth_of(problem.inner, 64), 4 if columns < 128 else 8, 3)
+    """128 by 256, four steps of 64 on the way: the largest tile whose sum 8 warps have in registers."""
+    columns = next((n for n in (256, 128) if problem.width % n == 0), min(128, max(16, power(problem.width))))
+    return Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns >= 128 else 4, 4 if columns >= 128 else 3)
 
 
 def depth_of(inner: int, most: int) -> int:

@@ -6,9 +6,10 @@
     order, offsets    pairs t * K + k by expert, then by token; where the rows of each expert end
 
 A program has some tiles of tokens, one after the other, with all experts. Scores are compared as integers that order as
-they do, so that a choice is of K experts whatever the scores are, NaN among them. The first launch leaves how many
-tokens of each program chose each expert; the second adds up what comes before its own, and writes each pair where it
-belongs. Nothing depends on which program is first.
+they do, so that a choice is of K experts whatever the scores are, NaN among them. Of 16-bit logits without a bias the
+integer has the number of the expert, too: what is best is then found in one pass, not in two. The first launch leaves
+how many tokens of each program chose each expert, and which of these a pair is; the second adds up what comes before
+its own, and writes each pair where it belongs. Nothing depends on which program is first.
 """
 
 from __future__ import annotations
@@ -34,11 +35,17 @@ MOST_CHOICES = 32
 MOST_EXPERTS = 1024
 """Experts, up to which the scores of a few tokens fit in registers."""
 
-MOST_TOKENS = 2**30
-"""Above all numbers of an expert."""
-
 LOWEST = -(2**31)
-"""Below what any score is compared as: an expert that is taken, or is none."""
+"""What the first choice is marked with; the others follow."""
+
+CLOSED = LOWEST + MOST_CHOICES
+"""What an expert is marked with that may not be chosen. All scores are above."""
+
+PLACED = 512
+"""Pairs that a program puts in their places at a time."""
+
+NUMBERED = 2 * MOST_CHOICES
+"""Where numbers of experts begin in integers that have both."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,11 @@ class Router:
     def columns(self) -> int:
         """Experts, rounded up to a power of two."""
         return power(self.experts)
+
+    @property
+    def packed(self) -> bool:
+        """Whether logits and numbers of experts fit into one integer, and the choice is that of the logits."""
+        return self.logits in ("bf16", "f16") and not self.bias and self.groups == 1
 
 
 def power(number: int) -> int:
@@ -138,20 +150,20 @@ def _spec(name: str, problem: Router, cut: Tuning, *, order: bool) -> KernelSpec
     )
     names = tuple(tensor.name for tensor in (*inputs, *outputs))
     programs = _programs("T", cut)
-    args = (*names, "counts", "T") if order else (*names, "T")
+    args = (*names, *(tensor.name for tensor in _counts(programs, problem.experts)), "T") if order else (*names, "T")
     launches = [Launch(f"{name}_choose", args, (programs,), cut.num_warps, 1, _aligned(problem))]
     source = _choose_source(name, problem, cut, args, counted=order)
     if order:
         outputs = (*outputs, *_order_of(("mul", "T", problem.choices), problem.experts))
-        launches.append(_place_launch(name, programs, cut, _aligned(problem)))
-        source += _place_source(name, problem.experts, problem.choices, cut)
+        launches.append(_place_launch(name, programs, cut, "T"))
+        source += _place_source(name, problem.experts, problem.choices, cut, "T")
     return KernelSpec(
         name=name,
         source=source,
         twin=_twin(name, problem, order=order),
         inputs=inputs,
         outputs=outputs,
-        scratch=(TensorSpec("counts", "i32", (programs, problem.experts)),) if order else (),
+        scratch=_counts(programs, problem.experts, ("T", problem.choices)) if order else (),
         launches=tuple(launches),
     )
 
@@ -178,10 +190,11 @@ def order(name: str, problem: Order, cut: Tuning | None = None) -> KernelSpec:
     """The site `order, offsets = name(indices)`: indices i64 [T, K] → order i64 [T * K], offsets i32 [E]. Each pair is
     taken as a token of one expert, since a token may have chosen one twice."""
     cut = cut or tuning(problem.experts)
-    programs, args = _programs("pairs", cut), ("indices", "counts", "pairs")
+    programs = _programs("pairs", cut)
+    args = ("indices", "counts", "ranks", "pairs")
     return KernelSpec(
         name=name,
-        source=_count_source(name, problem.experts, cut) + _place_source(name, problem.experts, 1, cut, "pairs"),
+        source=_rank_source(name, problem.experts, cut) + _place_source(name, problem.experts, 1, cut, "pairs"),
         twin=f'''
 def {name}(indices):
     """Pairs t * {problem.choices} + k by expert, then by token; where the rows of each expert end."""
@@ -189,10 +202,10 @@ def {name}(indices):
 ''',
         inputs=(TensorSpec("indices", "i64", ("T", problem.choices)),),
         outputs=_order_of("pairs", problem.experts),
-        scratch=(TensorSpec("counts", "i32", (programs, problem.experts)),),
+        scratch=_counts(programs, problem.experts, ("pairs",)),
         launches=(
-            Launch(f"{name}_count", args, (programs,), cut.num_warps, 1, aligned=False),
-            _place_launch(name, programs, cut, aligned=False, tokens="pairs"),
+            Launch(f"{name}_rank", args, (programs,), cut.num_warps, 1, aligned=False),
+            _place_launch(name, programs, cut, "pairs"),
         ),
         dims={"pairs": ("mul", "T", problem.choices)},
     )
@@ -200,6 +213,11 @@ def {name}(indices):
 
 def _order_of(pairs: Expression, experts: int) -> tuple[TensorSpec, ...]:
     return TensorSpec("order", "i64", (pairs,)), TensorSpec("offsets", "i32", (experts,))
+
+
+def _counts(programs: Expression, experts: int, pairs: tuple[Expression, ...] = ()) -> tuple[TensorSpec, ...]:
+    """What the first launch leaves: tokens of each program by expert, and which of these each pair is."""
+    return TensorSpec("counts", "i32", (programs, experts)), TensorSpec("ranks", "i32", pairs)
 
 
 def _programs(tokens: str, cut: Tuning) -> Expression:
@@ -211,27 +229,34 @@ def _aligned(problem: Router) -> bool:
     return problem.experts % 8 == 0 and problem.choices % 4 == 0
 
 
-def _place_launch(name: str, programs: Expression, cut: Tuning, aligned: bool, tokens: str = "T") -> Launch:
-    args = ("indices", "counts", "order", "offsets", tokens)
-    return Launch(f"{name}_place", args, (programs,), cut.num_warps, num_stages=2, aligned=aligned)
+def _place_launch(name: str, programs: Expression, cut: Tuning, tokens: str) -> Launch:
+    args = ("indices", "counts", "ranks", "order", "offsets", tokens)
+    return Launch(f"{name}_place", args, (programs,), cut.num_warps, num_stages=2, aligned=True)
 
 
-def _tiles(tokens: str, cut: Tuning) -> list[str]:
+def _share(tokens: str, cut: Tuning) -> list[str]:
     """The tiles of a program: as many for each."""
     return [
         f"tiles = tl.cdiv({tokens}, {cut.tokens})",
         "share = tl.cdiv(tiles, tl.num_programs(0))",
         "first = tl.program_id(0) * share",
+    ]
+
+
+def _tiles(tokens: str, cut: Tuning) -> list[str]:
+    """The loop over the tiles of a program."""
+    return [
+        *_share(tokens, cut),
         "for tile in range(first, tl.minimum(first + share, tiles)):",
         f"    token = tile * {cut.tokens} + tl.arange(0, {cut.tokens})",
     ]
 
 
 def _key(key: str, score: str) -> list[str]:
-    """Integers that order as the scores do, above LOWEST."""
+    """Integers that order as the scores do, above CLOSED."""
     return [
         f"{key} = {score}.to(tl.int32, bitcast=True)",
-        f"{key} = tl.maximum({key} ^ (({key} >> 31) & 0x7FFFFFFF), {LOWEST + 1})",
+        f"{key} = tl.maximum({key} ^ (({key} >> 31) & 0x7FFFFFFF), {CLOSED + 1})",
     ]
 
 
@@ -282,50 +307,34 @@ def _group_lines(problem: Router, cut: Tuning) -> list[str]:
         ]
     return [
         *lines,
-        f"grouped = tl.where((rank == {LOWEST})[:, :, None], grouped, {LOWEST + 1})",
+        f"grouped = tl.where((rank == {LOWEST})[:, :, None], grouped, {CLOSED})",
         f"key = tl.reshape(grouped, ({cut.tokens}, {problem.experts}))",
     ]
 
 
 def _choose_source(name: str, problem: Router, cut: Tuning, args: tuple[str, ...], *, counted: bool) -> str:
     experts, choices, columns = problem.experts, problem.choices, problem.columns
-    masked = columns > experts
-    real = f"(expert < {experts})[None, :]"
-    places = power(choices)
-    lines = _score_lines(problem, masked)
-    if problem.bias:
-        bias_mask = f", mask=expert < {experts}, other=0.0" if masked else ""
-        lines.append(f"steered = scores + tl.load(bias_ptr + expert{bias_mask}).to(tl.float32)[None, :]")
-    lines += _key("key", "steered" if problem.bias else "scores")
-    if problem.groups > 1:
-        lines += _group_lines(problem, cut)
-    if masked:
-        lines.append(f"key = tl.where({real}, key, {LOWEST})")
-    lines += [
-        f"chosen = tl.zeros([{cut.tokens}, {places}], dtype=tl.int32)",
-        f"weight = tl.zeros([{cut.tokens}, {places}], dtype=tl.float32)",
-        f"for choice in tl.static_range({choices}):",
-        "    most = tl.max(key, axis=1)",
-        f"    which = tl.min(tl.where(key == most[:, None], expert[None, :], {columns}), axis=1)",
-        "    taken = expert[None, :] == which[:, None]",
-        f"    key = tl.where(taken, {LOWEST}, key)",
-        "    value = tl.sum(tl.where(taken, scores, 0.0), axis=1)"
-        if problem.bias
-        else "    value = (most ^ ((most >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)",
-        "    chosen = tl.where(place[None, :] == choice, which[:, None], chosen)",
-        "    weight = tl.where(place[None, :] == choice, value[:, None], weight)",
+    masked, places = columns > experts, power(choices)
+    few = f" & (place < {choices})[None, :]" if places > choices else ""
+    lines = [
+        *(_packed_lines(problem, cut, masked) if problem.packed else _score_choice_lines(problem, cut, masked)),
         *_weigh_lines(problem),
         f"pair = token.to(tl.int64)[:, None] * {choices} + place[None, :]",
-        f"known = (token < T)[:, None]{f' & (place < {choices})[None, :]' if places > choices else ''}",
+        f"known = (token < T)[:, None]{few}",
         f"tl.store(weights_ptr + pair, weight.to(tl.{TRITON_LANGUAGE_DTYPES[problem.weights]}), mask=known)",
         "tl.store(indices_ptr + pair, chosen.to(tl.int64), mask=known)",
     ]
     count, store = [], ""
     if counted:
-        also = f" & {real}" if masked else ""
-        lines.append(f"count += tl.sum(((key == {LOWEST}) & (token < T)[:, None]{also}).to(tl.int32), axis=0)")
-        count = [f"count = tl.zeros([{columns}], dtype=tl.int32)"]
         mask = f", mask=expert < {experts}" if masked else ""
+        lines += [
+            f"taken = ((key < {CLOSED}) & (token < T)[:, None]).to(tl.int32)",
+            "rank = count[None, :] + tl.cumsum(taken, axis=0) - taken",
+            f"pair = token[:, None] * {choices} + (key - ({LOWEST}))",
+            "tl.store(ranks_ptr + pair, rank, mask=taken > 0)",
+            "count += tl.sum(taken, axis=0)",
+        ]
+        count = [f"count = tl.zeros([{columns}], dtype=tl.int32)"]
         store = lines_of(f"tl.store(counts_ptr + tl.program_id(0) * {experts} + expert, count{mask})")
     head = lines_of(f"expert = tl.arange(0, {columns})", f"place = tl.arange(0, {places})", *count, *_tiles("T", cut))
     return f'''
@@ -336,19 +345,91 @@ def {name}_choose({_parameters(args)}):
 '''
 
 
+def _packed_lines(problem: Router, cut: Tuning, masked: bool) -> list[str]:
+    """`chosen` and `weight` of 16-bit logits; `key` marks what was chosen."""
+    experts, choices = problem.experts, problem.choices
+    real = f"(expert < {experts})[None, :]"
+    inside = f"(token < T)[:, None]{f' & {real}' if masked else ''}"
+    lines = [
+        f"element = token.to(tl.int64)[:, None] * {experts} + expert[None, :]",
+        f"known = {inside}",
+        "logits = tl.load(logits_ptr + element, mask=known, other=0.0)",
+        "key = logits.to(tl.int16, bitcast=True).to(tl.int32)",
+        f"key = (key ^ ((key >> 15) & 0x7FFF)) * 65536 + ({NUMBERED + experts} - expert)[None, :]",
+        f"key = tl.where({real}, key, {CLOSED})" if masked else "",
+        f"chosen = tl.zeros([{cut.tokens}, {power(choices)}], dtype=tl.int32)",
+        f"for choice in tl.static_range({choices}):",
+        "    best = tl.max(key, axis=1)",
+        f"    key = tl.where(key == best[:, None], {LOWEST} + choice, key)",
+        "    chosen = tl.where(place[None, :] == choice, best[:, None], chosen)",
+        "weight = chosen >> 16",
+        "weight = (weight ^ ((weight >> 15) & 0x7FFF)).to(tl.int16)",
+        f"weight = weight.to(tl.{TRITON_LANGUAGE_DTYPES[problem.logits]}, bitcast=True).to(tl.float32)",
+        f"chosen = {NUMBERED + experts} - (chosen & 0xFFFF)",
+    ]
+    if problem.score == "sigmoid":
+        lines.append("weight = 1.0 / (1.0 + tl.exp(-weight))")
+    elif problem.score == "softmax" and not _of_chosen(problem):
+        lines += [
+            "wide = logits.to(tl.float32)",
+            f'wide = tl.where({real}, wide, float("-inf"))' if masked else "",
+            "most = tl.max(wide, axis=1)",
+            "weight = tl.exp(weight - most[:, None]) / tl.sum(tl.exp(wide - most[:, None]), axis=1)[:, None]",
+        ]
+    if power(choices) > choices:
+        lines.append(f"weight = tl.where((place < {choices})[None, :], weight, 0.0)")
+    return lines
+
+
+def _score_choice_lines(problem: Router, cut: Tuning, masked: bool) -> list[str]:
+    """`chosen` and `weight` of any scores; `key` marks what was chosen."""
+    experts, columns, places = problem.experts, problem.columns, power(problem.choices)
+    lines = _score_lines(problem, masked)
+    if problem.bias:
+        bias_mask = f", mask=expert < {experts}, other=0.0" if masked else ""
+        lines.append(f"steered = scores + tl.load(bias_ptr + expert{bias_mask}).to(tl.float32)[None, :]")
+    lines += _key("key", "steered" if problem.bias else "scores")
+    if problem.groups > 1:
+        lines += _group_lines(problem, cut)
+    if masked:
+        lines.append(f"key = tl.where((expert < {experts})[None, :], key, {CLOSED})")
+    return [
+        *lines,
+        f"chosen = tl.zeros([{cut.tokens}, {places}], dtype=tl.int32)",
+        f"weight = tl.zeros([{cut.tokens}, {places}], dtype=tl.float32)",
+        f"for choice in tl.static_range({problem.choices}):",
+        "    most = tl.max(key, axis=1)",
+        f"    which = tl.min(tl.where(key == most[:, None], expert[None, :], {columns}), axis=1)",
+        "    taken = expert[None, :] == which[:, None]",
+        f"    key = tl.where(taken, {LOWEST} + choice, key)",
+        "    value = tl.sum(tl.where(taken, scores, 0.0), axis=1)"
+        if problem.bias
+        else "    value = (most ^ ((most >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)",
+        "    chosen = tl.where(place[None, :] == choice, which[:, None], chosen)",
+        "    weight = tl.where(place[None, :] == choice, value[:, None], weight)",
+    ]
+
+
+def _of_chosen(problem: Router) -> bool:
+    """Whether weights are a softmax of the chosen logits alone: what was not chosen falls out of the division."""
+    divided = problem.score == "softmax" and problem.renormalize and problem.epsilon == 0
+    return divided or problem.score == "softmax_chosen"
+
+
 def _weigh_lines(problem: Router) -> list[str]:
     """Chosen scores become weights; places that are none weigh nothing."""
     real = f"(place < {problem.choices})[None, :]"
     few = power(problem.choices) > problem.choices
     lines = []
-    if problem.score == "softmax_chosen":
+    alone = problem.score == "softmax_chosen" or (problem.packed and _of_chosen(problem))
+    if alone:
         if few:
             lines.append(f'weight = tl.where({real}, weight, float("-inf"))')
         lines += [
             "weight = tl.exp(weight - tl.max(weight, axis=1)[:, None])",
             "weight = weight / tl.sum(weight, axis=1)[:, None]",
         ]
-    if problem.renormalize:
+    if problem.renormalize and not (alone and problem.score == "softmax"):
         more = f" + {problem.epsilon!r}" if problem.epsilon else ""
         lines.append(f"weight = weight / (tl.sum(weight, axis=1){more})[:, None]")
     if problem.scale != 1.0:
@@ -356,61 +437,63 @@ def _weigh_lines(problem: Router) -> list[str]:
     return lines
 
 
-def _count_source(name: str, experts: int, cut: Tuning) -> str:
+def _rank_source(name: str, experts: int, cut: Tuning) -> str:
     columns = power(experts)
     mask = f", mask=expert < {experts}" if columns > experts else ""
-    head = lines_of(
+    body = lines_of(
         f"expert = tl.arange(0, {columns})",
         f"count = tl.zeros([{columns}], dtype=tl.int32)",
         *_tiles("pairs", cut),
         "    which = tl.load(indices_ptr + token, mask=token < pairs, other=-1).to(tl.int32)",
-        "    count += tl.sum((expert[None, :] == which[:, None]).to(tl.int32), axis=0)",
+        "    taken = (expert[None, :] == which[:, None]).to(tl.int32)",
+        "    rank = count[None, :] + tl.cumsum(taken, axis=0) - taken",
+        "    tl.store(ranks_ptr + token, tl.sum(rank * taken, axis=1), mask=token < pairs)",
+        "    count += tl.sum(taken, axis=0)",
         f"tl.store(counts_ptr + tl.program_id(0) * {experts} + expert, count{mask})",
     )
     return f'''
 @triton.jit
-def {name}_count(indices_ptr, counts_ptr, pairs):
-    """How many pairs of this program are of each expert, {cut.tokens} pairs at a time."""
-{head}
+def {name}_rank(indices_ptr, counts_ptr, ranks_ptr, pairs):
+    """How many pairs of this program are of each expert, and which of these each is, {cut.tokens} pairs at a time."""
+{body}
 '''
 
 
-def _place_source(name: str, experts: int, choices: int, cut: Tuning, tokens: str = "T") -> str:
+def _place_source(name: str, experts: int, choices: int, cut: Tuning, tokens: str) -> str:
     columns = power(experts)
-    chunk = max(1, 8192 // columns)
+    chunk = max(1, 4096 // columns)
     masked = columns > experts
     mask = f", mask=expert < {experts}" if masked else ""
     inside = f"(row < rows)[:, None]{f' & (expert < {experts})[None, :]' if masked else ''}"
     body = lines_of(
         f"expert = tl.arange(0, {columns})",
-        f"before = tl.zeros([{columns}], dtype=tl.int32)",
-        f"total = tl.zeros([{columns}], dtype=tl.int32)",
+        f"earlier = tl.zeros([{chunk}, {columns}], dtype=tl.int32)",
+        f"all_ = tl.zeros([{chunk}, {columns}], dtype=tl.int32)",
         "rows = tl.num_programs(0)",
         f"for start in range(0, rows, {chunk}):",
         f"    row = start + tl.arange(0, {chunk})",
         f"    place = row[:, None] * {experts} + expert[None, :]",
         f"    count = tl.load(counts_ptr + place, mask={inside}, other=0)",
-        "    total += tl.sum(count, axis=0)",
-        "    before += tl.sum(tl.where((row < tl.program_id(0))[:, None], count, 0), axis=0)",
+        "    all_ += count",
+        "    earlier += tl.where((row < tl.program_id(0))[:, None], count, 0)",
+        "total = tl.sum(all_, axis=0)",
         "end = tl.cumsum(total, axis=0)",
         "if tl.program_id(0) == 0:",
         f"    tl.store(offsets_ptr + expert, end{mask})",
-        "begin = end - total + before",
-        *_tiles(tokens, cut),
-        f"    slot = tl.full([{cut.tokens}, {columns}], -1, dtype=tl.int32)",
-        f"    for choice in tl.static_range({choices}):",
-        f"        pair = token * {choices} + choice",
-        f"        which = tl.load(indices_ptr + pair, mask=token < {tokens}, other=-1).to(tl.int32)",
-        "        slot = tl.where(expert[None, :] == which[:, None], choice, slot)",
-        "    taken = (slot >= 0).to(tl.int32)",
-        "    place = begin[None, :] + tl.cumsum(taken, axis=0) - taken",
-        f"    pair = token[:, None] * {choices} + slot",
-        "    tl.store(order_ptr + place, pair.to(tl.int64), mask=slot >= 0)",
-        "    begin += tl.sum(taken, axis=0)",
+        "begin = end - total + tl.sum(earlier, axis=0)",
+        *_share(tokens, cut),
+        f"last = tl.minimum(first + share, tiles) * {cut.tokens * choices}",
+        f"last = tl.minimum(last, {tokens}{f' * {choices}' if choices > 1 else ''})",
+        f"for start in range(first * {cut.tokens * choices}, last, {PLACED}):",
+        f"    pair = start + tl.arange(0, {PLACED})",
+        "    which = tl.load(indices_ptr + pair, mask=pair < last, other=0).to(tl.int32)",
+        "    rank = tl.load(ranks_ptr + pair, mask=pair < last, other=0)",
+        "    place = tl.gather(begin, which, 0) + rank",
+        "    tl.store(order_ptr + place, pair.to(tl.int64), mask=pair < last)",
     )
     return f'''
 @triton.jit
-def {name}_place(indices_ptr, counts_ptr, order_ptr, offsets_ptr, {tokens}):
+def {name}_place(indices_ptr, counts_ptr, ranks_ptr, order_ptr, offsets_ptr, {tokens}):
     """Where the rows of each expert end, and the pairs of this program in their places, in the order of tokens."""
 {body}
 '''
@@ -444,9 +527,7 @@ def _grad_source(name: str, problem: Router, cut: Tuning, args: tuple[str, ...])
     masked = problem.columns > problem.experts
     real = f"(expert < {problem.experts})[None, :]"
     inside = f"(token < T)[:, None]{f' & {real}' if masked else ''}"
-    # Of a softmax over all, divided by the sum of the chosen, what was not chosen falls out.
-    alone = problem.score == "softmax" and problem.renormalize and problem.epsilon == 0
-    score = "softmax_chosen" if alone else problem.score
+    score = "softmax_chosen" if _of_chosen(problem) else problem.score
     lines = [
         f"token = tl.program_id(0) * {cut.tokens} + tl.arange(0, {cut.tokens})",
         f"expert = tl.arange(0, {problem.columns})",
@@ -468,7 +549,7 @@ def _grad_source(name: str, problem: Router, cut: Tuning, args: tuple[str, ...])
             "scores = tl.where(taken > 0, tl.exp(scores - most[:, None]), 0.0)",
             "scores = scores / tl.sum(scores, axis=1)[:, None]",
         ]
-    if problem.renormalize and not alone:
+    if problem.renormalize and score == problem.score:
         more = f" + {problem.epsilon!r}" if problem.epsilon else ""
         lines += [
             f"total = tl.sum(tl.where(taken > 0, scores, 0.0), axis=1){more}",

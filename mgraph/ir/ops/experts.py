@@ -1,0 +1,247 @@
+"""Experts in few ops: rows are taken where tokens lie, and units are activated where they are made.
+
+Shapes and names as in `moe`: T tokens, E experts, K experts a token, N width, F width of a unit, R rows; row r stands
+for pair `order[r] = t·K + k`, and the rows of expert e end at `offsets[e]`. What a row past the last offset has is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mgraph.ir.dims import Dim, as_dim
+from mgraph.ir.graph import Node
+from mgraph.ir.opdef import REQUIRED, define_op, op_def
+from mgraph.ir.ops.cost import per_element, traffic
+from mgraph.ir.ops.glu import GLU_ATTRS, glu, glu_grad
+from mgraph.ir.ops.moe import grouped_matmul, grouped_outer
+from mgraph.ir.ops.numeric import rounded
+from mgraph.ir.ops.route import CHOOSING, WEIGHING, moe_route
+from mgraph.ir.torch_bridge import promote
+from mgraph.ir.types import DType, TensorType
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Attrs = Mapping[str, Any]
+    Types = Sequence[TensorType]
+
+
+def moe_order(indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Pairs of token and choice by expert, then by token: `moe_dispatch` without its rows.
+
+    indices i64[T, K] → order i64[T·K], offsets i32[E].
+    """
+    import torch
+
+    by_expert, order = indices.flatten().sort(stable=True)
+    experts = torch.arange(num_experts, device=indices.device)
+    return order, torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+
+
+def moe_route_order(logits: Tensor, bias: Tensor | None = None, **attrs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`moe_route` and `moe_order` of what it chooses, with the attributes of the former.
+
+    logits [T, E], optional bias [E] → weights [T, K], indices i64[T, K], order i64[T·K], offsets i32[E].
+    """
+    weights, indices = moe_route(logits, bias, **attrs)
+    return weights, indices, *moe_order(indices, num_experts=logits.shape[1])
+
+
+def expert_glu(
+    x: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    *,
+    top_k: int,
+    act: str,
+    alpha: float = 1.702,
+    limit: float = 0.0,
+    offset: float = 0.0,
+    transpose_w: bool = False,
+    keep: bool = False,
+) -> Any:
+    """`y[r] = glu(x[t] @ gate_weight[e], x[t] @ up_weight[e])` for the token t and the expert e of each row r.
+
+    x [T, N], order i64[R], offsets i32[E], both weights [E, N, F] ([E, F, N] if `transpose_w`) → y [R, F]; and, if they
+    are to `keep`, gate and up [R, F], which are rounded before they are activated. `top_k` is K; else as `glu`.
+    """
+    rows = x[order // top_k]
+    gate, up = (grouped_matmul(rows, w, offsets, transpose_w=transpose_w) for w in (gate_weight, up_weight))
+    y = glu(gate, up, act=act, alpha=alpha, limit=limit, offset=offset)
+    return (y, gate, up) if keep else y
+
+
+def expert_glu_grad(
+    dy: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    weight: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    *,
+    top_k: int,
+    act: str,
+    alpha: float = 1.702,
+    limit: float = 0.0,
+    offset: float = 0.0,
+    transpose_w: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of units and of weights, through the product after and the weighted sum of a token's rows.
+
+    dy [T, N] is the cotangent of `Σ over k of weights[t, k] · (y[r] @ weight[e])`, weights [T, K], weight [E, F, N]
+    ([E, N, F] if `transpose_w`), `y = glu(gate, up)`, gate and up [R, F]. With `g[r] = dy[t] @ weight[e]ᵀ`, never
+    rounded: dgate and dup [R, F] are those of `glu` for `weights[t, k] · g[r]`; weighted [R, F] is `weights[t, k] ·
+    y[r]`, of which and of dy the gradient of the weight is made; dweights [T, K] is `g[r] · y[r]`.
+    """
+    products = grouped_matmul(promote(dy)[order // top_k], weight, offsets, transpose_w=not transpose_w)
+    share = promote(weights).flatten()[order][:, None]
+    unit: dict[str, Any] = {"act": act, "alpha": alpha, "limit": limit, "offset": offset}
+    wide = [promote(gate), promote(up)]
+    dgate, dup = glu_grad(products * share, wide[0], wide[1], **unit)
+    y = promote(glu(gate, up, **unit))
+    dweights = weights.new_zeros(weights.shape)
+    dweights.view(-1)[order] = rounded((products * y).sum(-1), weights)
+    return rounded(dgate, gate), rounded(dup, up), rounded(y * share, gate), dweights
+
+
+def grouped_matmul_sum(
+    first: Tensor,
+    first_weight: Tensor,
+    second: Tensor,
+    second_weight: Tensor,
+    offsets: Tensor,
+    *,
+    transpose_w: bool = False,
+) -> Tensor:
+    """`y[r] = first[r] @ first_weight[e] + second[r] @ second_weight[e]`, summed in at least f32 and rounded once.
+
+    first, second [R, N], both weights [E, N, F] ([E, F, N] if `transpose_w`), offsets i32[E] → y [R, F].
+    """
+    parts = [
+        grouped_matmul(promote(rows), promote(w), offsets, transpose_w=transpose_w)
+        for rows, w in ((first, first_weight), (second, second_weight))
+    ]
+    return rounded(parts[0] + parts[1], first)
+
+
+def gathered_outer(left: Tensor, right: Tensor, order: Tensor, offsets: Tensor, *, top_k: int, side: str) -> Tensor:
+    """`grouped_outer`, one `side` of which (`left` or `right`) is given by token and taken for each row.
+
+    left [R, N] or [T, N], right [R, F] or [T, F], order i64[R], offsets i32[E] → y [E, N, F].
+    """
+    source = order // top_k
+    sides = (left[source], right) if side == "left" else (left, right[source])
+    return grouped_outer(*sides, offsets)
+
+
+def _infer_order(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    return TensorType(DType.I64, (types[0].numel,)), TensorType(DType.I32, (attrs["num_experts"],))
+
+
+def _infer_route_order(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    infer = op_def("moe_route").infer
+    assert infer is not None
+    weights, indices = infer(types, attrs)
+    assert isinstance(weights, TensorType) and isinstance(indices, TensorType)
+    return weights, indices, *_infer_order((indices,), {"num_experts": types[0].shape[1]})
+
+
+def _matrix(w: TensorType, transposed: Any) -> tuple[Dim, Dim]:
+    """What a matrix takes and gives."""
+    inner, outer = w.shape[1:][::-1] if transposed else w.shape[1:]
+    return inner, outer
+
+
+def _infer_glu(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    x, order, offsets, gate_weight, up_weight = types
+    inner, outer = _matrix(gate_weight, attrs["transpose_w"])
+    if gate_weight.shape != up_weight.shape or x.shape[1] != inner or offsets.shape != gate_weight.shape[:1]:
+        raise ValueError(f"expert_glu: x {x}, weights {gate_weight} and {up_weight}, offsets {offsets} do not fit")
+    return (TensorType(x.dtype, (order.shape[0], outer)),) * (3 if attrs["keep"] else 1)
+
+
+def _infer_glu_grad(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    dy, weights, order, offsets, weight, gate, up = types
+    inner, outer = _matrix(weight, attrs["transpose_w"])
+    fits = gate.shape == up.shape == (order.shape[0], inner) and dy.shape[1] == outer
+    if not fits or weights.numel != order.shape[0] or offsets.shape != weight.shape[:1]:
+        raise ValueError(f"expert_glu_grad: dy {dy}, weights {weights}, weight {weight} and gate {gate} do not fit")
+    return gate, up, gate, weights
+
+
+def _infer_sum(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    first, first_weight, second, second_weight, offsets = types
+    inner, outer = _matrix(first_weight, attrs["transpose_w"])
+    if first != second or first_weight.shape != second_weight.shape or first.shape[1] != inner:
+        raise ValueError(f"grouped_matmul_sum: {first} and {second} do not fit {first_weight} and {second_weight}")
+    if offsets.shape != first_weight.shape[:1]:
+        raise ValueError(f"grouped_matmul_sum: offsets {offsets} do not fit {first_weight}")
+    return (TensorType(first.dtype, (first.shape[0], outer)),)
+
+
+def _infer_outer(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    left, right, order, offsets = types
+    if attrs["side"] not in ("left", "right"):
+        raise ValueError(f"gathered_outer: side is {attrs['side']!r}, not left or right")
+    given = right if attrs["side"] == "left" else left
+    if given.shape[0] != order.shape[0]:
+        raise ValueError(f"gathered_outer: {given} has not one row for each of order {order}")
+    return (TensorType(left.dtype, (*offsets.shape, left.shape[1], right.shape[1])),)
+
+
+def _products(rows: int, weight: int, times: int) -> Any:
+    """A cost: each row of an operand meets one matrix, so many times."""
+
+    def flops(node: Node) -> Dim:
+        w = node.operands[weight].tensor
+        return as_dim(2 * times * node.operands[rows].tensor.shape[0] * w.shape[1] * w.shape[2])
+
+    return flops
+
+
+def _outer_product(node: Node) -> Dim:
+    left, right, order, _ = (value.tensor for value in node.operands)
+    return as_dim(2 * order.shape[0] * left.shape[1] * right.shape[1])
+
+
+_COMMON: Mapping[str, Any] = {"bytes": traffic, "compute_dtype": "f32"}
+_UNIT: Mapping[str, Any] = {"top_k": REQUIRED, **GLU_ATTRS, "transpose_w": False}
+
+define_op("moe_order", moe_order, infer=_infer_order, attrs={"num_experts": REQUIRED}, bytes=traffic)
+define_op(
+    "moe_route_order",
+    moe_route_order,
+    infer=_infer_route_order,
+    attrs={"top_k": REQUIRED, **WEIGHING, **CHOOSING, "dtype": DType.F32},
+    flops=per_element(5),
+    **_COMMON,
+)
+define_op(
+    "expert_glu",
+    expert_glu,
+    infer=_infer_glu,
+    attrs={**_UNIT, "keep": False},
+    flops=_products(1, 3, 2),
+    **_COMMON,
+)
+define_op("expert_glu_grad", expert_glu_grad, infer=_infer_glu_grad, attrs=_UNIT, flops=_products(5, 4, 1), **_COMMON)
+define_op(
+    "grouped_matmul_sum",
+    grouped_matmul_sum,
+    infer=_infer_sum,
+    attrs={"transpose_w": False},
+    flops=_products(0, 1, 2),
+    **_COMMON,
+)
+define_op(
+    "gathered_outer",
+    gathered_outer,
+    infer=_infer_outer,
+    attrs={"top_k": REQUIRED, "side": REQUIRED},
+    flops=_outer_product,
+    **_COMMON,
+)
