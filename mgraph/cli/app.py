@@ -172,6 +172,24 @@ def kernels(
     run(package, {"B": batch_size, "S": seq_len}, entry, rates, limit, form, measure, steps, device)
 
 
+def tune(
+    model: Annotated[str, typer.Argument(metavar="PKG|MODEL", help="whose ops to measure", show_default=False)],
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=0, help="sequences of a microbatch on a rank (0: the recipe's)")
+    ] = 0,
+    seq_len: Annotated[int, typer.Option("--seq-len", min=0, help="tokens of a sequence (0: the recipe's)")] = 0,
+    precision: Annotated[
+        str, typer.Option("--precision", metavar="fp32|bf16|fp16", help="of a MODEL; a package has its own")
+    ] = "bf16",
+    base: Annotated[str, typer.Option("--profile", help="the profile to begin with, a name or a file")] = "h100",
+    output: Annotated[str, typer.Option("--output", "-o", help="the profile to write")] = "tuned.json",
+) -> None:
+    """Measure on this GPU who runs the ops of a model fastest, and write a profile for mgraph compile --profile."""
+    from mgraph.cli.tune import run
+
+    run(model, {"B": batch_size, "S": seq_len}, precision, base, output)
+
+
 def opt(
     file: Annotated[str, typer.Argument(metavar="FILE", help="IR text; - is stdin", show_default=False)],
     passes: Annotated[str, typer.Option("--passes", "-p", help="a pipeline, e.g. dce,cse{option=1}")] = "",
@@ -224,6 +242,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "collectives": collectives,
     "memory": memory,
     "kernels": kernels,
+    "tune": tune,
     "opt": opt,
     "passes": passes,
     "ops": ops,
