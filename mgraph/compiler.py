@@ -124,7 +124,7 @@ def pipeline_text(recipe: Recipe) -> str:
     fuse += REGIONS if recipe.archs else ""
     away = ""
     if recipe.offloaded:
-        options: dict[str, OptionValue] = {"batch": recipe.batch, "seq": recipe.seq}
+        options: dict[str, OptionValue] = {"batch": recipe.batch, "seq": recipe.seq, "limit": recipe.offload_limit}
         away = print_spec("offload", {**dict.fromkeys(recipe.offloaded, True), **options}) + ","
     return f"{NORMALIZE},{RAISE},{derive},{shard}{fuse}{schedule}cse,dce,{away}in-place{graphs}"
 

@@ -12,7 +12,7 @@ What the recipe says itself stays: a mode of recomputation, and what `offload` n
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,18 +20,19 @@ from mgraph.codegen.memory import RankMemory
 from mgraph.errors import OptionError
 from mgraph.ir.collectives import CollectiveOrder
 from mgraph.ir.dims import evaluate
-from mgraph.ir.graph import Module, Phase
+from mgraph.ir.graph import Module, Phase, StateKind
 from mgraph.ir.local import declared_sizes
 from mgraph.ir.mesh import mesh_sizes
 from mgraph.passes.activations import extents
 from mgraph.passes.pipeline import PassResult
 from mgraph.passes.recompute import size_text
-from mgraph.recipe import OFFLOADABLE, Recipe
+from mgraph.recipe import Recipe
 
 FLOPS_PER_SECOND = 6e14
 """What products reach of an H100's bf16 rate."""
 HOST_BYTES_PER_SECOND = 50e9
 """One way, between pinned memory and the GPU."""
+_ON_HOST = (StateKind.MASTER, StateKind.MOMENT)
 _ATTEMPTS = 4
 """How often the budget of kept activations is corrected."""
 
@@ -42,13 +43,17 @@ Compiled = Callable[[Recipe], tuple[Module, Sequence[PassResult]]]
 @dataclass(frozen=True)
 class Plan:
     """A recipe without a budget, the predicted memory of a rank in bytes, on the device and on the host, the seconds
-    that a step takes longer, and the bytes that are held between forward and backward."""
+    that a step takes longer, and the bytes that are held between forward and backward. `hidden` are the bytes that can
+    be copied while the forward of a layer runs, and `state_seconds` what it costs to have the optimizer's state on the
+    host."""
 
     recipe: Recipe
     peak: int
     host: int
     seconds: float
     held: int
+    hidden: int = 0
+    state_seconds: float = 0.0
 
     @property
     def text(self) -> str:
@@ -87,31 +92,38 @@ def fitted(recipe: Recipe, compiled: Compiled) -> tuple[Recipe, tuple[str, ...]]
 
 def _plans(recipe: Recipe, budget: int, compiled: Compiled) -> Iterator[Plan]:
     """All that is worth a look; the first plan that fits costs nothing, and ends it."""
-    seen: list[Plan] = []
-    for offload in _offloads(recipe):
-        given = replace(recipe, offload=",".join(offload))
-        plan = _plan(given, compiled)
-        seen.append(plan)
-        yield plan
-        if plan.peak <= budget and plan is seen[0]:
-            return
+    first = _plan(recipe, compiled)
+    yield first
+    if first.peak <= budget:
+        return
+    best = math.inf
+    for offload in _offloads(recipe, first):
+        if "optimizer" in offload and "optimizer" not in recipe.offloaded and first.state_seconds >= best:
+            continue  # nothing hides it
+        plan = first if offload == recipe.offload else _plan(replace(recipe, offload=offload), compiled)
+        tried = [] if plan is first else [plan]
         if plan.peak > budget and recipe.recompute == "none":
-            yield from _with_recompute(plan, budget, compiled)
+            tried += _with_recompute(plan, budget, compiled)
+        best = min([best, *(p.seconds for p in tried if p.peak <= budget)])
+        yield from tried
 
 
-def _offloads(recipe: Recipe) -> Iterator[tuple[str, ...]]:
-    """What may wait on the host: what the recipe names, and more."""
-    more = [what for what in OFFLOADABLE if what not in recipe.offloaded]
-    for count in range(len(more) + 1):
-        for added in itertools.combinations(more, count):
-            yield tuple(what for what in OFFLOADABLE if what in (*recipe.offloaded, *added))
+def _offloads(recipe: Recipe, first: Plan) -> Iterator[str]:
+    """What may wait on the host: what the recipe names, and more; of activations as much as a layer's forward hides,
+    and all."""
+    hidden = f"activations={first.hidden}B" if first.hidden else ""
+    given = next((part for part in recipe.offload.split(",") if part.startswith("activations")), "")
+    activations = [given] if given else ["", hidden, "activations"] if hidden else ["", "activations"]
+    for optimizer in ("optimizer",) if "optimizer" in recipe.offloaded else ("", "optimizer"):
+        for part in activations:
+            yield ",".join(filter(None, (part, optimizer)))
 
 
 def _with_recompute(plan: Plan, budget: int, compiled: Compiled) -> Iterator[Plan]:
     """Plans that compute again as little as fits, or all that can be."""
     full = _plan(replace(plan.recipe, recompute="full"), compiled)
     yield full
-    if full.peak > budget or "activations" in plan.recipe.offloaded:
+    if full.peak > budget or plan.recipe.offload.split(",")[0] == "activations":
         return  # what waits on the host need not be made again
     kept = plan.held - (plan.peak - budget)
     for _ in range(_ATTEMPTS):
@@ -135,15 +147,24 @@ def _plan(recipe: Recipe, compiled: Compiled) -> Plan:
         ranks *= size
     memory = RankMemory(module, sizes, mesh_sizes(module.mesh, {}, ranks))
     counts = next(r.report.counts for r in results if r.name == "recompute")
-    host = memory.host()
+    host, kinds = memory.host(), memory.state()
     parts = declared.get("tp", 1)
-    seconds = counts["cost_added"] / parts / FLOPS_PER_SECOND
-    order = CollectiveOrder(module)
-    flops = dict.fromkeys(Phase, 0.0)
-    for node in module.entry_function("microbatch").nodes:
-        flops[node.phase] += float(evaluate(order.flops(node), sizes)) / parts
+    order, entry = CollectiveOrder(module), module.entry_function("microbatch")
+    taken = dict.fromkeys(Phase, 0.0)
+    for node in entry.nodes:
+        taken[node.phase] += float(evaluate(order.flops(node), sizes)) / parts / FLOPS_PER_SECOND
+    layers = [node for node in entry.nodes if node.op == "call" and node.phase is Phase.FORWARD]
+    in_layers = sum(float(evaluate(order.flops(node), sizes)) for node in layers) / parts / FLOPS_PER_SECOND
     copied = host["activations"] / HOST_BYTES_PER_SECOND
-    hidden = (flops[phase] / FLOPS_PER_SECOND for phase in (Phase.FORWARD, Phase.BACKWARD))
-    seconds += sum(max(0.0, copied - meanwhile) for meanwhile in hidden)
+    seconds = counts["cost_added"] / parts / FLOPS_PER_SECOND
+    seconds += sum(max(0.0, copied - taken[phase]) for phase in (Phase.FORWARD, Phase.BACKWARD))
     seconds += host["state"] / HOST_BYTES_PER_SECOND
-    return Plan(recipe, memory.reserved(), sum(host.values()), seconds, counts["bytes_held"])
+    return Plan(
+        recipe,
+        memory.reserved(),
+        sum(host.values()),
+        seconds,
+        counts["bytes_held"],
+        hidden=int(in_layers / len(layers) * HOST_BYTES_PER_SECOND) if layers else 0,
+        state_seconds=sum(kinds.get(kind, 0) for kind in _ON_HOST) / HOST_BYTES_PER_SECOND,
+    )

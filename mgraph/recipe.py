@@ -115,7 +115,8 @@ class Recipe:
     batch: int = option(8, "sequences of the microbatch that the budgets are for", within=(1, 2**31))
     seq: int = option(128, "tokens per sequence that the budgets are for", within=(1, 2**31))
     offload: str = option(
-        "", "what waits in the host's memory until it is needed: activations, optimizer (masters and moments), or both"
+        "",
+        "what waits on the host: optimizer (masters and moments), activations, or activations=BYTES of a layer",
     )
     chunk_loss: str = option(
         "", "bytes of logits to have at once in training, e.g. 512MiB: the loss takes some rows at a time (empty: all)"
@@ -165,7 +166,8 @@ class Recipe:
         object.__setattr__(self, "lora", tuple(parse_adapter(rule).text for rule in self.lora))
         object.__setattr__(self, "place", tuple(parse_placement(rule).text for rule in self.place))
         object.__setattr__(self, "pad", ",".join(self.padded))
-        object.__setattr__(self, "offload", ",".join(self.offloaded))
+        limit = f"={self.offload.partition('=')[2].partition(',')[0].strip()}" if self.offload_limit else ""
+        object.__setattr__(self, "offload", ",".join(self.offloaded).replace("activations", f"activations{limit}"))
         if self.offload and self.purpose == "serve":
             raise OptionError("offload is for training", where="--offload", hint="what is served is on the device")
         if self.lora_train and not self.lora:
@@ -279,7 +281,7 @@ class Recipe:
         if match is None or (text and float(match[1]) <= 0):
             hint = f"a number and one of {', '.join(_UNITS)}, e.g. {example}"
             raise OptionError(f"{field} is {text!r}", where=flag_of(field), hint=hint)
-        return int(float(match[1]) * _UNITS[match[2]])
+        return _bytes(text or "0B")
 
     @property
     def padded(self) -> tuple[str, ...]:
@@ -291,9 +293,23 @@ class Recipe:
         """What waits on the host, in the order of OFFLOADABLE. Raises OptionError."""
         return self._chosen("offload", OFFLOADABLE, "offloaded")
 
+    @property
+    def offload_limit(self) -> int:
+        """How many bytes of what a call of a layer saves wait on the host; 0 for all. Raises OptionError."""
+        for part in _parts(self.offload):
+            name, equals, size = part.partition("=")
+            if equals and (name.strip() != "activations" or _SIZE.fullmatch(size) is None or not _bytes(size)):
+                hint = f"activations=BYTES, a number and one of {', '.join(_UNITS)}, e.g. activations=200MiB"
+                raise OptionError(f"offload is {part!r}", where="--offload", hint=hint)
+            if equals:
+                return _bytes(size)
+        return 0
+
     def _chosen(self, field: str, known: tuple[str, ...], participle: str) -> tuple[str, ...]:
-        """The parts of a field, in the order of those known."""
-        given = _parts(getattr(self, field))
+        """The parts of a field, in the order of those known; of an offloaded one the name alone."""
+        given = tuple(
+            part.partition("=")[0].strip() if field == "offload" else part for part in _parts(getattr(self, field))
+        )
         for part in given:
             if part not in known:
                 hint = did_you_mean(part, known) or f"any of {', '.join(known)}"
@@ -303,6 +319,13 @@ class Recipe:
     def patterns(self) -> tuple[str, ...]:
         """Passes to leave out."""
         return _parts(self.disable)
+
+
+def _bytes(text: str) -> int:
+    """A size as it is written, in bytes."""
+    match = _SIZE.fullmatch(text)
+    assert match is not None, f"{text!r} is no size"
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _parts(text: str) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +38,24 @@ def _needs(done: Compilation, ranks: int = 1) -> int:
     sampled(
         [
             ("60GiB", {}, "none", ""),
-            ("29GiB", {}, "selective", ""),
-            ("16.7GiB", {}, "full", ""),
-            ("13GiB", {}, "selective", "optimizer"),
-            ("6.7GiB", {}, "full", "activations,optimizer"),
+            ("29GiB", {}, "none", "activations=.*"),
+            ("24GiB", {}, "selective", "activations=.*"),
+            ("15.9GiB", {}, "selective", "activations=.*"),
+            ("13GiB", {}, "selective", "activations=.*,optimizer"),
+            ("6.7GiB", {}, "selective", "activations=.*,optimizer"),
             ("29GiB", {"recompute": "full"}, "full", ""),
             ("22GiB", {"offload": "optimizer"}, "none", "optimizer"),
-            ("13GiB", {"mesh": "tp=2"}, "selective", ""),
-            ("17GiB", {"mesh": "fsdp=2"}, "selective", ""),
+            ("13GiB", {"mesh": "tp=2"}, "selective", "activations=.*"),
+            ("17GiB", {"mesh": "fsdp=2"}, "selective", "activations=.*"),
         ],
         0,
-        always=[("13GiB", {}, "selective", "optimizer")],
+        always=[("60GiB", {}, "none", "")],
     ),
 )
 def test_the_cheapest_that_fits(budget: str, more: dict[str, Any], recompute: str, offload: str) -> None:
-    """The dense model of 0.9 B parameters takes 29.7 GiB, and 1.1 for evaluation beside its graphs; 9.9 are masters and moments."""
+    """The dense model takes 29.7 GiB, and 1.1 for evaluation beside its graphs; 9.9 are masters and moments."""
     done = _fitted(budget, **more)
-    assert (done.recipe.recompute, done.recipe.offload) == (recompute, offload)
+    assert done.recipe.recompute == recompute and re.fullmatch(offload, done.recipe.offload), done.fit
     assert _needs(done, 2 if "mesh" in more else 1) <= float(budget.removesuffix("GiB")) * GIB
     assert done.fit[0].startswith(f"budget {budget}; recompute {recompute}")
     assert [line.startswith("chosen: ") for line in done.fit[1:]].count(True) == 1

@@ -63,13 +63,16 @@ _MOVED = (StateKind.MASTER, StateKind.MOMENT)
 @dataclass(frozen=True)
 class Offload(Pass):
     """Move saved activations, or the optimizer's state, to the memory of the host; sizes are told by microbatches of
-    `batch` sequences of `seq` tokens."""
+    `batch` sequences of `seq` tokens. Of what a call of a layer saves at most `limit` bytes move, the largest tensors
+    first (0: all), or exactly `values` (`layer.fwd:glu`; the names of others in the entry)."""
 
     activations: bool = False
     optimizer: bool = False
     batch: int = 8
     seq: int = 128
+    limit: int = 0
     chunk: int = 2**30
+    values: tuple[str, ...] = ()
 
     name: ClassVar[str] = "offload"
     stage: ClassVar[Stage] = Stage.SCHEDULE
@@ -80,10 +83,9 @@ class Offload(Pass):
     def run(self, module: Module, report: Report) -> Module:
         """Rewrite the entries. Raises PassError where there is no such state."""
         sizes = extents(module, {"B": self.batch, "S": self.seq})
-        functions = {module.entries[name].function for name in ENTRIES if name in module.entries}
         if self.activations:
-            for name in sorted(functions):
-                rewritten = _Activations(module, module.functions[name], sizes, report, self.name).rewritten()
+            for name in _functions(module):
+                rewritten = _Activations(self, module, module.functions[name], sizes, report).rewritten()
                 module = module.with_function(rewritten)
         if self.optimizer:
             updates = [f for f in module.functions.values() if any(n.op == "adamw" for n in f.nodes)]
@@ -100,6 +102,21 @@ class Offload(Pass):
             report.count("states_on_host", len(moved))
         return module
 
+    def on_twin(self, real: Module) -> Pass:
+        """The pass that moves on the twin what this one moves on the real module."""
+        if not self.activations:
+            return self
+        sizes = extents(real, {"B": self.batch, "S": self.seq})
+        chosen: set[str] = set()
+        for name in _functions(real):
+            chosen |= _Activations(self, real, real.functions[name], sizes, Report()).chosen()
+        return replace(self, values=tuple(sorted(chosen)))
+
+
+def _functions(module: Module) -> list[str]:
+    """The functions of the entries that have a forward and a backward."""
+    return sorted({module.entries[name].function for name in ENTRIES if name in module.entries})
+
 
 @dataclass(frozen=True, slots=True)
 class _Parcel:
@@ -115,20 +132,17 @@ class _Activations:
     """An entry function whose saved tensors travel."""
 
     def __init__(
-        self, module: Module, function: Function, sizes: Mapping[str, int], report: Report, made_by: str
+        self, options: Offload, module: Module, function: Function, sizes: Mapping[str, int], report: Report
     ) -> None:
-        self.module, self.function, self.sizes, self.report = module, function, sizes, report
-        self.made_by = made_by
+        self.options, self.module, self.function, self.sizes, self.report = options, module, function, sizes, report
         self.producers, self.users = function.producers(), function.users()
         self.place = {node: index for index, node in enumerate(function.nodes)}
         self._shared: dict[str, frozenset[int]] = {}
 
     def rewritten(self) -> Function:
         """The function with copies around its calls."""
-        nodes = self.function.nodes
-        takers = [i for i, n in enumerate(nodes) if n.op == "call" and n.phase is Phase.BACKWARD]
-        forward = [i for i, n in enumerate(nodes) if n.op == "call" and n.phase is Phase.FORWARD]
-        parcels = [p for taker in takers[1:] for p in self._parcels(taker) if p.ready <= max(forward, default=-1)]
+        nodes, takers = self.function.nodes, self._calls(Phase.BACKWARD)
+        forward, parcels = self._calls(Phase.FORWARD), self._all_parcels()
         if not parcels:
             self.report.near_miss(
                 self.function.name, nodes[0].id, "activations", "saved", "no layer but the last saves anything alone"
@@ -139,7 +153,7 @@ class _Activations:
         for parcel in parcels:
             send.setdefault(next(i for i in forward if i >= parcel.ready), []).append(parcel)
             fetch.setdefault(takers[takers.index(parcel.taker) - 1], []).append(parcel)
-        self.builder = rebuild(self.function, self.made_by)
+        self.builder = rebuild(self.function, self.options.name)
         self.under_way: dict[_Parcel, tuple[Value, ...]] = {}
         for index, node in enumerate(nodes):
             back = [p for p in parcels if p.taker == index]
@@ -158,6 +172,26 @@ class _Activations:
         )
         self.report.count("bytes_on_host", total)
         return self.builder.build(self.function.results)
+
+    def chosen(self) -> set[str]:
+        """What moves, by the names of `values`."""
+        return {self._key(v) for p in self._all_parcels() for v in p.values}
+
+    def _calls(self, phase: Phase) -> list[int]:
+        """The places of the calls of a phase."""
+        return [i for i, n in enumerate(self.function.nodes) if n.op == "call" and n.phase is phase]
+
+    def _all_parcels(self) -> list[_Parcel]:
+        last = max(self._calls(Phase.FORWARD), default=-1)
+        return [p for t in self._calls(Phase.BACKWARD)[1:] for p in self._parcels(t) if p.ready <= last]
+
+    def _key(self, value: Value) -> str:
+        """What a value is called in `values`."""
+        producer = self.producers[value]
+        if producer.op != "call":
+            return value.name
+        function = self.module.functions[callee(producer)]
+        return f"{function.name}:{function.results[producer.results.index(value)].name}"
 
     def _start(self, op: str, parcel: _Parcel, node: Node) -> None:
         values = parcel.values if op == "to_host_start" else self.under_way[parcel]
@@ -183,15 +217,24 @@ class _Activations:
     def _parcels(self, taker: int) -> Iterator[_Parcel]:
         """What the call at `taker` alone reads of the forward, by the node that made it."""
         node = self.function.nodes[taker]
-        chosen = [v for v in dict.fromkeys(node.operands) if self._travels(v, node)]
-        least = sum(self._bytes(v) for v in chosen) // _SMALL
         by_producer: dict[Node, list[Value]] = {}
-        for value in chosen:
-            if self._bytes(value) > least:
-                by_producer.setdefault(self.producers[value], []).append(value)
+        for value in self._within([v for v in dict.fromkeys(node.operands) if self._travels(v, node)]):
+            by_producer.setdefault(self.producers[value], []).append(value)
         for producer, values in by_producer.items():
             readers = [self.place[n] for v in values for n in self.users[v] if n is not node]
             yield _Parcel(tuple(values), max([self.place[producer] + 1, *readers]), taker)
+
+    def _within(self, values: Sequence[Value]) -> list[Value]:
+        """Those of the values that one call saves which move."""
+        if self.options.values:
+            return [v for v in values if self._key(v) in self.options.values]
+        least = sum(map(self._bytes, values)) // _SMALL
+        taken, left = set(), self.options.limit or sum(map(self._bytes, values))
+        for value in sorted(values, key=self._bytes, reverse=True):
+            if least < self._bytes(value) <= left:
+                taken.add(value)
+                left -= self._bytes(value)
+        return [v for v in values if v in taken]
 
     def _travels(self, value: Value, taker: Node) -> bool:
         producer = self.producers.get(value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,7 +97,7 @@ def test_not_a_bit_differs(tmp_path: Path, family: str, precision: str, recomput
     assert hosts == {s.name for s in package.state_specs if s.kind in ("master", "moment")}
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.full), "full"])
 def test_what_is_measured(tmp_path: Path, recompute: str) -> None:
     """The prediction is that of live bytes, buffers of the host left out: these are there from the first call on."""
     peaks = {}
@@ -121,7 +123,7 @@ def test_what_is_measured(tmp_path: Path, recompute: str) -> None:
     assert peaks["activations", "microbatch"] < peaks["", "microbatch"]
 
 
-def _offloaded(module: Module, **options: bool) -> tuple[Module, Report]:
+def _offloaded(module: Module, **options: Any) -> tuple[Module, Report]:
     report = Report()
     module = Offload(batch=BATCH, seq=SEQ, **options).run(module, report)
     verify(module)
@@ -140,6 +142,25 @@ def test_what_stays(tmp_path: Path) -> None:
     sizes = extents(module, {"B": BATCH, "S": SEQ})
     memory = RankMemory(module, sizes, {})
     assert report.counts["bytes_on_host"] == sum(memory.bytes(v.type) for v in sent) == memory.host()["activations"]
+
+
+def test_no_more_than_a_limit_of_a_layer(tmp_path: Path) -> None:
+    """The largest tensors first, the same ones on the twin of --verify, whose sizes are others."""
+    module = trained("dense-tiny")
+    everything, report = _offloaded(module, activations=True)
+    limit = report.counts["bytes_on_host"] // 2
+    fewer, half = _offloaded(module, activations=True, limit=limit)
+    assert limit // 2 < half.counts["bytes_on_host"] <= limit
+    sent = [{v.name: v for n in _sends(m) for v in n.operands} for m in (everything, fewer)]
+    sizes = {name: math.prod(v.tensor.shape) for name, v in sent[0].items()}
+    assert sent[1].keys() < sent[0].keys() and max(sizes, key=sizes.__getitem__) in sent[1]
+    chosen = Offload(activations=True, limit=limit, batch=BATCH, seq=SEQ).on_twin(module)
+    again = chosen.run(module, Report())
+    assert [v.name for n in _sends(again) for v in n.operands] == [v.name for n in _sends(fewer) for v in n.operands]
+
+
+def _sends(module: Module) -> list[Node]:
+    return [n for n in module.entry_function("microbatch").nodes if n.op == "to_host_start"]
 
 
 def test_the_update_is_cut_by_layers_and_by_bytes() -> None:
@@ -161,6 +182,12 @@ def _count(node: Node) -> int:
 def test_mistakes() -> None:
     with pytest.raises(OptionError, match="'activation' cannot be offloaded"):
         Recipe("dense-tiny", offload="activation")
+    for text in ("optimizer=1GiB", "activations=", "activations=much", "activations=0B"):
+        with pytest.raises(OptionError, match=f"offload is '{text}'") as found:
+            Recipe("dense-tiny", offload=text)
+        assert found.value.hint is not None and "activations=200MiB" in found.value.hint
+    limited = Recipe("dense-tiny", offload="optimizer,activations=1.5MiB")
+    assert (limited.offload, limited.offload_limit) == ("activations=1.5MiB,optimizer", 3 * 2**19)
     with pytest.raises(OptionError, match="offload is for training"):
         Recipe("dense-tiny", offload="optimizer", purpose="serve")
     assert Recipe("dense-tiny", offload="optimizer, activations").offload == "activations,optimizer"
