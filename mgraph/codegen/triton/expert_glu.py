@@ -16,6 +16,7 @@ up and y are rounded where they would be if they were written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,9 @@ from mgraph.codegen.triton.kernel import TRITON_LANGUAGE_DTYPES, KernelSpec, Lau
 from mgraph.codegen.triton.moe_route import power
 from mgraph.codegen.triton.rope import lines_of
 from mgraph.ir.graph import Node
+
+PART = 64
+"""Columns of a tile that are worked on at a time after the sum."""
 
 SUMMED = 256
 """Rows whose dot products one program of the last launch sums."""
@@ -102,9 +106,9 @@ def forward_tuning(problem: ExpertGlu) -> Tuning:
 
 
 def backward_tuning(problem: ExpertGlu) -> Tuning:
-    """128 by 128, as what follows the sum takes registers for five tensors."""
-    columns = min(128, max(16, power(problem.width)))
-    return Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns == 128 else 4, 4, group=16)
+    """128 by 256: what follows the sum takes it in parts, so that only the sum itself fills the registers."""
+    columns = 256 if problem.width % 256 == 0 else min(128, max(16, power(problem.width)))
+    return Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns >= 128 else 4, 4, group=16)
 
 
 def forward(name: str, problem: ExpertGlu, cut: Tuning | None = None) -> KernelSpec:
@@ -188,17 +192,17 @@ def backward(name: str, problem: ExpertGlu, cut: Tuning | None = None) -> Kernel
 def _backward_source(name: str, problem: ExpertGlu, tiles: Tiles, args: tuple[str, ...]) -> str:
     # The matrices are those of the product forward, so this one takes them the other way round.
     factor = Factor("dy", "w", problem.inner, problem.width, not problem.transposed, f"pair // {problem.choices}")
-    half = tiles.cut.columns // 2
+    part = min(PART, tiles.cut.columns)
+    names = [f"part_{start}" for start in range(0, tiles.cut.columns, part)]
     lines = [
         "pair = tl.load(order_ptr + row, mask=inside, other=0)",
         *product_lines([factor], ["total"], tiles),
         f"total = tl.where(expert < {problem.experts}, total, 0.0)",
         "weight = tl.load(weights_ptr + pair, mask=inside, other=0.0).to(tl.float32)",
         f"dots = tl.zeros([{tiles.cut.rows}], dtype=tl.float32)",
-        # What follows needs many registers an element: it is done with one half of the columns after the other.
-        f"left, right = tl.split(tl.permute(tl.reshape(total, ({tiles.cut.rows}, 2, {half})), (0, 2, 1)))",
-        *_half_lines(problem, tiles, "left", 0),
-        *_half_lines(problem, tiles, "right", half),
+        # What follows needs many registers an element: it is done with some columns after the others.
+        *_split_lines("total", names, tiles.cut.rows, tiles.cut.columns),
+        *(line for i, name in enumerate(names) for line in _part_lines(problem, tiles, name, i * part, part)),
         "tl.store(dots_ptr + tl.cast(block, tl.int64) * R + row, dots, mask=inside)",
     ]
     return f'''
@@ -210,8 +214,22 @@ def {name}(
 {tiles.loop(lines)}'''
 
 
-def _half_lines(problem: ExpertGlu, tiles: Tiles, total: str, start: int) -> list[str]:
-    """What becomes of half of a tile's columns, those from `start` on."""
+def _split_lines(total: str, names: Sequence[str], rows: int, columns: int) -> list[str]:
+    """A tile in as many parts as there are names, a power of two, of columns beside one another."""
+    if len(names) == 1:
+        return [f"{names[0]} = {total}"]
+    half, middle = columns // 2, len(names) // 2
+    left, right = (names[0], names[1]) if middle == 1 else (f"{total}_left", f"{total}_right")
+    return [
+        f"{total} = tl.permute(tl.reshape({total}, ({rows}, 2, {half})), (0, 2, 1))",
+        f"{left}, {right} = tl.split({total})",
+        *(_split_lines(left, names[:middle], rows, half) if middle > 1 else ()),
+        *(_split_lines(right, names[middle:], rows, half) if middle > 1 else ()),
+    ]
+
+
+def _part_lines(problem: ExpertGlu, tiles: Tiles, total: str, start: int, columns: int) -> list[str]:
+    """What becomes of some of a tile's columns, those from `start` on."""
     low = f".to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
     mask = "inside[:, None]"
     if problem.width % tiles.cut.columns:
@@ -219,7 +237,7 @@ def _half_lines(problem: ExpertGlu, tiles: Tiles, total: str, start: int) -> lis
     up = f"(up + {problem.unit.offset!r})" if problem.unit.offset else "up"
     results = (("dgate", "dgate"), ("dup", "dup"), ("weighted", "y * weight[:, None]"))
     return [
-        f"column = block * {tiles.cut.columns} + {start} + tl.arange(0, {tiles.cut.columns // 2})",
+        f"column = block * {tiles.cut.columns} + {start} + tl.arange(0, {columns})",
         f"element = row.to(tl.int64)[:, None] * {problem.width} + column[None, :]",
         f"gate = tl.load(gate_ptr + element, mask={mask}, other=0.0).to(tl.float32)",
         f"up = tl.load(up_ptr + element, mask={mask}, other=0.0).to(tl.float32)",

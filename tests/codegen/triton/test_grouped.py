@@ -41,6 +41,7 @@ UNITS = {
         ExpertGlu(3, 1, 16, 32, Glu(32, 1, "f16", "quick_gelu", 1.7, 0.8, 1.0), True, True, "bf16"),
         LOOPED,
     ),
+    "wide": (ExpertGlu(3, 2, 16, 272, Glu(272, 1, "f16", "silu"), weights="f32"), Tuning(16, 256, 16, 4, 2)),
     "gelu": (ExpertGlu(3, 4, 48, 16, Glu(16, 1, "f16", "gelu_tanh"), keep=False, weights="f16"), None),
 }
 OUTERS = {
