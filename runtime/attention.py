@@ -353,7 +353,7 @@ def _form(q: Tensor, k: Tensor, v: Tensor, mask: Mask, by: str = "") -> _Form:
     if by not in _said:
         _said.add(by)
         name = next(name for name, form in FORMS.items() if form is found)
-        where = f"q {list(q.shape)} {q.dtype} on {torch.cuda.get_device_name(q.device)}"
+        where = f"q {list(q.shape)} {q.dtype} on {q.device}"
         warnings.warn(f"attention by {by} does not run here ({where}): {name} does", RuntimeWarning, stacklevel=4)
     return found
 

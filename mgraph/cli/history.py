@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -88,6 +88,21 @@ class Histories:
         kernels = {k["name"]: k for k in self.package.manifest["kernels"]}
         used = {name for line in found for name in line.kernels}
         yield from (f"  kernel   {name}: {binaries(kernels[name])}" for name in sorted(used & kernels.keys()))
+        for chosen in self.package.manifest.get("providers", ()):
+            if (chosen["function"], chosen["node"]) == (function.name, node.id):
+                yield from _provider_lines(chosen)
+
+
+def _provider_lines(chosen: Mapping[str, Any]) -> Iterator[str]:
+    """Who runs a node, who is next, and who does not take it."""
+    asked = " (asked for)" if chosen.get("forced") else ""
+    other = f"; next {_timed(chosen['next'])}" if chosen["next"] else ""
+    yield f"  run by   {_timed(chosen)}{asked}{other}"
+    yield from (f"  not by   {name}: {reason}" for name, reason in chosen["refused"].items())
+
+
+def _timed(candidate: Mapping[str, Any]) -> str:
+    return f"{candidate['provider']}, {candidate['microseconds']:.1f} us {candidate['basis']}"
 
 
 def _source(diff: FunctionDiff, id_: str) -> str:

@@ -114,6 +114,27 @@ def test_measured_on_the_cpu(listed: Any) -> None:
     assert "the CPU, 1 steps" in data["notes"][1] and other < 0.2 * whole
 
 
+def test_explain_says_who_runs_a_node(mgraph: Mgraph, for_gpu: Path) -> None:
+    text = mgraph("explain", for_gpu, "layer.fwd:attention").out
+    assert "  run by   cudnn, " in text and "estimated; next " in text
+    assert "  run by   torch, " in mgraph("explain", for_gpu, "layer.fwd:rope").out
+    assert "(asked for); next triton, " in mgraph("explain", for_gpu, "layer.fwd:rope").out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--provider", "atention=flash"), "did you mean 'attention'"),
+        (("--provider", "attention=cublas"), "one of cudnn, flash, efficient, triton, torch"),
+        (("--profile", "h10"), "no profile 'h10'"),
+        (("--provider", "attention=cudnn"), "cudnn takes no attention of this model: q is f32"),
+    ],
+)
+def test_wrong_providers_and_profiles(mgraph: Mgraph, tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+    run = mgraph("compile", "dense-tiny", *options, "-o", tmp_path / "p")
+    assert run.code == 2 and said in run.err and not list(tmp_path.iterdir())
+
+
 def event(cat: str, name: str, ts: float, dur: float, **more: Any) -> dict[str, Any]:
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": 1, "args": more}
 

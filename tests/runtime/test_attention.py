@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -121,3 +122,36 @@ def test_fused_kernels_of_gpus(form: str, sizes: tuple[int, ...], causal: bool) 
     assert (lse.double() - expected_lse).abs().max() < 1e-2
     for got, want in zip((out, *grads), (expected, *reference), strict=True):
         assert (got.double() - want).norm() / want.norm() < 1e-2
+
+
+SIMPLE: dict[str, Any] = {"scale": 1.0, "causal": True, "segments": ()}
+
+
+def test_a_kernel_is_taken_by_name_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors that are on no CPU the form alone is asked for; what cannot be had is said once."""
+    monkeypatch.setattr(attention_module, "_takes_cudnn", lambda q, k: True)
+    monkeypatch.setattr(attention_module, "_said", set())
+
+    def form(by: str, width: int = 64, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> str:
+        q = torch.empty(2, 4, 32, width, dtype=dtype, device="meta")
+        mask = attention_module.Mask(**{**dict.fromkeys(("window", "softcap", "start", "keys")), **SIMPLE, **changes})
+        found = attention_module._form(q, q, q, mask, by)
+        return next(name for name, listed in attention_module.FORMS.items() if listed is found)
+
+    assert [form(by) for by in ("", "cudnn", "flash", "efficient", "torch")] == [
+        "cudnn",
+        "cudnn",
+        "flash",
+        "efficient",
+        "torch",
+    ]
+    assert form("efficient", dtype=torch.float32) == "efficient"
+    with pytest.warns(RuntimeWarning, match=r"attention by flash does not run here .*float32.*: efficient does"):
+        assert form("flash", dtype=torch.float32) == "efficient"
+    with pytest.warns(RuntimeWarning, match=r"attention by cudnn does not run here .*: torch does"):
+        assert form("cudnn", window=8) == "torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert form("cudnn", width=60) == "torch", "said before"
+        q = torch.zeros(1, 1, 4, 64)
+        assert attention_module._form(q, q, q, attention_module.Mask(1.0, True, None, None, None, (), None), "flash")
