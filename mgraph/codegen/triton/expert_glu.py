@@ -239,13 +239,14 @@ def _part_lines(problem: ExpertGlu, tiles: Tiles, total: str, start: int, column
     return [
         f"column = block * {tiles.cut.columns} + {start} + tl.arange(0, {columns})",
         f"element = row.to(tl.int64)[:, None] * {problem.width} + column[None, :]",
-        f"gate = tl.load(gate_ptr + element, mask={mask}, other=0.0).to(tl.float32)",
-        f"up = tl.load(up_ptr + element, mask={mask}, other=0.0).to(tl.float32)",
+        f"real = {mask}",
+        "gate = tl.load(gate_ptr + element, mask=real, other=0.0).to(tl.float32)",
+        "up = tl.load(up_ptr + element, mask=real, other=0.0).to(tl.float32)",
         f"dy = {total} * weight[:, None]",
         *backward_lines(problem.unit),
         f"y = (act * {up}){low}.to(tl.float32)",
         f"dots += tl.sum({total} * y, axis=1)",
-        *(f"tl.store({tensor}_ptr + element, ({value}){low}, mask={mask})" for tensor, value in results),
+        *(f"tl.store({tensor}_ptr + element, ({value}){low}, mask=real)" for tensor, value in results),
     ]
 
 
