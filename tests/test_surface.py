@@ -18,6 +18,7 @@ SURFACE = {
     "collectives": "PKG --format",
     "memory": "PKG --batch-size --seq-len --ranks --entry --limit --format",
     "kernels": "PKG --batch-size --seq-len --entry --rates --profile --steps --device --limit --format",
+    "serve": "PKG",
     "tune": "PKG|MODEL --batch-size --seq-len --precision --profile --output/-o",
     "opt": "FILE --passes/-p --have --print-after --verify-each --time",
     "passes": "",

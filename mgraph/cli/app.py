@@ -16,6 +16,7 @@ import typer
 from mgraph.recipe import Recipe, flag_of
 
 _SHORT = {"output": "-o"}
+_PASSED_ON = {"ignore_unknown_options": True, "help_option_names": []}  # what a verb has declared elsewhere
 _Package = Annotated[Path, typer.Argument(metavar="PKG", help="a step package's directory", show_default=False)]
 
 
@@ -29,7 +30,7 @@ def command() -> Any:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     for name, verb in VERBS.items():
-        app.command(name)(verb)
+        app.command(name, context_settings=_PASSED_ON if verb is serve else None)(verb)
     return typer.main.get_command(app)
 
 
@@ -172,6 +173,17 @@ def kernels(
     run(package, {"B": batch_size, "S": seq_len}, entry, rates, limit, form, measure, steps, device)
 
 
+def serve(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="PKG", help="the package, then options of its serve.py")
+    ] = None,
+) -> None:
+    """Serve a package behind HTTP, as OpenAI's API does; the options are those of its serve.py."""
+    from mgraph.cli.serve import run
+
+    run(arguments or [])
+
+
 def tune(
     model: Annotated[str, typer.Argument(metavar="PKG|MODEL", help="whose ops to measure", show_default=False)],
     batch_size: Annotated[
@@ -243,6 +255,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "memory": memory,
     "kernels": kernels,
     "tune": tune,
+    "serve": serve,
     "opt": opt,
     "passes": passes,
     "ops": ops,

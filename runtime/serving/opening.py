@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -80,13 +79,22 @@ def open_engine(
 
 def open_stepper(package: Path, weights: Path | None, settings: Settings) -> Stepper:
     """The package with its parameters and its cache on a device."""
-    module = importlib.import_module("mgraph.runtime.serving.package_stepper")
-    stepper: Stepper = module.PackageStepper(
+    from mgraph.runtime.serving import package_stepper as found  # loads torch's part of the runtime
+
+    if settings.num_blocks and settings.cache_memory:
+        raise OptionError("num_blocks and cache_memory exclude each other", hint="leave one of them out")
+    stepper = found.PackageStepper(
         package,
         weights,
-        num_blocks=settings.num_blocks,
-        device=choose_device(settings.device),
+        2 if settings.cache_memory else settings.num_blocks,
+        choose_device(settings.device),
+        seed=settings.seed,
+        max_tokens=settings.step_tokens or found.MAX_TOKENS,
+        max_requests=settings.max_requests or found.MAX_REQUESTS,
     )
+    if settings.cache_memory:
+        block = sum(spec.bytes for spec in stepper.package.state_specs if spec.kind == "cache")
+        stepper.resize(max(2, int(settings.cache_memory * 2**30 / block)))
     return stepper
 
 

@@ -39,6 +39,10 @@ class ServeOptions(Settings):
     weights: Path | None = field(
         default=None, metadata=about("safetensors file or directory, or a training run's directory")
     )
+    prompt: str | None = field(
+        default=None, metadata=about("continue this text on stdout, the likeliest token each time, instead of serving")
+    )
+    max_new_tokens: int = field(default=100, metadata=about("tokens after --prompt", low=1))
     random_init: bool = field(
         default=False, metadata=about("serve without weights: parameters are drawn anew, and the text is noise")
     )
@@ -106,6 +110,9 @@ def serve(package_dir: Path, arguments: Sequence[str] | None, program: str) -> i
     """As `main`; gives the exit code. Raises MgraphError for wrong input."""
     about_it = "Serve this package behind HTTP, as OpenAI's API does, with a page at / to try it."
     options = read(ServeOptions, arguments, program, about_it, EXIT_CODES)
+    if options.prompt is not None:
+        print(options.prompt + continuation(package_dir, options))
+        return 0
     needed()
     listening = listen(options.host, options.port)
     try:
@@ -124,6 +131,15 @@ def serve(package_dir: Path, arguments: Sequence[str] | None, program: str) -> i
         return run(serving, listening, options.drain_timeout)
     finally:
         listening.close()
+
+
+def continuation(package_dir: Path, options: ServeOptions) -> str:
+    """What follows `options.prompt`. Raises RequestError where it does not fit."""
+    from mgraph.runtime.serving.llm import LLM
+
+    model = LLM(package_dir, options.weights, **options.opening())
+    params = {"temperature": 0.0, "max_tokens": options.max_new_tokens}
+    return model.generate(options.prompt or "", params)[0].outputs[0].text
 
 
 def needed() -> None:

@@ -1,0 +1,144 @@
+"""The page, in a browser (Debian's chromium and its driver; where they are not installed, this is skipped)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.serving.fake_server import running, serving
+from tests.runtime.serving.fake_stepper import FakeStepper, spoken_logits
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver")
+
+TEXT = "<b>größer</b> & 日本 "
+
+
+class Browser:
+    """One window, driven by the WebDriver protocol, which is JSON over HTTP."""
+
+    def __init__(self, driver: str) -> None:
+        self._base = driver
+        options = {
+            "args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
+            "binary": CHROMIUM,
+        }
+        capabilities = {"alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}}
+        session = self._call("POST", "/session", {"capabilities": capabilities})["sessionId"]
+        self._base = f"{driver}/session/{session}"
+
+    def open(self, address: str) -> None:
+        self._call("POST", "/url", {"url": address})
+
+    def run(self, script: str) -> Any:
+        """The value of some JavaScript in the page."""
+        return self._call("POST", "/execute/sync", {"script": script, "args": []})
+
+    def until(self, script: str, seconds: float = 15) -> Any:
+        """Wait until it is true."""
+        end = time.monotonic() + seconds
+        while not (found := self.run(f"return {script}")):
+            assert time.monotonic() < end, self.run("return document.body.innerText")
+            time.sleep(0.05)
+        return found
+
+    def picture(self) -> bytes:
+        import base64
+
+        return base64.b64decode(self._call("GET", "/screenshot"))
+
+    def close(self) -> None:
+        self._call("DELETE", "")
+
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        raw = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._base + path, raw, {"Content-Type": "application/json"}, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.loads(answer.read())["value"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert DRIVER is not None
+    process = subprocess.Popen([DRIVER, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(200):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        made = Browser(f"http://127.0.0.1:{port}")
+        yield made
+        made.close()
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def stepper() -> FakeStepper:
+    """It says TEXT over and over, slowly enough to be seen coming and to be stopped."""
+    return FakeStepper(
+        vocab_size=256, max_length=256, num_blocks=80, logits=spoken_logits(TEXT.encode()), seconds=0.01, max_tokens=256
+    )
+
+
+def ask(browser: Browser, prompt: str, tokens: int) -> None:
+    browser.run(
+        f"at('prompt').value = {json.dumps(prompt)}; at('tokens').value = {tokens}; at('temperature').value = 0;"
+        "at('send').click()"
+    )
+
+
+def test_text_comes_while_it_is_made(browser: Browser, tmp_path: Path) -> None:
+    size = len(TEXT.encode())
+    with running(serving(stepper(), template=False)) as address:
+        browser.open(address)
+        assert browser.run("return at('model').textContent") == "fake"
+        ask(browser, "\0", 3 * size)
+        first = browser.until("at('output').textContent.length > 5 && at('output').textContent")
+        assert len(first) < 3 * len(TEXT), "it came all at once"
+        browser.until("at('status').textContent.includes('tokens in')")
+        assert browser.run("return at('output').textContent").lstrip("\0") == 3 * TEXT, "nothing of it became HTML"
+        assert browser.run("return at('status').textContent").startswith(f"{3 * size} tokens")
+        assert len(browser.picture()) > 1000
+
+
+def test_stopping_and_errors(browser: Browser) -> None:
+    served = serving(stepper(), template=False)
+    with running(served) as address:
+        browser.open(address)
+        ask(browser, "\0", 200)
+        browser.until("at('output').textContent.length > 5")
+        browser.run("at('stop').click()")
+        browser.until("at('status').textContent == 'stopped'")
+        ask(browser, "\0", 3000)
+        browser.until(
+            "at('status').className == 'error' && at('status').textContent.includes('maximum context length')"
+        )
+
+
+def test_a_conversation(browser: Browser) -> None:
+    with running(serving(api_key="secret")) as address:
+        browser.open(address)
+        assert browser.run("return at('key').offsetParent === null"), "nobody asked for a key yet"
+        ask(browser, "hi", 5)
+        browser.until("at('key').offsetParent !== null && at('status').textContent.includes('API key')")
+        browser.run("at('clear').click(); at('key').value = 'secret'")
+        for turn in (1, 2):
+            ask(browser, f"turn {turn}", 5)
+            browser.until(f"turns.length == {2 * turn} && !running")
+        roles = browser.run("return [...document.querySelectorAll('.turn b')].map(e => e.textContent)")
+        assert roles == ["user", "assistant"] * 2
