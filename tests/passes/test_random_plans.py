@@ -115,8 +115,8 @@ def _input(value: Value, drawing: Drawing, source: torch.Generator) -> Any:
 
 
 def sent(module: Module, function: Function, drawing: Drawing) -> tuple[float, float]:
-    """Bytes that a rank sends over the axis in a function and those it calls: by its collectives, and if each node
-    gathered all its operands that are split, and reduced those that are partial."""
+    """Bytes that a rank sends over the axis in a function and those it calls: by its collectives, and if each value
+    that is split was gathered once, and each that is partial reduced once, for all that read it."""
     moves = [n for n in function.nodes if n.op in MOVES and n.made_by == MADE_BY and len(n.results) == 1]
     moved = {n.result: n.operands[0] for n in moves}
     total = bound = 0.0
@@ -126,9 +126,9 @@ def sent(module: Module, function: Function, drawing: Drawing) -> tuple[float, f
             total, bound = total + own[0], bound + own[1]
         if node.op in ("all_gather", "all_reduce", "reduce_scatter"):
             total += sum(_bytes(v, drawing) for v in node.operands) / (2 if node.op == "reduce_scatter" else 1)
-        if node not in moves:
-            bound += sum(_bytes(_source(v, moved), drawing) for v in node.operands)
-    return total, bound + sum(_bytes(_source(v, moved), drawing) for v in function.results)
+    read = [v for node in function.nodes if node not in moves for v in node.operands]
+    whole = dict.fromkeys(_source(v, moved) for v in (*read, *function.results))
+    return total, bound + sum(_bytes(v, drawing) for v in whole)
 
 
 def _source(value: Value, moved: Mapping[Value, Value]) -> Value:
@@ -151,12 +151,18 @@ def _bytes(value: Value, drawing: Drawing) -> float:
 
 
 def plan(drawing: Drawing, module: Module) -> None:
-    """Spread a module over the axis, and check all ranks against one, and the bytes that they send."""
+    """Spread a module over the axis, and check all ranks against one, the bytes that they send, and that no sum is read
+    after it was reduced in place."""
     after = spread(module, drawing.places, AXIS, drawing.size, drawing.sequence)
     check(module, after, {AXIS: drawing.size}, drawing)
     for name in module.entries:
         total, bound = sent(after, after.entry_function(name), drawing)
         assert total <= bound, f"{name} sends {total} bytes, and {bound} would gather all"
+    for function in after.functions.values():
+        reduced: set[Value] = set()
+        for node in function.nodes:
+            assert reduced.isdisjoint(node.operands), f"{node!r} reads a sum whose total has taken its memory"
+            reduced |= set(node.operands) if node.op == "all_reduce" else set()
 
 
 def size_of(seed: int) -> int:
