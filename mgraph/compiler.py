@@ -95,7 +95,8 @@ def pipeline_text(recipe: Recipe) -> str:
         # Nothing drops out of what is served.
         rules = tuple(dataclasses.replace(parse_adapter(rule), dropout=0.0).text for rule in recipe.lora)
         adapt = print_spec("lora", {"rules": rules}) + "," if rules else ""
-        return f"{NORMALIZE},{RAISE},{adapt}derive-serve{{max_length={recipe.max_length}}},cse,dce,in-place"
+        derive = print_spec("derive-serve", {"max_length": recipe.max_length, "block_size": recipe.block_size})
+        return f"{NORMALIZE},{RAISE},{adapt}{derive},canonicalize,cse,dce,in-place"
     frozen = [rule for rule in recipe.groups if parse_group(rule).frozen]
     optimizer = {n: getattr(recipe, n) for n in (*_ADAMW, "groups")}
     scaled: dict[str, OptionValue] = {"low_sums": recipe.grad_dtype == "param"}
@@ -217,7 +218,7 @@ def _run_passes(
     if recipe.memory_budget:
         say(f"fit into {recipe.memory_budget}")
         with collector_spared():
-            recipe, fit = fitted(recipe, _tried(module, recipe))
+            recipe, fit = fitted(recipe, *_tried(module, recipe))
         say(fit[0])
     pipeline = pipeline_of(recipe)
     begun = time.perf_counter()
@@ -241,8 +242,10 @@ def _run_passes(
     return Compilation(module, captured, form, results, snapshots, seconds, twin, recipe, fit), verifier
 
 
-def _tried(module: Module, recipe: Recipe) -> Callable[[Recipe], tuple[Module, Sequence[PassResult]]]:
-    """Runs the passes of recipes that differ in what comes from `recompute` on; what is before runs once."""
+def _tried(
+    module: Module, recipe: Recipe
+) -> tuple[Module, Callable[[Recipe], tuple[Module, Sequence[PassResult]]]]:
+    """What the passes before `recompute` make, and what runs the others, of recipes that differ from there on."""
     passes = pipeline_of(recipe)
     names = [pass_.name for pass_ in passes]
     if "recompute" not in names:
@@ -255,7 +258,7 @@ def _tried(module: Module, recipe: Recipe) -> Callable[[Recipe], tuple[Module, S
         rest = pipeline_of(given)[len(shared) :]
         return run_pipeline(base, rest, have=have)
 
-    return compiled
+    return base, compiled
 
 
 def compile_package(

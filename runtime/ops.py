@@ -266,12 +266,6 @@ def embedding_grad_(total: Tensor, grad: Tensor, indices: Tensor) -> Tensor:
     return total.index_add_(0, indices.reshape(-1), grad.reshape(-1, grad.shape[-1]).to(total.dtype))
 
 
-def kv_append_(cache: Tensor, new: Tensor, start: Tensor) -> Tensor:
-    """Write `new` [B, G, S, D] into `cache` [B, G, T, D] from position `start` i64[] on, in place."""
-    places = torch.arange(new.shape[2], device=new.device) + start
-    return cache.index_copy_(2, places, new.to(cache.dtype))
-
-
 def global_norm(tensors: list[Tensor]) -> Tensor:
     """The 2-norm of all tensors together, in at least f32."""
     dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32

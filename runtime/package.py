@@ -236,7 +236,7 @@ def load_package(
     ranges: str | bool = False,
     sizes: Mapping[str, int] | None = None,
 ) -> Package:
-    """Load the package at `path` for `device`.
+    """Load the package at `path` for `device`; `sizes` gives named dims of states (the blocks of a cache).
 
     With `strict` a kernel without a binary for the device is an error instead of a warning; `jit` allows compiling it.
     Without `cuda_graphs` a GPU launches every op by itself; so it does with `poisoned`, and
@@ -260,7 +260,7 @@ def load_package(
     listed = manifest["entries"].items()
     replayed = device.type == "cuda" and cuda_graphs and not ranges
     graphs = EntryGraphs([name for name, entry in listed if replayed and entry.get("captured")])
-    specs = tuple(_state_spec(item, path) for item in manifest["state"])
+    specs = tuple(_state_spec(item, path, sizes or {}) for item in manifest["state"])
     return Package(path, manifest, device, entries, specs, graphs, poisoned)
 
 
@@ -332,13 +332,19 @@ def _line_in(file: Path, error: BaseException) -> int:
     return (lines[-1] if lines else None) or 1
 
 
-def _state_spec(item: dict[str, Any], path: Path) -> StateSpec:
+def _extent(extent: int | str, sizes: Mapping[str, int]) -> int:
+    """An extent of a state: a number, or a product of numbers and named dims."""
+    parts = str(extent).split("*")
+    return math.prod(int(part) if part.isdecimal() else sizes.get(part, 1) for part in parts)
+
+
+def _state_spec(item: dict[str, Any], path: Path, sizes: Mapping[str, int]) -> StateSpec:
     try:
         return StateSpec(
             name=item["name"],
             kind=item["kind"],
             dtype=DTYPES[item["dtype"]],
-            shape=tuple(item["shape"]),
+            shape=tuple(_extent(extent, sizes) for extent in item["shape"]),
             trainable=bool(item.get("trainable", False)),
             persist=bool(item.get("persist", True)),
             init=tuple(tuple(call) for call in item.get("init") or ()),

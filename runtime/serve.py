@@ -1,4 +1,4 @@
-"""Generate text with a serve package: one sequence, a contiguous cache, the likeliest token each time.
+"""Generate text with a serve package: one sequence, the likeliest token each time.
 
 `python PKG/serve.py --weights DIR --prompt TEXT` prints the continuation on stdout. The prompt runs as one call of
 `step`; every new token is one more call with one token.
@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import torch
 
 from mgraph.errors import MgraphError, OptionError
-from mgraph.runtime import checkpoint
 from mgraph.runtime.mesh import choose_device
 from mgraph.runtime.options import Settings, about, read
-from mgraph.runtime.package import Package, State, load_package
-from mgraph.runtime.state import create_state
+from mgraph.runtime.package import Package
+from mgraph.runtime.serving.package_stepper import PackageStepper
+from mgraph.runtime.serving.step import Batch, Sampling
 from mgraph.runtime.tokenizer import load_tokenizer
-from mgraph.runtime.weights import load_weights
 
 
 @dataclass(frozen=True)
@@ -44,58 +44,64 @@ class ServeOptions(Settings):
 
 
 class Generator:
-    """A package with its weights and one cache."""
+    """A package with its weights, and a cache for one sequence."""
 
-    def __init__(self, package: Package, state: State) -> None:
-        if package.manifest["kind"] != "serve":
-            raise OptionError(
-                f"{package.path} is a {package.manifest['kind']} package", hint="compile the model with --for serve"
-            )
-        self.package, self.state = package, state
-        caches = [s for s in package.state_specs if s.kind == "cache"]
-        self.capacity = min(s.shape[2] for s in caches)
+    def __init__(self, stepper: PackageStepper) -> None:
+        self.stepper = stepper
 
-    @torch.no_grad()
+    @property
+    def package(self) -> Package:
+        """The package that runs."""
+        return self.stepper.package
+
     def greedy(self, prompt: Sequence[int], count: int) -> Iterator[int]:
         """Up to `count` tokens after a prompt of at least one, each the argmax of the logits.
 
         Raises OptionError where prompt and continuation do not fit in the cache.
         """
+        longest = self.stepper.max_length
         if not prompt:
             raise OptionError("the prompt is empty", hint="give at least one token")
-        if len(prompt) + count - 1 > self.capacity:
+        if len(prompt) + count - 1 > longest:
             raise OptionError(
-                f"{len(prompt)} prompt tokens and {count} new ones do not fit in the cache of {self.capacity}",
+                f"{len(prompt)} prompt tokens and {count} new ones do not fit in the cache of {longest}",
                 hint="ask for fewer, or compile with a larger --max-length",
             )
         tokens, start = list(prompt), 0
         for _ in range(count):
-            inputs = torch.tensor([tokens], device=self.package.device)
-            at = torch.tensor(start, device=self.package.device)
-            logits = self.package.call("step", self.state, inputs, at)["logits"]
+            sampled = self.stepper.run(self._batch(tokens, start), _greedy()).get()
             start += len(tokens)
-            tokens = [int(logits[0].argmax())]
+            tokens = [int(sampled.tokens[0])]
             yield tokens[0]
+
+    def _batch(self, tokens: Sequence[int], start: int) -> Batch:
+        """The next tokens of the only request, whose blocks are 1, 2, … in order."""
+        places = np.arange(start, start + len(tokens))
+        blocks = np.arange(1, self.stepper.num_blocks, dtype=np.int32)[None]
+        return Batch(
+            tokens=np.array(tokens, np.int64),
+            positions=places,
+            slots=places + self.stepper.block_size,
+            starts=np.array([0, len(tokens)], np.int32),
+            lengths=np.array([start + len(tokens)], np.int32),
+            blocks=blocks,
+            rows=np.array([len(tokens) - 1]),
+            requests=(0,),
+        )
+
+
+def _greedy() -> Sampling:
+    zero, none = np.zeros(1, np.float32), np.zeros(1, np.int64)
+    return Sampling(
+        zero, none.astype(np.int32), zero + 1, zero, none, none, none - 1, zero + 1, zero, zero, None, None, None, 0
+    )
 
 
 def open_generator(package_dir: Path, weights: Path | None, device: torch.device | str, seed: int = 0) -> Generator:
     """Load a serve package and fill its parameters: from safetensors, from a training run, or drawn anew (`None`)."""
-    package = load_package(package_dir, device)
-    state = create_state(package.state_specs, seed, device)
-    if weights is not None:
-        if (found := _run_checkpoint(weights)) is not None:
-            specs = tuple(s for s in package.state_specs if s.kind in ("param", "buffer") and s.persist)
-            checkpoint.load_parameters(found, state, specs)
-        else:
-            load_weights(weights, state, package.state_specs, package.weight_layout)
-    return Generator(package, state)
-
-
-def _run_checkpoint(path: Path) -> checkpoint.Checkpoint | None:
-    """The newest checkpoint of a training run's directory, if it is one."""
-    if not path.is_dir():
-        return None
-    return checkpoint.latest(path / "checkpoints") or checkpoint.latest(path)
+    stepper = PackageStepper(package_dir, weights, 2, device, seed=seed, max_requests=1)
+    stepper.resize(1 + -(-stepper.max_length // stepper.block_size))
+    return Generator(stepper)
 
 
 def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoReturn:

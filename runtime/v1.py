@@ -65,7 +65,6 @@ from mgraph.runtime.ops import (
     glu,
     glu_grad,
     gradient_scale,
-    kv_append_,
     linear_cross_entropy_with_grad_,
     loss_scale_update,
     matmul_add_,
@@ -77,7 +76,9 @@ from mgraph.runtime.ops import (
     zero_,
 )
 from mgraph.runtime.pad import pad_extent, pad_extent_grad, padded_part
+from mgraph.runtime.paged import kv_append_, paged_attention, rope_kv_append_
 from mgraph.runtime.repeat import repeat_parts, repeat_parts_grad, repeated_part, repeated_part_grad
+from mgraph.runtime.sampling import change_scores, likeliest, sample
 from mgraph.runtime.vocabulary import (
     by_token,
     cross_entropy_join,
@@ -104,6 +105,7 @@ __all__ = [
     "attention_grad",
     "axis_index",
     "by_token",
+    "change_scores",
     "copy_",
     "cross_entropy",
     "cross_entropy_grad",
@@ -133,6 +135,7 @@ __all__ = [
     "kv_append_",
     "layer_norm",
     "layer_norm_grad",
+    "likeliest",
     "linear_cross_entropy_with_grad_",
     "loss_scale_update",
     "matmul_add_",
@@ -149,6 +152,7 @@ __all__ = [
     "pad_extent",
     "pad_extent_grad",
     "padded_part",
+    "paged_attention",
     "part_of",
     "random",
     "reduce_scatter",
@@ -160,7 +164,9 @@ __all__ = [
     "rms_norm",
     "rms_norm_grad",
     "rope",
+    "rope_kv_append_",
     "rope_table_grad",
+    "sample",
     "square_sum",
     "squared_relu",
     "squared_relu_grad",

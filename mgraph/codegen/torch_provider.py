@@ -269,10 +269,9 @@ def _zero(site: Site) -> str:
     return f"rt.zero_({site.tensors(site.node.operands, '')})"
 
 
-def _kv_append(site: Site) -> str:
-    cache, *rest = site.operands
-    cache = cache if site.node.op == "kv_append_" else f"{cache}.clone()"
-    return f"rt.kv_append_({', '.join([cache, *rest])})"
+def _append(site: Site) -> str:
+    assert site.node.op.endswith("_"), f"{site.node!r}: the cache is written in place"
+    return _runtime()(site)
 
 
 def _all_finite(site: Site) -> str:
@@ -386,6 +385,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "attention_grad": _attention,
     "axis_index": lambda site: f"rt.axis_index({site.literal(site.node.attrs['axis'])})",
     "cast": _cast,
+    "change_scores": _runtime(),
     "cross_entropy": _runtime(),
     "cross_entropy_grad": _runtime(),
     "cross_entropy_join": _runtime(),
@@ -404,9 +404,10 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "grouped_matmul": _grouped_matmul,
     "grouped_outer": _grouped_outer,
     "grouped_sum": _runtime(),
-    "kv_append": _kv_append,
+    "kv_append": _append,
     "layer_norm": _runtime(),
     "layer_norm_grad": _runtime(),
+    "likeliest": _runtime(),
     "loss_scale_update": _runtime(),
     "moe_combine": _runtime(),
     "moe_combine_grad": _runtime(),
@@ -418,6 +419,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "moe_route_order": _runtime(),
     "norm_rope": _runtime(),
     "norm_rope_grad": _runtime(),
+    "paged_attention": _runtime(),
     "pad_extent": _runtime(),
     "pad_extent_grad": _runtime(),
     "padded_part": _runtime(),
@@ -433,6 +435,8 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "rms_norm": _runtime(),
     "rms_norm_grad": _runtime(),
     "rope": _runtime(),
+    "rope_kv_append": _append,
+    "sample": _runtime(),
     "rope_table_grad": _runtime(),
     "squared_relu": _runtime(),
     "squared_relu_grad": _runtime(),

@@ -1,111 +1,154 @@
-"""derive-serve: the forward entry becomes `step`: new tokens of one sequence in, the last position's logits out.
+"""derive-serve: the forward entry becomes `step`: new tokens of many requests in, logits of some of them out.
 
 Before:
 
     %positions = aten.arange.default() {end = S}
-    %out, %lse = attention(%q, %k, %v) {causal = true, …}                    (in @layer)
+    %out, %lse = attention(%q, %k, %v) {causal = true, …}                    (in @layer; q [B, H, S, D])
     entry forward = @forward -> (loss_sum, count, logits)
 
-After (the keys and values of earlier tokens are state; `start` counts them):
+After (the tokens of all requests lie in one row of T; `starts` says where each request's begin):
 
-    %positions_1 = aten.add.Tensor(%positions, %start)
-    %keys = kv_append(%cache.k, %k, %start)
-    %values = kv_append(%cache.v, %v, %start)
-    %out, %lse = attention(%q, %keys, %values, %start) {causal = true, extra = ["start"], …}
+    %keys, %values = kv_append(%cache.k, %cache.v, %k, %v, %slots)           k [T, G, D]
+    %out = paged_attention(%q, %keys, %values, %starts, %lengths, %blocks) {block_size = 16, …}
+    %wanted = aten.index_select.default(%x, %rows) {dim = 1}                 before the last norm and the head
     entry step = @step -> (logits) updates (cache.0.k, cache.0.v, …)
 
-One sequence (B = 1), a contiguous cache of `max_length` rows, logits only where the next token is sampled.
+One sequence of T tokens stands for the batch (B = 1, S = T): what treats positions alike need not know that they are of
+several requests. What does not, and is no causal attention, is refused (`mgraph.passes.positions`). The caches have
+`block_size` rows in each of P blocks; P is bound where the package is loaded. The dim S stays declared: its maximum is
+the longest sequence. Entries that make tokens of the logits come along (`mgraph.passes.serve_entries`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mgraph.errors import PassError
 from mgraph.ir.builder import FunctionBuilder, rebuild
-from mgraph.ir.dims import Dim, NamedDim, names_in, substitute
+from mgraph.ir.dims import Dim, NamedDim, names_in, substitute, symbol
 from mgraph.ir.graph import Entry, Function, Module, Node, Phase, State, StateKind, Value
 from mgraph.ir.types import DType, TensorType
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.calls import callee, part_of
+from mgraph.passes.positions import mixes_positions, position_dims
+from mgraph.passes.serve_entries import DIMS, ROWS, sampling_entries
 
 SEQUENCE, BATCH = "S", "B"
-START = "start"
+TOKENS, REQUESTS, BLOCKS = "T", "R", "P"
+STEP = "step"
 _DEFAULT_LENGTH = 2048
-# Ops that mix positions and have no form over a cache; where one is left, attention was not recognised.
-_NOT_RAISED = ("scaled_dot_product_attention", "softmax")
+_SHARED = ("slots", "starts", "lengths", "blocks")
+"""Inputs that each attention reads."""
 
 
 @dataclass(frozen=True)
 class DeriveServe(Pass):
-    """Derive the inference entry; `max_length` 0 takes the model's own bound on S, or 2048."""
+    """Derive the entries of inference; `max_length` 0 takes the model's own bound on S, or 2048."""
 
     max_length: int = 0
+    block_size: int = 16
 
     name: ClassVar[str] = "derive-serve"
     stage: ClassVar[Stage] = Stage.DERIVE
     tier: ClassVar[Tier] = Tier.REASSOCIATING
     requires: ClassVar[frozenset[str]] = frozenset({"forward"})
-    provides: ClassVar[frozenset[str]] = frozenset({"step"})
+    provides: ClassVar[frozenset[str]] = frozenset({STEP})
     invalidates: ClassVar[frozenset[str]] = frozenset({"forward"})
 
     def run(self, module: Module, report: Report) -> Module:
-        """Derive `step` and the cache states."""
+        """Derive `step`, the cache states, and the entries that sample."""
         entry = module.entries["forward"]
         if "logits" not in entry.outputs:
             raise PassError("the model gives no logits, so there is nothing to sample from", where=module.name)
         length = self.max_length or module.dims[SEQUENCE].maximum or _DEFAULT_LENGTH
         function = _only_logits(module.entry_function("forward"), entry.outputs.index("logits"))
-        module = _one_sequence(module.with_function(function), length)
-        derivation = _Derivation(module, length, self.name, report)
+        module = _one_row(module.with_function(function), length)
+        derivation = _Derivation(module, self, -(-length // self.block_size), report)
         step = derivation.entry_function(module.functions[function.name])
         functions = {n: f for n, f in module.functions.items() if n != function.name}
-        functions = {**functions, **derivation.functions, "step": step}
+        functions = {**functions, **derivation.functions, STEP: step}
         caches = {s.name: s for s in derivation.caches}
         if not caches:
             raise PassError("no attention was recognised, so nothing can be cached", hint="see `mgraph explain`")
+        entries = {STEP: Entry(STEP, STEP, ("logits",), tuple(caches))}
+        classes, origin = step.results[0].tensor.shape[-1], step.nodes[-1].origin
+        for sampler, body in sampling_entries(classes, origin, self.name):
+            entries[sampler.name], functions[body.name] = sampler, body
+        dims = {dim.name: dim for dim in (*map(_dim, (TOKENS, REQUESTS, BLOCKS)), *DIMS)}
         return replace(
             module,
+            dims={**{n: d for n, d in module.dims.items() if n != BATCH}, **dims},
             state={**module.state, **caches},
             functions=functions,
-            entries={"step": Entry("step", "step", ("logits",), tuple(caches))},
+            entries=entries,
         )
 
 
-class _Derivation:
-    """Rewrites the entry's function and the functions it calls; each call gets caches of its own."""
+def _dim(name: str) -> NamedDim:
+    return NamedDim(name, 1)
 
-    def __init__(self, module: Module, length: int, made_by: str, report: Report) -> None:
-        self.module, self.length, self.made_by, self.report = module, length, made_by, report
+
+class _Derivation:
+    """Rewrites the entry's function and the functions it calls; each attention gets caches of its own."""
+
+    def __init__(self, module: Module, pass_: DeriveServe, width: int, report: Report) -> None:
+        self.module, self.report, self.width = module, report, width
+        self.made_by, self.block_size = pass_.name, pass_.block_size
         self.functions: dict[str, Function] = {}
         self.caches: list[State] = []
 
     def entry_function(self, function: Function) -> Function:
-        """The `step` function: `start` is an input, caches are state."""
+        """The `step` function: what requests have is an input, caches are state."""
         builder = rebuild(function, self.made_by)
-        builder.name = "step"
-        start = builder.param(START, TensorType(DType.I64))
+        builder.name = STEP
+        (row,) = function.params
+        flat = Value(row.name, TensorType(DType.I64, (symbol(TOKENS),)))
+        builder.params = [flat]
+        positions = builder.param("positions", flat.tensor)
+        shared = self._shared(builder)
+        rows = builder.param("rows", TensorType(DType.I64, (symbol(ROWS),)))
+        with builder.at(function.nodes[0], Phase.DECODE):
+            whole = builder.one("reshape", flat, shape=(1, symbol(TOKENS)), name="row")
+        builder.replace(row, whole)
         updates: list[Value] = []
+        last = 0
         for node in function.nodes:
             if node.op == "call":
-                body = self._body(callee(node))
-                caches = [self._declare(slot) for slot in body.slots if slot.name.startswith("cache.")]
-                old = self.module.functions[callee(node)]
-                params = (*node.operands[: len(old.params)], start)
-                operands = (*params, *node.operands[len(old.params) :], *(c.value for c in caches))
-                extra = tuple(Value(builder.fresh(c.name.replace(".", "_")), c.type) for c in caches)
-                builder.keep(replace(node, operands=operands, results=node.results + extra, made_by=self.made_by))
-                updates.extend(extra)
+                updates += self._call(builder, node, positions, shared)
             elif node.op == "attention":
-                caches = [self._declare(Value("cache.k", _cache_type(node.operands[1], self.length)))]
-                caches.append(self._declare(Value("cache.v", _cache_type(node.operands[2], self.length))))
-                updates.extend(self._attention(builder, node, [c.value for c in caches], start))
+                keys, values = self._cache_types(node)
+                caches = [self._declare(Value(f"cache.{k}", t)).value for k, t in (("k", keys), ("v", values))]
+                updates += self._attention(builder, node, caches, shared)
             else:
-                self._keep(builder, node, start, function.name)
-        logits = _last_position(builder, function.results[0])
+                self._keep(builder, node, positions, function.name)
+                continue
+            last = len(builder.nodes)
+        logits = _of_rows(builder, last, function.results[0], rows)
         return builder.build([logits, *updates])
+
+    def _shared(self, builder: FunctionBuilder) -> list[Value]:
+        tokens, requests = symbol(TOKENS), symbol(REQUESTS)
+        types = (
+            TensorType(DType.I64, (tokens,)),
+            TensorType(DType.I32, (requests + 1,)),
+            TensorType(DType.I32, (requests,)),
+            TensorType(DType.I32, (requests, self.width)),
+        )
+        return [builder.param(name, type_) for name, type_ in zip(_SHARED, types, strict=True)]
+
+    def _call(self, builder: FunctionBuilder, node: Node, positions: Value, shared: Sequence[Value]) -> list[Value]:
+        """Keep a call, with what its function reads now; the new values of its caches."""
+        body = self._body(callee(node))
+        caches = [self._declare(slot) for slot in body.slots if slot.name.startswith("cache.")]
+        old = self.module.functions[callee(node)]
+        params = (*node.operands[: len(old.params)], positions, *shared)
+        operands = (*params, *node.operands[len(old.params) :], *(c.value for c in caches))
+        extra = [Value(builder.fresh(c.name.replace(".", "_")), c.type) for c in caches]
+        results = (*node.results, *extra)
+        builder.keep(replace(node, operands=operands, results=results, phase=Phase.DECODE, made_by=self.made_by))
+        return extra
 
     def _declare(self, slot: Value) -> State:
         """One cache state; the first attention's are `cache.0.k` and `cache.0.v`."""
@@ -116,27 +159,33 @@ class _Derivation:
         return state
 
     def _body(self, name: str) -> Function:
-        """A called function with `start` as its last param and its caches as its last slots and results."""
+        """A called function with what requests have as its last params and its caches as its last slots and results."""
         if name not in self.functions:
             function = self.module.functions[name]
             builder = rebuild(function, self.made_by)
-            start = builder.param(START, TensorType(DType.I64))
+            positions = builder.param("positions", TensorType(DType.I64, (symbol(TOKENS),)))
+            shared = self._shared(builder)
             updates: list[Value] = []
             for node in function.nodes:
                 if node.op == "call":
                     raise PassError(f"{name} calls {callee(node)}: nested layers are not served", str(node.origin))
                 if node.op == "attention":
-                    caches = [
-                        builder.slot(f"cache.{kind}", _cache_type(value, self.length))
-                        for kind, value in zip("kv", node.operands[1:3], strict=True)
-                    ]
-                    updates.extend(self._attention(builder, node, caches, start))
+                    kinds = zip("kv", self._cache_types(node), strict=True)
+                    caches = [builder.slot(f"cache.{kind}", type_) for kind, type_ in kinds]
+                    updates += self._attention(builder, node, caches, shared)
                 else:
-                    self._keep(builder, node, start, name)
+                    self._keep(builder, node, positions, name)
             self.functions[name] = builder.build([*function.results, *updates])
         return self.functions[name]
 
-    def _attention(self, builder: FunctionBuilder, node: Node, caches: list[Value], start: Value) -> tuple[Value, ...]:
+    def _cache_types(self, node: Node) -> tuple[TensorType, TensorType]:
+        rows = symbol(BLOCKS) * self.block_size
+        keys, values = (v.tensor.with_shape(rows, v.tensor.shape[1], v.tensor.shape[3]) for v in node.operands[1:3])
+        return keys, values
+
+    def _attention(
+        self, builder: FunctionBuilder, node: Node, caches: Sequence[Value], shared: Sequence[Value]
+    ) -> tuple[Value, ...]:
         if not node.attrs.get("causal"):
             raise PassError("attention that is not causal cannot be served token by token", where=str(node.origin))
         extra = node.attrs.get("extra", ())
@@ -144,37 +193,74 @@ class _Derivation:
         unserved = [name for name in extra if name != "sinks"]
         if unserved:
             raise PassError(f"attention with {unserved[0]} cannot be served token by token", where=str(node.origin))
-        query, key, value, *more = node.operands
+        attrs = {k: node.attrs[k] for k in ("scale", "window", "softcap") if node.attrs.get(k) is not None}
+        slots, *tables = shared
         with builder.at(node, Phase.DECODE):
-            keys = builder.one("kv_append", caches[0], key, start, name="keys")
-            values = builder.one("kv_append", caches[1], value, start, name="values")
-        attrs = {**node.attrs, "extra": ("start", *extra)}
-        builder.keep(replace(node, operands=(query, keys, values, start, *more), attrs=attrs, phase=Phase.DECODE))
-        self.report.match(builder.name, node.id, f"attention over a cache of {self.length} rows")
-        return keys, values
+            q, k, v = (_by_token(builder, value) for value in node.operands[:3])
+            stored = builder.emit("kv_append", (*caches, k, v, slots), names=("keys", "values"))
+            operands = (q, *stored, *tables, *node.operands[3:])
+            mixed = builder.emit("paged_attention", operands, {"block_size": self.block_size, **attrs})[0]
+            heads, width = mixed.tensor.shape[1:]
+            mixed = builder.one("reshape", mixed, shape=(1, symbol(TOKENS), heads, width), name="mixed")
+            mixed = builder.one("aten.permute.default", mixed, dims=(0, 2, 1, 3), name="mixed")
+        builder.replace(node.results[0], mixed)
+        self.report.match(builder.name, node.id, f"attention over a cache in blocks of {self.block_size}")
+        return stored
 
-    def _keep(self, builder: FunctionBuilder, node: Node, start: Value, where: str) -> None:
-        """Keep a node; positions start at `start`."""
-        if any(f".{name}." in f".{node.op}." for name in _NOT_RAISED) and _spans_sequence(node):
-            guard = f"{node.op} is left, so attention was not recognised"
+    def _keep(self, builder: FunctionBuilder, node: Node, positions: Value, where: str) -> None:
+        """Keep a node; positions are each token's own."""
+        if _counts_positions(node):
+            builder.replace(node.result, positions)
+            return
+        problem = mixes_positions(node, TOKENS)
+        if problem is not None:
+            guard = f"{node.op} {problem}, and has no form over a cache"
             self.report.near_miss(where, node.id, "attention", guard)
-            raise PassError(f"cannot serve: {guard}", where=str(node.origin), hint="see the raise-attention report")
-        kept = builder.keep(replace(node, phase=Phase.DECODE))
-        if node.op.startswith("aten.arange") and SEQUENCE in names_in(node.result.tensor.shape[0]):
-            with builder.at(kept):
-                moved = builder.one("aten.add.Tensor", node.result, start, name="positions")
-            builder.replace(node.result, moved)
+            hint = "attention that is not recognised shows up so: see the raise-attention report"
+            raise PassError(f"cannot serve: {guard}", where=str(node.origin), hint=hint)
+        builder.keep(replace(node, phase=Phase.DECODE))
 
 
-def _spans_sequence(node: Node) -> bool:
-    """Whether an op's result has the sequence in its last dim (attention weights), or it is attention itself."""
-    shape = node.results[0].tensor.shape
-    return "attention" in node.op or bool(shape and SEQUENCE in names_in(shape[-1]))
+def _by_token(builder: FunctionBuilder, value: Value) -> Value:
+    """[1, H, T, D] as [T, H, D]."""
+    moved = builder.one("aten.permute.default", value, dims=(0, 2, 1, 3), name="by_token")
+    return builder.one("reshape", moved, shape=moved.tensor.shape[1:], name="by_token")
 
 
-def _cache_type(value: Value, length: int) -> TensorType:
-    batch, heads, _, width = value.tensor.shape
-    return value.tensor.with_shape(batch, heads, length, width)
+def _counts_positions(node: Node) -> bool:
+    """Whether a node makes 0, 1, 2, … of the positions of a sequence."""
+    return (
+        node.op.startswith("aten.arange.")
+        and node.result.tensor.shape == (symbol(TOKENS),)
+        and node.attrs.get("start", 0) == 0
+        and node.attrs.get("step", 1) == 1
+    )
+
+
+def _of_rows(builder: FunctionBuilder, last: int, logits: Value, rows: Value) -> Value:
+    """What was made from node `last` on, of the wanted rows alone; their logits f32 [N, V]."""
+    tail, builder.nodes = builder.nodes[last:], builder.nodes[:last]
+    chosen: dict[Value, Value] = {}
+    known = {v for node in tail for v in node.results}
+    to_rows: dict[str, Dim] = {TOKENS: symbol(ROWS)}
+
+    def of_rows(value: Value) -> Value:
+        if value not in chosen and not value.is_state and (dims := position_dims(value, TOKENS)):
+            assert value not in known and len(dims) == 1, f"{value!r} is read before it is made"
+            chosen[value] = builder.one("aten.index_select.default", value, rows, dim=dims[0], name="wanted")
+        return chosen.get(value, value)
+
+    for node in tail:
+        with builder.at(node, Phase.DECODE):
+            operands = tuple(of_rows(builder.value(v)) for v in node.operands)
+            results = tuple(Value(v.name, _substituted_type(v, to_rows)) for v in node.results)
+        chosen.update(zip(node.results, results, strict=True))
+        attrs = {k: _attr(v, to_rows) for k, v in node.attrs.items()}
+        builder.nodes.append(replace(node, operands=operands, results=results, attrs=attrs, phase=Phase.DECODE))
+    with builder.at(builder.nodes[-1]):
+        found = of_rows(builder.value(logits))
+        found = builder.one("reshape", found, shape=(symbol(ROWS), found.tensor.shape[-1]), name="logits")
+        return found if found.tensor.dtype is DType.F32 else builder.one("cast", found, dtype=DType.F32, name="logits")
 
 
 def _only_logits(function: Function, index: int) -> Function:
@@ -186,56 +272,47 @@ def _only_logits(function: Function, index: int) -> Function:
     return part
 
 
-def _last_position(builder: FunctionBuilder, logits: Value) -> Value:
-    """Slice to the last position before the head where the head is a linear, else after it."""
-    logits = builder.value(logits)
-    producer = next(n for n in reversed(builder.nodes) if logits in n.results)
-    with builder.at(producer):
-        if producer.op == "aten.linear.default" and producer is builder.nodes[-1]:
-            builder.nodes.pop()
-            last = _slice_last(builder, producer.operands[0])
-            head = builder.one(producer.op, last, *producer.operands[1:], name="last_logits", **producer.attrs)
-        else:
-            head = _slice_last(builder, logits)
-        vocab = head.tensor.shape[-1]
-        return builder.one("reshape", head, shape=(1, vocab), name="next_logits")
-
-
-def _slice_last(builder: FunctionBuilder, value: Value) -> Value:
-    length = value.tensor.shape[1]
-    return builder.one("aten.slice.Tensor", value, dim=1, start=length - 1, end=length, name="last")
-
-
-def _one_sequence(module: Module, length: int) -> Module:
-    """The module with B = 1 and 1 <= S <= length."""
-    fixed: dict[str, Dim] = {BATCH: 1}
+def _one_row(module: Module, length: int) -> Module:
+    """The module with B = 1 and S = T; sequences have 1 to `length` tokens."""
+    _refuse_flat_counts(module)
+    fixed: dict[str, Dim] = {BATCH: 1, SEQUENCE: symbol(TOKENS)}
     mapping: dict[Value, Value] = {}
     functions = {name: _substituted(f, fixed, mapping) for name, f in module.functions.items()}
-    dims = {n: d for n, d in module.dims.items() if n != BATCH}
-    dims[SEQUENCE] = NamedDim(SEQUENCE, 1, length)
-    return replace(module, functions=functions, dims=dims)
+    return replace(module, functions=functions, dims={**module.dims, SEQUENCE: NamedDim(SEQUENCE, 1, length)})
+
+
+def _refuse_flat_counts(module: Module) -> None:
+    """Refuse numbers of tokens within a whole batch, which would look like positions with B = 1."""
+    for function, node in module.walk():
+        if node.op.startswith("aten.arange.") and {BATCH, SEQUENCE} <= names_in(node.result.tensor.shape[0]):
+            problem = f"{node.op} in {function.name} numbers the tokens of a batch"
+            raise PassError(f"cannot serve: {problem}", where=str(node.origin))
+
+
+def _substituted_type(value: Value, values: Mapping[str, Dim]) -> TensorType:
+    assert isinstance(value.type, TensorType)
+    return replace(value.type, shape=tuple(substitute(d, values) for d in value.type.shape))
+
+
+def _attr(item: object, values: Mapping[str, Dim]) -> object:
+    if isinstance(item, tuple):
+        return tuple(_attr(i, values) for i in item)
+    return substitute(item, values) if hasattr(item, "free_symbols") else item
 
 
 def _substituted(function: Function, values: Mapping[str, Dim], mapping: dict[Value, Value]) -> Function:
     def changed(value: Value) -> Value:
         if value not in mapping:
-            assert isinstance(value.type, TensorType)
-            shape = tuple(substitute(d, values) for d in value.type.shape)
-            same = shape == value.type.shape
-            mapping[value] = value if same else Value(value.name, replace(value.type, shape=shape), value.is_state)
+            type_ = _substituted_type(value, values)
+            mapping[value] = value if type_ == value.type else Value(value.name, type_, value.is_state)
         return mapping[value]
-
-    def attr(item: object) -> object:
-        if isinstance(item, tuple):
-            return tuple(attr(i) for i in item)
-        return substitute(item, values) if hasattr(item, "free_symbols") else item
 
     nodes = tuple(
         replace(
             n,
             operands=tuple(map(changed, n.operands)),
             results=tuple(map(changed, n.results)),
-            attrs={k: attr(v) for k, v in n.attrs.items()},
+            attrs={k: _attr(v, values) for k, v in n.attrs.items()},
         )
         for n in function.nodes
     )

@@ -4,7 +4,7 @@ An entry that both have is run on both, on all ranks of the mesh. An entry that 
 
     microbatch          torch's autograd through the interpreted forward, and the forward's own outputs
     finish              torch.optim.AdamW or Adam and clip_grad_norm_, three steps in float64
-    step (serving)      the logits of the whole sequence, against chunks over the cache
+    step (serving)      the logits of whole sequences, against chunks over the cache
     over a data axis    one rank that runs the microbatches of all ranks
     over any other axis the ranks there were before, with whole states, over the entries of a step
 
@@ -31,7 +31,6 @@ from mgraph.ir.types import Placement, Shard
 from mgraph.parameter_groups import assign
 from mgraph.passes.autodiff import COUNT_TOTAL, EVALUATION, LOSS_SCALE, LOSS_TOTAL
 from mgraph.passes.base import Pass, Tier
-from mgraph.passes.derive_serve import START
 from mgraph.passes.overlap_gradients import LAST
 from mgraph.passes.samples import (
     CHOICES,
@@ -45,6 +44,8 @@ from mgraph.passes.samples import (
     ranks_of,
     zero_accumulators,
 )
+from mgraph.passes.serve_entries import SAMPLING
+from mgraph.passes.serve_samples import block_rows, step_inputs
 
 LIFTED_BOUND, NATIVE_BOUND, MARGIN = 1e-9, 1.5, 1e-3
 _ROUNDINGS = 4  # a choice must also be so many roundings of the coarsest dtype away from another
@@ -92,7 +93,7 @@ def check(pass_: Pass, before: Module, after: Module, shapes: Shapes) -> list[Ev
     if "forward" in before.entries and "microbatch" in new:
         evidence, covered = _training(pass_, before, after, shapes), {"microbatch", "evaluate", "predict"}
     elif "forward" in before.entries and "step" in new:
-        evidence, covered = [_serving(before, after, shapes)], {"step"}
+        evidence, covered = [_serving(before, after, shapes)], {"step", *SAMPLING}  # each of those is one op
     elif len(after.mesh) > len(before.mesh):
         evidence, covered = [_spread(before, after, shapes)], set(after.entries)
     else:
@@ -519,32 +520,35 @@ def _agreed(name: str, ranks: Sequence[Any]) -> Any:
 
 
 def _serving(before: Module, after: Module, shapes: Shapes) -> Evidence:
-    """Chunks of a sequence over the cache against the whole sequence."""
-    import torch
-
+    """Two sequences, the second a step behind, in chunks over the cache, against both whole."""
     length, function = sum(_CHUNKS), before.entry_function("forward")
-    ends = [sum(_CHUNKS[: i + 1]) for i in range(len(_CHUNKS))]
-    one = Shapes({**shapes.dims, "B": 1, "S": length}, shapes.vocab)
+    ends = [0, *itertools.accumulate(_CHUNKS)]
+    whole_shapes = Shapes({**shapes.dims, "B": 2, "S": length}, shapes.vocab)
+    block_size = block_rows(after)
+    width = -(-length // block_size)
 
     def whole(seed: int, lifted: bool, hook: Hook | None = None) -> Tensors:
-        made = _Run(before, "forward", [random_inputs(function, one, seed)], [random_state(before, seed)], {})(
-            lifted, hook
-        )
-        return {f"logits of position {end - 1}": made["logits"][0, end - 1] for end in ends}
+        inputs = random_inputs(function, whole_shapes, seed)
+        made = _Run(before, "forward", [inputs], [random_state(before, seed)], {})(lifted, hook)
+        return {f"logits of token {end} of {b}": made["logits"][b, end - 1] for b in range(2) for end in ends[1:]}
 
     def chunks(seed: int, lifted: bool) -> Tensors:
         state = random_state(after, seed)
-        tokens = random_inputs(function, one, seed)["tokens"]
+        tokens = random_inputs(function, whole_shapes, seed)["tokens"].tolist()
         made: Tensors = {}
-        for begin, end in zip((0, *ends), ends, strict=False):
-            inputs = {"tokens": tokens[:, begin:end], START: torch.tensor(begin)}
+        for step in range(len(_CHUNKS) + 1):
+            parts = [ends[max(0, i) : i + 2] if 0 <= i < len(_CHUNKS) else [0, 0] for i in (step, step - 1)]
+            rows = [tokens[b][begin:end] for b, (begin, end) in enumerate(parts)]
+            inputs = step_inputs(rows, [begin for begin, _ in parts], width, block_size, padding=1)
             outputs, updates = _Run(after, "step", [inputs], [state], {}).apart(lifted)
             state = {**state, **updates[0]}
-            made[f"logits of position {end - 1}"] = outputs[0]["logits"][0]
+            taken = [(b, end) for b, (_, end) in enumerate(parts) if end]
+            pairs = zip(taken, outputs[0]["logits"], strict=True)
+            made |= {f"logits of token {end} of {b}": logits for (b, end), logits in pairs}
         return made
 
     seeds = _steady(before, lambda seed, hook: whole(seed, True, hook))
-    method = "chunks over the cache against the whole sequence"
+    method = "chunks of two sequences over the cache against both whole"
     return judge("step", Tier.REASSOCIATING, method, seeds, functools.partial(_pair, whole, chunks))
 
 

@@ -33,6 +33,7 @@ UPDATES = frozenset(
         "expert_bias_update",
         "kv_append",
         "linear_cross_entropy_with_grad",
+        "rope_kv_append",
         "zero",
     }
 )

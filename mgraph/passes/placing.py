@@ -141,6 +141,16 @@ def _attention(node: Node) -> Iterator[ShardingRule]:
     yield ShardingRule("heads", (*strategy.operands, *extras), (*strategy.results, *sinks))
 
 
+def _paged(node: Node) -> Iterator[ShardingRule]:
+    """Heads: those of queries with the caches of those that they read. What says where rows lie is the same for all."""
+    heads, whole = Shard(1), (None,)
+    if node.op.startswith("paged_attention"):
+        yield ShardingRule("heads", (heads,) * 3 + whole * 3 + (Shard(0),) * (len(node.operands) - 6), (heads,))
+    else:
+        new = len(node.results) + 2
+        yield ShardingRule("heads", (heads,) * new + whole * (len(node.operands) - new), (heads,) * len(node.results))
+
+
 def _rope(node: Node) -> Iterator[ShardingRule]:
     """Any dim but the last, which is turned; the tables are split where they have it."""
     x = shape_of(node, 0)
@@ -204,6 +214,14 @@ def _along(node: Node) -> Iterator[ShardingRule]:
             yield ShardingRule(f"dim {dim}", (Shard(dim),) * len(node.operands), (Shard(dim),) * len(node.results))
 
 
+def _selected(node: Node) -> Iterator[ShardingRule]:
+    """The dims that nothing is chosen along."""
+    along = int(str(node.attrs["dim"])) % len(shape_of(node, 0))
+    for dim in range(len(shape_of(node, 0))):
+        if dim != along:
+            yield ShardingRule(f"dim {dim}", (Shard(dim), None), (Shard(dim),))
+
+
 def _sum(node: Node) -> Iterator[ShardingRule]:
     """A dim that is summed makes partial sums; others keep their order."""
     rank, given = len(shape_of(node, 0)), node.attrs.get("dim")
@@ -239,6 +257,9 @@ def _cast(node: Node) -> Iterator[ShardingRule]:
 _OWN: dict[str, Callable[[Node], Iterator[ShardingRule]]] = {
     "attention": _attention,
     "attention_grad": _attention,
+    "kv_append": _paged,
+    "rope_kv_append": _paged,
+    "paged_attention": _paged,
     "rope": _rope,
     "reshape": _reshape,
     "cast": _cast,
@@ -253,6 +274,7 @@ _OWN: dict[str, Callable[[Node], Iterator[ShardingRule]]] = {
     "aten.full.default": _made,
     "aten.ones.default": _made,
     "aten.zeros.default": _made,
+    "aten.index_select.default": _selected,
     "aten.slice.Tensor": _along,
     "aten.cat.default": _along,
     "aten.split.Tensor": _along,

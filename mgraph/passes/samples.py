@@ -20,13 +20,13 @@ from mgraph.ir.opdef import op_def
 from mgraph.ir.ops.route import CHOOSING, moe_choices
 from mgraph.ir.torch_bridge import to_torch_dtype
 from mgraph.ir.types import DType, Partial
+from mgraph.passes.serve_samples import CACHE_DIMS, is_of_serving, serving_inputs
 
 IGNORED = -100
 SIZES = (2, 5, 3, 7)  # of the named dims; few tokens make it likely that all routing choices are clear
 MAX_RANKS = 16
 CHOICES = {"aten.topk.default": "k", "moe_route": "top_k"}
 _SCALE = 8.0  # a factor that is kept between steps: one that scales without rounding
-_START = 3  # where a chunk begins in a sequence, for entries that are told
 
 Tensors = dict[str, Any]
 
@@ -86,7 +86,8 @@ def zero_accumulators(module: Module, state: Tensors) -> Tensors:
 def _state(state: State, source: Any) -> Any:
     import torch
 
-    shape, dtype = [int(d) for d in state.type.shape], to_torch_dtype(state.type.dtype)
+    shape = [int(evaluate(d, CACHE_DIMS)) for d in state.type.shape]
+    dtype = to_torch_dtype(state.type.dtype)
     if not state.type.dtype.is_float:
         number = torch.randint(3, 9, shape, generator=source)
         return _replayed(state, number, dtype) if state.kind is StateKind.BUFFER else number.to(dtype)
@@ -119,6 +120,8 @@ def _replayed(state: State, tensor: Any, dtype: Any) -> Any:
 
 def random_inputs(function: Function, shapes: Shapes, seed: int, rank: int = 0) -> Tensors:
     """A value for every input: what it is follows from its name and type (token ids, labels, positions, masks)."""
+    if is_of_serving(function):
+        return serving_inputs(function, shapes.vocab, generator(seed, function.name))
     return {
         p.name: _input(p, shapes, generator(seed, p.name, rank if p.tensor.placement else 0)) for p in function.params
     }
@@ -138,7 +141,7 @@ def _input(value: Value, shapes: Shapes, source: Any) -> Any:
     if value.tensor.dtype is DType.BOOL:
         return torch.randint(2, shape, generator=source).bool()
     if not shape:
-        return torch.tensor(_START, dtype=dtype)
+        return torch.tensor(3, dtype=dtype)
     if value.name == "position_ids":
         return torch.arange(shape[-1], dtype=dtype).expand(shape).contiguous()
     if value.name == "segment_ids":

@@ -87,13 +87,6 @@ def test_embedding_grad() -> None:
     torch.testing.assert_close(rt.embedding_grad_(total, grad, indices), expected)
 
 
-def test_kv_append() -> None:
-    cache, new, start = numbers(2, 3, 9, 4), numbers(2, 3, 2, 4), torch.tensor(5)
-    expected = op_def("kv_append").body(cache, new, start)
-    assert torch.equal(rt.kv_append_(cache, new, start), expected)
-    assert torch.equal(cache, expected)
-
-
 def test_norm_copies_and_zeros() -> None:
     tensors = [numbers(3, 2), numbers(5)]
     torch.testing.assert_close(rt.global_norm(tensors), op_def("global_norm").body(*tensors))

@@ -1,0 +1,157 @@
+"""How logits become tokens: penalties, temperature, cuts of the distribution, and random numbers of each request's own.
+
+A request's random numbers are a function of its seed and of how many tokens it has drawn before (Philox, as in
+`mgraph.philox`), so that they do not depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mgraph import philox
+from mgraph.ir.opdef import REQUIRED, define_op
+from mgraph.ir.ops.cost import per_element, traffic
+from mgraph.ir.torch_bridge import promote
+from mgraph.ir.types import DType, TensorType
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+
+
+def change_scores(
+    logits: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    bias: Tensor,
+    tokens: Tensor,
+    owners: Tensor,
+    written: Tensor,
+) -> Tensor:
+    """Logits [N, V] with the penalties of each row, in at least f32.
+
+    repetition, presence, frequency f32 [N], bias f32 [N, V]. Entry i of tokens i64 [K] is one of row `owners[i]`'s
+    text, i64 [K] (N: of none), and was written by the model where written bool [K]. Logits of tokens of the text are
+    divided by the repetition where positive, multiplied elsewhere; those written lose the presence once, and the
+    frequency each time; then the bias is added.
+    """
+    rows, classes = logits.shape
+    places = owners * classes + tokens
+    counts = [logits.new_zeros((rows + 1) * classes, dtype=tokens.dtype) for _ in range(2)]
+    for count, weight in zip(counts, (tokens.new_ones(tokens.shape), written.to(tokens.dtype)), strict=True):
+        count.scatter_add_(0, places, weight)
+    present, mine = (count.view(rows + 1, classes)[:rows] for count in counts)
+    scores = promote(logits)
+    factor = repetition[:, None]
+    scores = scores.where(present == 0, (scores / factor).where(scores > 0, scores * factor))
+    changed: Tensor = scores - presence[:, None] * (mine > 0) - frequency[:, None] * mine + bias
+    return changed
+
+
+def _uniform(seeds: Tensor, draws: Tensor) -> Tensor:
+    """f64 [N] in [0, 1): 53 bits of the block with counter `draws` under the key `seeds`."""
+    key = seeds & _WORD, (seeds >> 32) & _WORD
+    zeros = draws.new_zeros(draws.shape)
+    high, low, _, _ = philox.philox4x32((draws & _WORD, (draws >> 32) & _WORD, zeros, zeros.clone()), key)
+    return (high * 2**21 + (low >> 11)).double() * 2.0**-53
+
+
+def likeliest(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token of each row, or its target where that is not negative; and its log-probability.
+
+    logits f32 [N, V], targets i64 [N] → tokens i64 [N], logprobs f32 [N].
+    """
+    tokens = logits.argmax(-1).where(targets < 0, targets)
+    return tokens, (logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)).float()
+
+
+def sample(
+    logits: Tensor,
+    scores: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    draws: Tensor,
+    targets: Tensor,
+    *,
+    alternatives: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A token of each row, drawn from the distribution of `scores`, and log-probabilities by `logits`.
+
+    logits f32 [N, V], scores f32 [N, V]; temperature, top_p, min_p f32 [N], top_k i32 [N]; seeds, draws, targets i64
+    [N] → tokens i64 [N], logprobs f32 [N], the likeliest `alternatives` (M) tokens i64 [N, M], theirs f32 [N, M].
+
+    Temperature 0 takes the likeliest. Else scores are divided by it; of the k largest (and what equals the last of
+    them; k 0: all) those are left before which less than top_p of the probability lies, then those at least min_p times
+    as probable as the likeliest. Equal scores stand in the order of tokens. Where a target is not negative it is taken.
+    """
+    import torch
+
+    cold = temperature == 0
+    ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+    ordered = ordered.double()
+    classes = scores.shape[-1]
+    last = torch.where(top_k > 0, top_k.long(), classes).clamp(max=classes)
+    kept = ordered >= ordered.gather(1, last[:, None] - 1)
+    hot = (ordered - ordered[:, :1]) / torch.where(cold, 1.0, temperature.double())[:, None]
+    mass = hot.exp() * kept
+    before = mass.cumsum(-1) - mass
+    kept = kept & ((before < top_p.double()[:, None] * mass.sum(-1, keepdim=True)) | (before == 0))
+    mass = mass * (kept & (mass >= min_p.double()[:, None] * mass[:, :1]))
+    total = mass.cumsum(-1)
+    point = _uniform(seeds, draws)[:, None] * total[:, -1:]
+    place = (total <= point).sum(-1).clamp(max=classes - 1).where(~cold, 0)
+    chosen = order.gather(1, place[:, None])[:, 0]
+    chosen = chosen.where(targets < 0, targets)
+    logprobs = logits - logits.logsumexp(-1, keepdim=True)
+    top, ids = logprobs.topk(alternatives, -1)
+    return chosen, logprobs.gather(1, chosen[:, None])[:, 0].float(), ids, top.float()
+
+
+def _infer_rows(types: Sequence[TensorType], columns: int) -> int | Any:
+    """The number of rows, with which all operands begin."""
+    rows = types[0].shape[0]
+    if any(t.shape[:1] != (rows,) for t in types[:columns]):
+        raise ValueError(f"not one row of each for each of {types[0]}: {', '.join(map(str, types))}")
+    return rows
+
+
+def _infer_change(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    _infer_rows(types, 5)
+    if types[4].shape != types[0].shape or len({t.shape for t in types[5:]}) != 1:
+        raise ValueError(f"change_scores: {types} do not fit")
+    return (types[0],)
+
+
+def _infer_likeliest(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    rows = _infer_rows(types, 2)
+    return TensorType(DType.I64, (rows,)), TensorType(DType.F32, (rows,))
+
+
+def _infer_sample(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    rows, count = _infer_rows(types, 9), attrs["alternatives"]
+    one, many = (rows,), (rows, count)
+    return (
+        TensorType(DType.I64, one),
+        TensorType(DType.F32, one),
+        TensorType(DType.I64, many),
+        TensorType(DType.F32, many),
+    )
+
+
+define_op("change_scores", change_scores, infer=_infer_change, flops=per_element(6), bytes=traffic, compute_dtype="f32")
+define_op("likeliest", likeliest, infer=_infer_likeliest, flops=per_element(3), bytes=traffic, compute_dtype="f32")
+define_op(
+    "sample",
+    sample,
+    infer=_infer_sample,
+    attrs={"alternatives": REQUIRED},
+    flops=per_element(20),
+    bytes=traffic,
+    compute_dtype="f64",
+)

@@ -1,0 +1,203 @@
+"""Runs the steps of a serve package: its parameters and its cache on a device, and arrays in, tokens out.
+
+The inputs of a step are padded to what a bucket holds where CUDA graphs replay it (`graphed_step.py`); on the CPU, and
+where a step fits no bucket, they are as long as they are. A padding token writes to block 0, belongs to no request, and
+is in no row of logits; so nothing that is padded is ever read.
+
+Tokens that the host does not know yet (`unknown`) are taken from what the step before sampled, on the device: `run`
+returns as soon as the work is queued, and `get` waits for an event behind the copy of the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mgraph.errors import OptionError
+from mgraph.runtime import checkpoint
+from mgraph.runtime.package import Package, State, load_package
+from mgraph.runtime.serving.step import Batch, Done, Pending, Sampled, Sampling
+from mgraph.runtime.state import create_state
+from mgraph.runtime.weights import load_weights
+
+BLOCKS, LONGEST = "P", "S"
+"""The named dims of a serve package: blocks of the cache, tokens of a sequence."""
+MAX_TOKENS, MAX_REQUESTS = 2048, 128
+"""Of a step, where nothing else is asked for."""
+MEMORY_PART = 0.9
+"""How much of a GPU's free memory the cache takes where no number of blocks is given."""
+CPU_CACHE = 2**30
+"""Bytes of the cache on the CPU where no number of blocks is given, at most."""
+
+
+class PackageStepper:
+    """A serve package with weights, a cache of `num_blocks` blocks, and its steps; see `mgraph.runtime.serving.step`.
+
+    `weights` are a safetensors file or directory, or a training run's directory; None draws the parameters with `seed`.
+    `num_blocks` 0 takes what the memory allows. Raises OptionError, PackageError, CheckpointError.
+    """
+
+    def __init__(
+        self,
+        package: Path | str,
+        weights: Path | str | None = None,
+        num_blocks: int = 0,
+        device: torch.device | str = "cpu",
+        *,
+        seed: int = 0,
+        max_tokens: int = MAX_TOKENS,
+        max_requests: int = MAX_REQUESTS,
+        strict: bool = False,
+        jit: bool = False,
+        cuda_graphs: bool = True,
+    ) -> None:
+        self.device = torch.device(device)
+        options = {"strict": strict, "jit": jit, "cuda_graphs": False}
+        loaded = load_package(package, self.device, **options, sizes={BLOCKS: 1})
+        if loaded.manifest["kind"] != "serve":
+            problem = f"{loaded.path} is a {loaded.manifest['kind']} package"
+            raise OptionError(problem, hint="compile the model with --for serve")
+        caches = [spec for spec in loaded.state_specs if spec.kind == "cache"]
+        self.block_size = caches[0].shape[0]
+        self.max_length = loaded.bounds(LONGEST)[1] or 0
+        self.vocab_size = loaded.vocab_size
+        self.max_requests = max_requests
+        self.max_tokens = max(max_tokens, max_requests)
+        self.asynchronous = self.device.type == "cuda"
+        self.package: Package = loaded
+        self.state = _parameters(loaded, weights, seed, self.device)
+        self._last: Tensor | None = None
+        self._caches = caches
+        self.num_blocks = 0
+        self.resize(num_blocks or self._blocks_that_fit(sum(spec.bytes for spec in caches)))
+
+    def resize(self, num_blocks: int) -> None:
+        """Give the cache another number of blocks, all empty."""
+        if num_blocks < 2:
+            raise OptionError(f"a cache of {num_blocks} blocks holds no request", hint="at least 2 blocks")
+        self.num_blocks = num_blocks
+        for spec in self._caches:
+            shape = (num_blocks * self.block_size, *spec.shape[1:])
+            self.state[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=self.device)
+
+    def _blocks_that_fit(self, block_bytes: int) -> int:
+        """As many as memory allows, and no more than all requests of a step can use."""
+        wanted = 1 + self.max_requests * -(-self.max_length // self.block_size)
+        free = CPU_CACHE
+        if self.device.type == "cuda":
+            free = int(MEMORY_PART * torch.cuda.mem_get_info(self.device)[0])
+        return max(2, min(wanted, free // block_bytes))
+
+    @torch.no_grad()
+    def run(self, batch: Batch, sampling: Sampling) -> Pending:
+        """Start a step. Tokens may be `unknown` where the one before has sampled them."""
+        tokens = self._known(self._on_device(batch.tokens))
+        given = (batch.positions, batch.slots, batch.starts, batch.lengths, batch.blocks)
+        inputs = [tokens, *map(self._on_device, given)]
+        if not len(batch.rows):  # the logits of one token cost little, and nobody reads them
+            self._call("step", *inputs, torch.zeros(1, dtype=torch.int64, device=self.device))
+            return Done(_nothing(sampling))
+        (logits,) = self._call("step", *inputs, self._on_device(batch.rows))
+        results = self._sample(logits, sampling)
+        self._last = results[0]
+        return _Results(results, sampling.alternatives) if self.asynchronous else Done(_sampled(results, sampling))
+
+    def _call(self, entry: str, *inputs: Tensor) -> Sequence[Tensor]:
+        return list(self.package.call(entry, self.state, *inputs).values())
+
+    def _sample(self, logits: Tensor, sampling: Sampling) -> Sequence[Tensor]:
+        """The results of the cheapest entry that does what the rows ask for."""
+        changed = sampling.prompts is not None or sampling.bias is not None
+        if not (changed or sampling.alternatives or sampling.temperature.any()):
+            return self._call("likeliest", logits, self._on_device(sampling.targets))
+        names = ("temperature", "top_k", "top_p", "min_p", "seeds", "draws", "targets")
+        choice = [self._on_device(getattr(sampling, name)) for name in names]
+        if not changed:
+            return self._call("sample", logits, *choice)
+        penalties = [self._on_device(getattr(sampling, n)) for n in ("repetition", "presence", "frequency")]
+        bias = torch.zeros_like(logits) if sampling.bias is None else self._on_device(sampling.bias)
+        return self._call("sample_changed", logits, *choice, *penalties, bias, *self._text(sampling))
+
+    def _text(self, sampling: Sampling) -> list[Tensor]:
+        """Tokens of penalised texts one after the other, the row of each, and whether the model wrote it."""
+        rows = len(sampling.temperature)
+        tokens, owners, written = [np.zeros(1, np.int64)], [np.full(1, rows)], [np.zeros(1, bool)]
+        for texts, mine in ((sampling.prompts, False), (sampling.outputs, True)):
+            for row, text in enumerate(texts or ()):
+                tokens.append(text)
+                owners.append(np.full(len(text), row))
+                written.append(np.full(len(text), mine))
+        known = self._known(self._on_device(np.concatenate(tokens).astype(np.int64)))
+        return [known, self._on_device(np.concatenate(owners)), self._on_device(np.concatenate(written))]
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """The tokens, with what the step before sampled in the places of unknown ones."""
+        if self._last is None:
+            return tokens
+        sampled = self._last[(-1 - tokens).clamp(min=0, max=len(self._last) - 1)]
+        return torch.where(tokens < 0, sampled, tokens)
+
+    def _on_device(self, array: Any) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+class _Results:
+    """What a step will have given: copies on the way to the host."""
+
+    def __init__(self, results: Sequence[Tensor], alternatives: int) -> None:
+        self._copies = [result.to("cpu", non_blocking=True) for result in results]
+        self._alternatives = alternatives
+        self._ready = torch.cuda.Event()
+        self._ready.record()
+
+    def get(self) -> Sampled:
+        """Wait for them."""
+        self._ready.synchronize()
+        return _arrays(self._copies, self._alternatives)
+
+
+def _sampled(results: Sequence[Tensor], sampling: Sampling) -> Sampled:
+    return _arrays(results, sampling.alternatives)
+
+
+def _arrays(results: Sequence[Tensor], alternatives: int) -> Sampled:
+    tokens, logprobs, *tops = (result.numpy() for result in results)
+    if not tops:
+        tops = [np.zeros((len(tokens), 0), np.int64), np.zeros((len(tokens), 0), np.float32)]
+    return Sampled(tokens, logprobs, tops[0][:, :alternatives], tops[1][:, :alternatives])
+
+
+def _nothing(sampling: Sampling) -> Sampled:
+    none = np.zeros(0, np.int64)
+    empty = np.zeros((0, sampling.alternatives))
+    return Sampled(none, none.astype(np.float32), empty.astype(np.int64), empty.astype(np.float32))
+
+
+def _parameters(package: Package, weights: Path | str | None, seed: int, device: torch.device) -> State:
+    """All state but the cache: drawn anew, or read from files of weights or a training run's newest checkpoint."""
+    specs = [spec for spec in package.state_specs if spec.kind != "cache"]
+    state = create_state(specs, seed, device)
+    if weights is None:
+        return state
+    path = Path(weights)
+    if (found := run_checkpoint(path)) is not None:
+        wanted = tuple(s for s in specs if s.kind in ("param", "buffer") and s.persist)
+        checkpoint.load_parameters(found, state, wanted)
+    else:
+        load_weights(path, state, specs, package.weight_layout)
+    return state
+
+
+def run_checkpoint(path: Path) -> checkpoint.Checkpoint | None:
+    """The newest checkpoint of a training run's directory, if it is one."""
+    if not path.is_dir():
+        return None
+    return checkpoint.latest(path / "checkpoints") or checkpoint.latest(path)
