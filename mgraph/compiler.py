@@ -242,9 +242,7 @@ def _run_passes(
     return Compilation(module, captured, form, results, snapshots, seconds, twin, recipe, fit), verifier
 
 
-def _tried(
-    module: Module, recipe: Recipe
-) -> tuple[Module, Callable[[Recipe], tuple[Module, Sequence[PassResult]]]]:
+def _tried(module: Module, recipe: Recipe) -> tuple[Module, Callable[[Recipe], tuple[Module, Sequence[PassResult]]]]:
     """What the passes before `recompute` make, and what runs the others, of recipes that differ from there on."""
     passes = pipeline_of(recipe)
     names = [pass_.name for pass_ in passes]

@@ -23,7 +23,7 @@ from mgraph.ir.dims import evaluate
 from mgraph.ir.graph import Module, Phase, StateKind
 from mgraph.ir.local import declared_sizes
 from mgraph.ir.mesh import mesh_sizes
-from mgraph.passes.activations import extents
+from mgraph.passes.activations import extents, held_bytes
 from mgraph.passes.pipeline import PassResult
 from mgraph.passes.recompute import size_text
 from mgraph.recipe import Recipe
@@ -38,6 +38,14 @@ _ATTEMPTS = 4
 
 Compiled = Callable[[Recipe], tuple[Module, Sequence[PassResult]]]
 """Runs the passes of a recipe that has no budget."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Makes plans; `held` are the bytes between forward and backward where nothing is computed again."""
+
+    compiled: Compiled
+    held: int
 
 
 @dataclass(frozen=True)
@@ -69,13 +77,15 @@ class Plan:
         return f"{self.text}: {size_text(self.peak)}{host}, {self.seconds * 1e3:.1f} ms a step"
 
 
-def fitted(recipe: Recipe, compiled: Compiled) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe that fits, and a line for what was chosen and for each plan that was looked at.
+def fitted(recipe: Recipe, base: Module, compiled: Compiled) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe that fits, and a line for what was chosen and for each plan that was looked at; `base` is what the
+    passes before `recompute` made.
 
     Raises OptionError where nothing fits, with the least that would.
     """
     budget = recipe.budget
-    plans = list(_plans(replace(recipe, memory_budget=""), budget, compiled))
+    held = held_bytes(base, {"B": recipe.batch, "S": recipe.seq})
+    plans = list(_plans(replace(recipe, memory_budget=""), budget, Trial(compiled, held)))
     fitting = [plan for plan in plans if plan.peak <= budget]
     if not fitting:
         least = min(plans, key=lambda plan: plan.peak)
@@ -90,9 +100,9 @@ def fitted(recipe: Recipe, compiled: Compiled) -> tuple[Recipe, tuple[str, ...]]
     return chosen.recipe, (f"budget {size_text(budget)}; {chosen.line}", *told)
 
 
-def _plans(recipe: Recipe, budget: int, compiled: Compiled) -> Iterator[Plan]:
+def _plans(recipe: Recipe, budget: int, trial: Trial) -> Iterator[Plan]:
     """All that is worth a look; the first plan that fits costs nothing, and ends it."""
-    first = _plan(recipe, compiled)
+    first = _plan(recipe, trial)
     yield first
     if first.peak <= budget:
         return
@@ -100,10 +110,10 @@ def _plans(recipe: Recipe, budget: int, compiled: Compiled) -> Iterator[Plan]:
     for offload in _offloads(recipe, first):
         if "optimizer" in offload and "optimizer" not in recipe.offloaded and first.state_seconds >= best:
             continue  # nothing hides it
-        plan = first if offload == recipe.offload else _plan(replace(recipe, offload=offload), compiled)
+        plan = first if offload == recipe.offload else _plan(replace(recipe, offload=offload), trial)
         tried = [] if plan is first else [plan]
         if plan.peak > budget and recipe.recompute == "none":
-            tried += _with_recompute(plan, budget, compiled)
+            tried += _with_recompute(plan, budget, trial)
         best = min([best, *(p.seconds for p in tried if p.peak <= budget)])
         yield from tried
 
@@ -119,9 +129,9 @@ def _offloads(recipe: Recipe, first: Plan) -> Iterator[str]:
             yield ",".join(filter(None, (part, optimizer)))
 
 
-def _with_recompute(plan: Plan, budget: int, compiled: Compiled) -> Iterator[Plan]:
+def _with_recompute(plan: Plan, budget: int, trial: Trial) -> Iterator[Plan]:
     """Plans that compute again as little as fits, or all that can be."""
-    full = _plan(replace(plan.recipe, recompute="full"), compiled)
+    full = _plan(replace(plan.recipe, recompute="full"), trial)
     yield full
     if full.peak > budget or plan.recipe.offload.split(",")[0] == "activations":
         return  # what waits on the host need not be made again
@@ -129,7 +139,7 @@ def _with_recompute(plan: Plan, budget: int, compiled: Compiled) -> Iterator[Pla
     for _ in range(_ATTEMPTS):
         if not full.held <= kept < plan.held:
             return
-        tried = _plan(replace(plan.recipe, recompute="selective", activation_budget=f"{kept}B"), compiled)
+        tried = _plan(replace(plan.recipe, recompute="selective", activation_budget=f"{kept}B"), trial)
         yield tried
         if tried.peak <= budget:
             return
@@ -138,8 +148,8 @@ def _with_recompute(plan: Plan, budget: int, compiled: Compiled) -> Iterator[Pla
         kept = min(kept, tried.held) - int((tried.peak - budget) * ratio) - 1
 
 
-def _plan(recipe: Recipe, compiled: Compiled) -> Plan:
-    module, results = compiled(recipe)
+def _plan(recipe: Recipe, trial: Trial) -> Plan:
+    module, results = trial.compiled(recipe)
     sizes = extents(module, {"B": recipe.batch, "S": recipe.seq})
     declared = declared_sizes(module)
     ranks = 1
@@ -156,7 +166,7 @@ def _plan(recipe: Recipe, compiled: Compiled) -> Plan:
     layers = [node for node in entry.nodes if node.op == "call" and node.phase is Phase.FORWARD]
     in_layers = sum(float(evaluate(order.flops(node), sizes)) for node in layers) / parts / FLOPS_PER_SECOND
     copied = host["activations"] / HOST_BYTES_PER_SECOND
-    seconds = counts["cost_added"] / parts / FLOPS_PER_SECOND
+    seconds = counts.get("cost_added", 0) / parts / FLOPS_PER_SECOND
     seconds += sum(max(0.0, copied - taken[phase]) for phase in (Phase.FORWARD, Phase.BACKWARD))
     seconds += host["state"] / HOST_BYTES_PER_SECOND
     return Plan(
@@ -164,7 +174,7 @@ def _plan(recipe: Recipe, compiled: Compiled) -> Plan:
         memory.reserved(),
         sum(host.values()),
         seconds,
-        counts["bytes_held"],
+        counts.get("bytes_held", trial.held),
         hidden=int(in_layers / len(layers) * HOST_BYTES_PER_SECOND) if layers else 0,
         state_seconds=sum(kinds.get(kind, 0) for kind in _ON_HOST) / HOST_BYTES_PER_SECOND,
     )

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import training_models
+from mgraph.cli.explain import overview
+from mgraph.cli.snapshots import open_package
 from mgraph.codegen.memory import RankMemory
 from mgraph.compiler import Compilation, build_module, compile_package
 from mgraph.errors import OptionError
@@ -85,3 +87,6 @@ def test_the_package_says_what_was_chosen(tmp_path: Path) -> None:
     assert ("offload{" in manifest["pipeline"]) == bool(done.recipe.offload)
     told = json.loads((tmp_path / "p" / "graphs" / "compilation.json").read_text(encoding="utf-8"))["fit"]
     assert told == list(done.fit)
+    assert [f"  {line}" for line in told] == [
+        line for line in overview(open_package(tmp_path / "p")) if "offload " in line
+    ]

@@ -12,6 +12,7 @@ All that is found is told, in this order.
 from __future__ import annotations
 
 import fnmatch
+import json
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,8 +41,16 @@ def overview(package: Compiled) -> list[str]:
     entries = ", ".join(manifest.get("entries", {}))
     lines = [f"{manifest['name']}, for {manifest['kind']}: entries {entries}"]
     lines += [f"  kernel {kernel['name']}: {binaries(kernel)}" for kernel in manifest["kernels"]]
+    lines += [f"  {line}" for line in _fit(package)]
     lines.append("")
     return lines + [_pass_line(snapshot) for snapshot in package.snapshots[1:]]
+
+
+def _fit(package: Compiled) -> list[str]:
+    """With a budget of memory: the plan that was chosen, and those that were looked at."""
+    file = package.path / "graphs" / "compilation.json"
+    noted: dict[str, list[str]] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return noted.get("fit", [])
 
 
 def _pass_line(snapshot: Snapshot) -> str:

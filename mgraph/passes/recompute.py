@@ -55,6 +55,8 @@ class Recompute(Pass):
 
     def run(self, module: Module, report: Report) -> Module:
         """Change every forward/backward pair and its calls."""
+        if self.mode == "none":
+            return module
         entry = module.entry_function("microbatch")
         pairs = pairs_of(module, entry)
         held = Held(module, entry, pairs, {"B": self.batch, "S": self.seq})
@@ -89,8 +91,6 @@ class Recompute(Pass):
 
     def _kept(self, held: Held) -> Kept:
         """The saved values that stay saved, by forward function. Raises PassError where the budget is too small."""
-        if self.mode == "none":
-            return {name: frozenset(pair.saved) for name, pair in held.pairs.items()}
         if self.mode == "full":
             return {name: least_kept(pair) for name, pair in held.pairs.items()}
         if self.values:
