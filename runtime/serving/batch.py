@@ -44,20 +44,17 @@ class BatchBuilder:
     def build(self, works: Sequence[Work], before: Mapping[int, int]) -> tuple[Batch, Sampling, list[Row]]:
         """The arrays of a step and what its rows are for. `before`: request number to row of the step just before."""
         tokens: list[int] = []
-        positions: list[I64] = []
-        slots: list[I64] = []
+        positions: list[int] = []
+        slots: list[int] = []
         tables: list[I32] = []
         starts, rows, wanted = [0], [], []
         for work in works:
             request, at = work.request, len(tokens)
             tokens += _tokens(work, before)
-            places = np.arange(work.start, work.stop)
-            table = self._table(request)
-            positions.append(places)
-            tables.append(table)
-            slots.append(
-                table[places // self._block_size].astype(np.int64) * self._block_size + places % self._block_size
-            )
+            blocks, size = request.blocks, self._block_size
+            tables.append(self._table(request))
+            positions += range(work.start, work.stop)
+            slots += [blocks[place // size] * size + place % size for place in range(work.start, work.stop)]
             starts.append(len(tokens))
             for place in work.targets:
                 rows.append(at + place - work.start)
@@ -67,8 +64,8 @@ class BatchBuilder:
                 wanted.append(Row(request, -1, work.draw))
         batch = Batch(
             tokens=np.array(tokens, np.int64),
-            positions=np.concatenate(positions),
-            slots=np.concatenate(slots),
+            positions=np.array(positions, np.int64),
+            slots=np.array(slots, np.int64),
             starts=np.array(starts, np.int32),
             lengths=np.array([work.stop for work in works], np.int32),
             blocks=np.stack(tables),

@@ -24,7 +24,7 @@ from mgraph.runtime.serving.blocks import BlockPool
 from mgraph.runtime.serving.constraints import Constraints
 from mgraph.runtime.serving.continuation import Continuation
 from mgraph.runtime.serving.parameters import SEEDS, RequestError, SamplingParams
-from mgraph.runtime.serving.request import Happening, Request
+from mgraph.runtime.serving.request import Request
 from mgraph.runtime.serving.scheduler import Scheduler, Work
 from mgraph.runtime.serving.step import Pending, Sampled, Stepper
 from mgraph.runtime.serving.text import token_text
@@ -259,22 +259,23 @@ class Engine:
     def _take(self, sequence: _Sequence, row: Row, at: int, sampled: Sampled, deltas: dict[int, Delta]) -> None:
         """Add what one row gave to the delta of its sequence."""
         request, params = sequence.request, sequence.request.params
-        old = deltas.get(request.number, _blank(sequence))
+        old = deltas.get(request.number)
+        of_prompt = () if old is None else old.prompt_scores
         if row.target >= 0:
             score = self._score(sampled, at, params.prompt_logprobs or 0)
-            deltas[request.number] = replace(old, prompt_scores=(*old.prompt_scores, score))
+            deltas[request.number] = _blank(sequence, prompt_scores=(*of_prompt, score))
             return
         token = int(sampled.tokens[at])
         request.in_flight -= 1
         request.output.append(token)
         self.generated += 1
         said = sequence.continuation.add(token)
-        scores = () if params.logprobs is None else (self._score(sampled, at, params.logprobs),)
-        delta = replace(
-            old,
+        delta = _blank(
+            sequence,
             text=said.text,
             tokens=(token,),
-            scores=scores,
+            scores=() if params.logprobs is None else (self._score(sampled, at, params.logprobs),),
+            prompt_scores=of_prompt,
             finish_reason=said.finish_reason,
             stop_reason=said.stop_reason,
         )
@@ -340,6 +341,5 @@ def _failed(sequence: _Sequence, error: Exception) -> Delta:
 def _blank(sequence: _Sequence, **more: Any) -> Delta:
     """A delta of a sequence that says nothing yet."""
     request = sequence.request
-    arrived, admitted = request.first(Happening.ARRIVED) or 0.0, request.first(Happening.ADMITTED)
-    queued = 0.0 if admitted is None else admitted - arrived
-    return Delta(sequence.group, sequence.index, cached=request.cached, arrived=arrived, queued=queued, **more)
+    times = {"arrived": request.arrived, "queued": request.queued or 0.0}
+    return Delta(sequence.group, sequence.index, cached=request.cached, **times, **more)

@@ -69,6 +69,10 @@ class Request:
     """Tokens of the prompt that were found in the cache when it was first admitted."""
     prompt_rows: int = 0
     """Tokens of the prompt whose log-probabilities were asked for in steps planned so far."""
+    arrived: float = 0.0
+    """When it came, by `time.monotonic`."""
+    queued: float | None = None
+    """Seconds from then until it was first admitted."""
     status: Status = Status.WAITING
     events: list[Event] = field(default_factory=list)
 
@@ -101,8 +105,9 @@ class Request:
 
     def record(self, what: Happening) -> None:
         """Note that something happens now."""
-        self.events.append(Event(what, time.monotonic()))
-
-    def first(self, what: Happening) -> float | None:
-        """When something happened first."""
-        return next((event.when for event in self.events if event.what is what), None)
+        event = Event(what, time.monotonic())
+        self.events.append(event)
+        if what is Happening.ARRIVED:
+            self.arrived = event.when
+        elif what is Happening.ADMITTED and self.queued is None:
+            self.queued = event.when - self.arrived

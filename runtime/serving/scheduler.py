@@ -92,7 +92,7 @@ class Scheduler:
                 continue
             budget -= 0 if request.decodes else count
             works.append(self._work(request, count))
-        if not preempted:
+        if self.waiting and not preempted:
             self._admit(works, budget)
         for work in works:
             self._remember(work.request)
@@ -166,7 +166,7 @@ class Scheduler:
         return self.pool.match(request.known(0, request.length - 1))
 
     def _count(self, request: Request) -> None:
-        if request.first(Happening.ADMITTED) is None:
+        if request.queued is None:
             request.cached = request.computed
             self.counts.prefix_queries += len(request.prompt)
             self.counts.prefix_hits += request.cached
