@@ -27,7 +27,7 @@ from mgraph.ir.local import bound_dims, data_axes
 from mgraph.ir.types import PendingType, Shard, TensorType
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.data_parallel import accumulators, with_batches_apart
-from mgraph.passes.gathering import Sharded, by_dim, with_units
+from mgraph.passes.gathering import Sharded, by_dim, scattered_type, with_units
 from mgraph.passes.spreading import Spreader
 
 MOST_WHOLE = 0.1
@@ -175,7 +175,7 @@ def _on_parts(module: Module, pass_: FullyShard, placements: Mapping[str, Shard]
         gradients = [s.value for n, s in module.state.items() if n in placements and s.kind is StateKind.GRAD]
         for dim, values in by_dim(gradients, lambda v: placements[v.name]).items():
             attrs: dict[str, object] = {"axis": axis, "dim": dim} | ({"wide": True} if pass_.wide else {})
-            types = [v.tensor.place(axis, Shard(dim)) for v in values]
+            types = [scattered_type(v.tensor, axis, dim, wide=pass_.wide) for v in values]
             parts = _exchange(builder, "reduce_scatter_start", values, attrs, types, "part")
             scattered.update(zip(values, parts, strict=True))
     parameters = {s.value: placements[n] for n, s in module.state.items() if _is_whole(s, placements)}

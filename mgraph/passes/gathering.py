@@ -287,7 +287,7 @@ class _Entry(_Body):
             attrs: dict[str, object] = {"axis": axis, "dim": dim}
             if self.sharded.wide:
                 attrs["wide"] = True
-            types = [PendingType(self._scattered_type(part.tensor, dim)) for part in gradients]
+            types = [PendingType(scattered_type(part.tensor, axis, dim, wide=self.sharded.wide)) for part in gradients]
             labels = [f"{_short(total.name)}_pending" for total, _ in pairs]
             made = self.builder.emit("reduce_scatter_start", gradients, attrs, types=types, names=labels)
             self._scattered.append(([total for total, _ in pairs], made))
@@ -300,10 +300,6 @@ class _Entry(_Body):
             return part
         type_ = part.tensor.place(self.sharded.axis, Partial("sum"))
         return self.builder.emit("aten.clone.default", (part,), types=[type_], names=["term"])[0]
-
-    def _scattered_type(self, type_: TensorType, dim: int) -> TensorType:
-        placed = type_.place(self.sharded.axis, Shard(dim))
-        return placed.with_dtype(DType.F32) if self.sharded.wide and placed.dtype.bits < DType.F32.bits else placed
 
     def _add_up(self) -> None:
         """Add what was scattered to the accumulators."""
@@ -320,6 +316,12 @@ class _Entry(_Body):
 
 def _sum(builder: FunctionBuilder, left: Value, right: Value) -> Value:
     return builder.emit("aten.add.Tensor", (left, right), types=[left.type], names=["gradient"])[0]
+
+
+def scattered_type(type_: TensorType, axis: str, dim: int, *, wide: bool) -> TensorType:
+    """What scattering a sum gives: f32 where it is `wide` and its terms are narrower."""
+    placed = type_.place(axis, Shard(dim))
+    return placed.with_dtype(DType.F32) if wide and placed.dtype.bits < DType.F32.bits else placed
 
 
 def by_dim(items: Iterable[T], placement: Callable[[T], Shard]) -> dict[int, list[T]]:

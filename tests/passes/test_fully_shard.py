@@ -200,6 +200,15 @@ def test_wide_sums_are_of_narrow_gradients() -> None:
     assert types == {DType.F32}
 
 
+def test_wide_sums_at_the_end_of_a_step() -> None:
+    module = sharded("dense-tiny", over=trained("dense-tiny", precision="bf16", grad_dtype="param"), level=1, wide=True)
+    verify(module)
+    started = [n for n in module.entry_function("finish").nodes if n.op == "reduce_scatter_start"]
+    assert started and all(n.attrs["wide"] for n in started)
+    assert {n.operands[0].tensor.dtype for n in started} == {DType.BF16}
+    assert {v.type.value.dtype for n in started for v in n.results if isinstance(v.type, PendingType)} == {DType.F32}
+
+
 def test_wrong_options() -> None:
     with pytest.raises(PassError, match="size 0"):
         FullyShard(size=0)
