@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mgraph.cli.kernel_times import line_times
 from mgraph.cli.kernels import call_counts
 from mgraph.cli.snapshots import open_package
+from mgraph.codegen.providers import families
 from mgraph.passes.differentiation import VIEWS
 
 from .conftest import Mgraph
@@ -94,6 +97,28 @@ def test_the_manifest_and_the_tables_agree(mgraph: Mgraph, for_gpu: Path) -> Non
     assert text.index("@layer.bwd") < text.index("@layer.fwd") and "in all" in text
 
 
+@pytest.mark.full
+def test_all_providers_do_the_same(for_gpu: Path, tmp_path: Path) -> None:
+    """On the CPU, where kernels are their twins: the numbers are those of torch's ops to the bit."""
+    from mgraph.cli import main
+    from mgraph.runtime.package import load_package
+    from mgraph.runtime.state import create_state
+
+    other = tmp_path / "torch"
+    rules = [word for family in families() for word in ("--provider", f"{family}=torch")]
+    assert main(["compile", "dense-tiny", "--precision", "bf16", *rules, "-o", str(other)]) == 0
+    assert set(re.findall(r"K\.(\w+)_\d", (other / "step.py").read_text())) == {"region"}
+    made = []
+    for path in (for_gpu, other):
+        package = load_package(path, "cpu")
+        state = create_state(package.state_specs, 0, "cpu")
+        tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(1))
+        package.call("microbatch", state, tokens, tokens.roll(-1, 1))
+        package.call("finish", state, torch.tensor(1e-3))
+        made.append(state)
+    assert all(torch.equal(tensor, made[1][name]) for name, tensor in made[0].items())
+
+
 def test_lines_are_those_of_the_nodes(for_gpu: Path) -> None:
     manifest, step = json.loads((for_gpu / "manifest.json").read_text()), (for_gpu / "step.py").read_text().splitlines()
     sites = {p["node"]: p for p in manifest["providers"] if p["function"] == "layer.fwd"}
@@ -155,9 +180,10 @@ def test_kernels_belong_to_the_range_that_launched_them() -> None:
         {**event("kernel", "epilogue", 210, 3, correlation=2), "tid": 7},
         {**event("kernel", "rms_norm_fwd_0", 220, 11, correlation=3), "tid": 7},
         {**event("gpu_memcpy", "copy", 240, 2, correlation=4), "tid": 7},
+        {**event("gpu_memset", "of nobody", 250, 1, correlation=9), "tid": 7},
         {"ph": "M", "name": "process_name"},
     ]
-    assert line_times(events, on_gpu=True) == {12: 10.0, 14: 11.0, 30: 2.0, 0: 0.0}
+    assert line_times(events, on_gpu=True) == {12: 10.0, 14: 11.0, 30: 2.0, 0: 1.0}
 
 
 def test_ops_belong_to_the_range_they_run_in() -> None:
