@@ -65,7 +65,7 @@ def trainer_rows() -> list[tuple[str, str, str, str]]:
 
 def serve_rows() -> list[tuple[str, str, str, str]]:
     """Flag, default, values and meaning of every option of a package's `serve.py`."""
-    from mgraph.runtime.serve import ServeOptions
+    from mgraph.runtime.serving.program import ServeOptions
 
     return _option_rows(ServeOptions)
 

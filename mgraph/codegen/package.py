@@ -151,15 +151,15 @@ def _providers(module: Module, info: PackageInfo) -> Providers | None:
 
 def driver_text(kind: str, name: str) -> str:
     """The text of train.py or serve.py."""
-    does, launch = {
-        "train": ("Train", "torchrun --nproc-per-node N train.py --help"),
-        "serve": ("Generate text with", "python serve.py --help"),
+    does, launch, program = {
+        "train": ("Train", "torchrun --nproc-per-node N train.py --help", "train"),
+        "serve": ("Serve", "python serve.py --help", "serving.program"),
     }[kind]
     return f'''"""{does} {name}: `{launch}` lists the options."""
 
 from pathlib import Path
 
-from mgraph.runtime.{kind} import main
+from mgraph.runtime.{program} import main
 
 if __name__ == "__main__":
     main(Path(__file__).parent)

@@ -39,8 +39,8 @@ class ServeOptions(Settings):
     weights: Path | None = field(
         default=None, metadata=about("safetensors file or directory, or a training run's directory")
     )
-    prompt: str | None = field(
-        default=None, metadata=about("continue this text on stdout, the likeliest token each time, instead of serving")
+    prompt: str = field(
+        default="", metadata=about("continue this text on stdout, the likeliest token each time, instead of serving")
     )
     max_new_tokens: int = field(default=100, metadata=about("tokens after --prompt", low=1))
     random_init: bool = field(
@@ -110,7 +110,7 @@ def serve(package_dir: Path, arguments: Sequence[str] | None, program: str) -> i
     """As `main`; gives the exit code. Raises MgraphError for wrong input."""
     about_it = "Serve this package behind HTTP, as OpenAI's API does, with a page at / to try it."
     options = read(ServeOptions, arguments, program, about_it, EXIT_CODES)
-    if options.prompt is not None:
+    if options.prompt:
         print(options.prompt + continuation(package_dir, options))
         return 0
     needed()
@@ -139,7 +139,7 @@ def continuation(package_dir: Path, options: ServeOptions) -> str:
 
     model = LLM(package_dir, options.weights, **options.opening())
     params = {"temperature": 0.0, "max_tokens": options.max_new_tokens}
-    return model.generate(options.prompt or "", params)[0].outputs[0].text
+    return model.generate(options.prompt, params)[0].outputs[0].text
 
 
 def needed() -> None:

@@ -22,7 +22,7 @@ from mgraph.runtime import checkpoint
 from mgraph.runtime.export import CONFIG, Weights, export_weights
 from mgraph.runtime.options import parse
 from mgraph.runtime.package import Package, State, load_package
-from mgraph.runtime.serve import open_generator
+from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.state import create_state
 from mgraph.runtime.train import run
 from mgraph.runtime.weights import load_weights
@@ -198,7 +198,8 @@ def test_serving_reads_them_too(kind: str, tmp_path: Path) -> None:
     path = compile_package(recipe).package
     assert path is not None
     prompt = torch.randint(256, (7,)).tolist()
-    found = list(open_generator(path, source, "cpu").greedy(prompt, 12))
+    params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    found = list(LLM(path, source, device="cpu").generate([prompt], params)[0].outputs[0].token_ids)
     model, expected = loaded(source), list(prompt)
     with torch.no_grad():
         for _ in range(12):

@@ -1,7 +1,8 @@
-"""A serve package generates what `transformers` generates, token for token."""
+"""A serve package generates what `transformers` generates, token for token, however its engine is set up."""
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from mgraph.errors import CheckpointError, OptionError
-from mgraph.runtime.serve import Generator, open_generator
+from mgraph.runtime.serving.llm import LLM
+from mgraph.runtime.serving.parameters import RequestError, SamplingParams
 from tests.end_to_end.builds import Build, build, llama
+
+SHARED = [(33, 4), (0, 9), (33, 2), (20, 11), (33, 1), (0, 1), (16, 16)]
+"""Prompts: how many tokens of a common beginning they have, and how many of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +43,32 @@ def generate(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]
     return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
+def greedy(model: LLM, prompt: list[int], count: int) -> list[int]:
+    """The likeliest tokens after a prompt."""
+    params = SamplingParams(temperature=0, max_tokens=count)
+    return list(model.generate([prompt], params)[0].outputs[0].token_ids)
+
+
 @pytest.mark.parametrize("length", [1, 2, 13, 40])
 def test_greedy_equals_transformers_generate(served: tuple[Build, torch.nn.Module, Path], length: int) -> None:
     built, model, weights = served
     prompt = torch.randint(256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    generator = open_generator(built.path, weights, "cpu")
-    found = list(generator.greedy(prompt, 24))
+    found = greedy(LLM(built.path, weights, device="cpu"), prompt, 24)
     assert found == generate(model, prompt, 24)
     assert len(set(found)) > 3, "a constant continuation would prove little"
 
 
 def test_what_does_not_fit_in_the_cache_is_refused(served: tuple[Build, torch.nn.Module, Path]) -> None:
-    generator: Generator = open_generator(served[0].path, served[2], "cpu")
-    assert len(list(generator.greedy([1] * 60, 5))) == 5
-    with pytest.raises(OptionError, match="cache of 64"):
-        list(generator.greedy([1] * 60, 6))
-    with pytest.raises(OptionError, match="prompt is empty"):
-        list(generator.greedy([], 1))
+    model = LLM(served[0].path, served[2], device="cpu")
+    assert len(greedy(model, [1] * 60, 4)) == 4
+    with pytest.raises(RequestError, match="maximum context length is 64"):
+        greedy(model, [1] * 60, 5)
+    with pytest.raises(RequestError, match="prompt is empty"):
+        model.generate([[]])
+    with pytest.raises(OptionError, match="a cache of 1 blocks"):
+        LLM(served[0].path, served[2], device="cpu", num_blocks=1)
+    small = LLM(served[0].path, served[2], device="cpu", cache_memory=4 * 16 * 2 * 2 * 2 * 16 * 4 / 2**30)
+    assert small.engine.stepper.num_blocks == 4 and small.engine.longest == 3 * 16 + 1
 
 
 def test_wrong_weights_are_named(served: tuple[Build, torch.nn.Module, Path], tmp_path: Path) -> None:
@@ -63,14 +77,14 @@ def test_wrong_weights_are_named(served: tuple[Build, torch.nn.Module, Path], tm
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"1 missing \(model\.norm\.weight\)"):
-        open_generator(built.path, tmp_path, "cpu")
+        LLM(built.path, tmp_path, device="cpu")
     tensors["model.norm.weight"] = torch.ones(3)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"is \[3\], not \[64\]"):
-        open_generator(built.path, tmp_path, "cpu")
+        LLM(built.path, tmp_path, device="cpu")
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match="not a whole safetensors file"):
-        open_generator(built.path, tmp_path, "cpu")
+        LLM(built.path, tmp_path, device="cpu")
 
 
 def test_the_generated_driver(served: tuple[Build, torch.nn.Module, Path]) -> None:
@@ -81,9 +95,54 @@ def test_the_generated_driver(served: tuple[Build, torch.nn.Module, Path]) -> No
     expected = bytes(generate(model, list(b"The cat"), 8)).decode(errors="replace")
     assert done.stdout == "The cat" + expected + "\n"
     wrong = subprocess.run([*command, "--max-new-tokens", "800"], capture_output=True, text=True, timeout=120)
-    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr and "cache" in wrong.stderr
+    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr and "context length" in wrong.stderr
     unknown = subprocess.run([*command, "--promt", "a"], capture_output=True, text=True, timeout=120)
     assert unknown.returncode == 2
     assert unknown.stderr == "error: unrecognized arguments: --promt a\n  try: did you mean '--prompt'?\n"
     none = subprocess.run([*command, "--max-new-tokens", "0"], capture_output=True, text=True, timeout=120)
     assert none.returncode == 2 and "--max-new-tokens 0: must be at least 1" in none.stderr
+
+
+CELLS = list(itertools.product(["whole", "chunks"], [False, True], ["ample", "tight"]))
+
+
+@pytest.mark.parametrize(("prompts", "prefix_cache", "cache"), CELLS)
+def test_many_requests(
+    served: tuple[Build, torch.nn.Module, Path], prompts: str, prefix_cache: bool, cache: str
+) -> None:
+    """Tokens equal those of the model wherever two are not as likely, and log-probabilities do, prompts included."""
+    built, model, weights = served
+    llm = LLM(
+        built.path,
+        weights,
+        device="cpu",
+        prefix_cache=prefix_cache,
+        num_blocks=5 if cache == "tight" else 60,
+        step_tokens=7 if prompts == "chunks" else 0,
+        max_requests=5,
+    )
+    draw = torch.Generator().manual_seed(len(prompts))
+    common = torch.randint(256, (33,), generator=draw).tolist()
+    inputs = [common[:cut] + torch.randint(256, (new,), generator=draw).tolist() for cut, new in SHARED]
+    params = [
+        SamplingParams(temperature=0, max_tokens=12, logprobs=2, prompt_logprobs=0 if i % 3 == 0 else None)
+        for i in range(len(inputs))
+    ]
+    greedy(llm, common, 1)  # from now on its blocks may be found
+    for output in llm.generate(inputs, params):
+        (one,) = output.outputs
+        with torch.no_grad():
+            exact = model(torch.tensor([[*output.prompt_token_ids, *one.token_ids]])).logits[0].log_softmax(-1)
+        first = len(output.prompt_token_ids)
+        for at, (token, score) in enumerate(zip(one.token_ids, one.logprobs or (), strict=True)):
+            best = exact[first + at - 1].topk(2)
+            assert abs(score.logprob - float(exact[first + at - 1, token])) < 1e-4
+            if float(best.values[0] - best.values[1]) > 1e-3:
+                assert token == int(best.indices[0])
+        for at, of_prompt in enumerate((output.prompt_logprobs or ())[1:], 1):
+            assert of_prompt is not None
+            assert abs(of_prompt.logprob - float(exact[at - 1, output.prompt_token_ids[at]])) < 1e-4
+    scheduler = llm.engine.scheduler
+    assert (scheduler.counts.preemptions > 0) == (cache == "tight")
+    assert (scheduler.counts.prefix_hits > 0) == prefix_cache
+    assert scheduler.pool.available == scheduler.pool.usable
