@@ -112,8 +112,8 @@ class Recipe:
     memory_budget: str = option(
         "", "bytes that a rank may need in all, e.g. 40GiB: recompute and offload are chosen such that it fits"
     )
-    batch: int = option(8, "sequences of the microbatch that the budgets are for", within=(1, 2**31))
-    seq: int = option(128, "tokens per sequence that the budgets are for", within=(1, 2**31))
+    batch: int = option(8, "sequences of the microbatch that budgets and providers are chosen for", within=(1, 2**31))
+    seq: int = option(128, "tokens per sequence that budgets and providers are chosen for", within=(1, 2**31))
     offload: str = option(
         "",
         "what waits on the host: optimizer (masters and moments), activations, or activations=BYTES of a layer",

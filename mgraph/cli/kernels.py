@@ -19,7 +19,7 @@ from mgraph.cli.memory import wanted_sizes
 from mgraph.cli.snapshots import Compiled, open_package
 from mgraph.cli.table import table
 from mgraph.codegen.prepare import called
-from mgraph.codegen.profile import Profile, read_profile
+from mgraph.codegen.profile import Profile, committed_profiles, read_profile
 from mgraph.codegen.providers import Choice, Providers
 from mgraph.codegen.torch_provider import absorbable
 from mgraph.errors import OptionError, did_you_mean
@@ -33,7 +33,6 @@ FORMATS = ("text", "json")
 STEP = ("microbatch", "finish")
 """The entries that a step of training calls, each once here."""
 _IDLE = VIEWS | {"call", "pick", "unpack", "pack", "wait"}
-_OF_ONE = {"attention": "forward", "attention_grad": "backward"}
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,8 @@ def run(
         raise OptionError(f"the package has no entry '{entry}'", str(path), did_you_mean(entry, module.entries))
     given = wanted_sizes(package, sizes)
     options = package.manifest.get("fingerprint", {}).get("options", {})
-    rates = read_profile(profile or options.get("profile") or _known(options.get("target", "")))
+    target = options.get("target", "")
+    rates = read_profile(profile or options.get("profile") or (target if target in committed_profiles() else "h100"))
     wanted = [entry] if entry else [name for name in STEP if name in module.entries] or list(module.entries)
     lines = forecast(package, rates, given, wanted)
     notes = [f"{module.name}, one rank; {', '.join(f'{n}={s}' for n, s in given.items() if n in module.dims)}"]
@@ -104,10 +104,6 @@ def run(
         sys.stdout.write("\n".join(_text(notes, lines, limit)))
 
 
-def _known(target: str) -> str:
-    return target if target == "h100" else "h100"
-
-
 def forecast(package: Compiled, profile: Profile, given: Mapping[str, int], entries: Sequence[str]) -> list[Line]:
     """What each node of some entries takes on one rank, function by function."""
     module = package.snapshots[-1].module
@@ -124,8 +120,8 @@ def forecast(package: Compiled, profile: Profile, given: Mapping[str, int], entr
     for name, count in calls.items():
         function = module.functions[name]
         for node, part, total in _working(function, bool(numbers), numbers):
-            choice = providers.choice(part, total if part is not node else None)
-            line = _line(function, node, part, choice, chosen, profile, total if part is not node else None)
+            choice = providers.choice(part, total)
+            line = _line(function, node, part, choice, chosen, profile, total)
             found.append(replace(line, calls=count, step_line=numbers.get((name, node.id))))
     return found
 
