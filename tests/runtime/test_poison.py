@@ -50,6 +50,7 @@ def _steps(package: Package) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]
                 (("offload", "activations,optimizer"), ("precision", "bf16")),
                 (("recompute", "full"), ("offload", "activations")),
                 (("chunk_loss", "16KiB"),),
+                (("precision", "fp16"), ("offload", "optimizer")),
             )
         ],
         0,
@@ -59,9 +60,9 @@ def _steps(package: Package) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]
 def test_nothing_changes(tmp_path: Path, model: str, settings: tuple[tuple[str, str], ...]) -> None:
     path = _compiled(tmp_path / "p", model, **dict(settings))
     plain, poisoned = _steps(load_package(path, "cpu")), _steps(load_package(path, "cpu", poisoned=True))
-    assert all(torch.equal(tensor, poisoned[0][name]) for name, tensor in plain[0].items())
-    for left, right in zip(plain[1], poisoned[1], strict=True):
-        assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+    for left, right in zip((plain[0], *plain[1]), (poisoned[0], *poisoned[1]), strict=True):
+        for name, tensor in left.items():  # in fp16 a first norm may be infinite
+            assert torch.equal(tensor.nan_to_num(), right[name].nan_to_num()), name
 
 
 def test_memory_that_ends_and_memory_that_begins() -> None:
