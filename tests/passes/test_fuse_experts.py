@@ -10,6 +10,7 @@ from mgraph.compiler import build_module
 from mgraph.ir.graph import Function, Module, StateKind
 from mgraph.ir.interpreter import run
 from mgraph.ir.torch_bridge import to_torch_dtype
+from mgraph.ir.types import DType
 from mgraph.passes.fuse_experts import FuseExperts
 from mgraph.recipe import Recipe
 from tests.passes.raising import inputs_of, ops, raised
@@ -115,6 +116,9 @@ def assert_same(before: Module, after: Module, **given: Tensor) -> None:
         assert errors[1] <= 3 * errors[0] + 1e-6 * float(value.norm()), (name, errors)
 
 
+_ROWS = ("rows", "grouped_matmul", "grouped_matmul_1", "glu", "grouped_matmul_2")
+"""Names of tensors of a row a pair, in the layer of a model."""
+
 FUSED_FORWARD = {"reshape": 1, "moe_route_order": 1, "expert_glu": 1, "grouped_matmul": 1, "moe_combine": 1}
 FUSED_BACKWARD = {"expert_glu_grad": 1, "gathered_outer": 3, "grouped_matmul_sum": 1, "moe_dispatch_grad": 1}
 
@@ -208,6 +212,13 @@ def test_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     (result,) = [r for r in fused.results if r.name == "fuse-experts"]
     assert [match.function for match in result.report.matches] == ["layer.bwd", "layer", "layer.fwd"]
     assert not result.report.near_misses
+    # Of tensors with a row for each pair of token and expert, a layer keeps gate and up; before, it kept these five.
+    kept = [
+        [v for v in made.module.functions["layer.fwd"].results if v.tensor.dtype is DType.BF16 and v.name in _ROWS]
+        for made in (plain, fused)
+    ]
+    widths = [sum(int(v.tensor.shape[1]) for v in values) for values in kept]
+    assert [len(values) for values in kept] == [5, 2] and widths[1] <= 0.6 * widths[0]
     state = {
         name: (0.2 * torch.randn([int(n) for n in s.type.shape])).to(to_torch_dtype(s.type.dtype))
         if s.kind in (StateKind.PARAM, StateKind.BUFFER)
