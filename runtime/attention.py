@@ -14,6 +14,7 @@ lse' that counts it; every gradient kernel starts from out and lse, and so needs
 from __future__ import annotations
 
 import functools
+import importlib.util
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -156,6 +157,9 @@ def _blocks(q: Tensor, k: Tensor, mask: Mask, form: _Form) -> Iterator[tuple[sli
     """Blocks of queries, each with the keys that it may reach."""
     batch, heads, queries, _ = q.shape
     size = queries
+    if form.whole_mask:
+        yield slice(0, queries), slice(0, k.shape[2])
+        return
     if form.whole_scores or not mask.simple:
         held = batch * (heads if form.whole_scores else 1) * k.shape[2]
         size = max(1, min(queries, BLOCK_ELEMENTS // held))
@@ -194,9 +198,11 @@ class _Block:
 
 
 class _Form:
-    """One way to run a block: out and lse, and from them the gradients of q, k and v."""
+    """One way to run a block: out and lse, and from them the gradients of q, k and v. `whole_mask`: it knows windows,
+    and takes all queries at once."""
 
     whole_scores = False
+    whole_mask = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
@@ -294,6 +300,38 @@ class _Efficient(_Form):
         return dq, _summed(dk, k), _summed(dv, v)
 
 
+class _FlashAttn(_Form):
+    """FlashAttention 2 of the library flash-attn, where that is installed: causal, windows and a softcap. Heads stand
+    behind tokens there. Its calls are tested against a stub, and have never run on a GPU."""
+
+    whole_mask = True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Tensor]:
+        turned = [t.transpose(1, 2) for t in (q, k, v)]
+        out, lse = _flash_attn()._flash_attn_forward(*turned, *self._mask(block.mask), None, False)[:2]
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: _Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        turned = [t.transpose(1, 2).contiguous() for t in (dout, q, k, v, out)]
+        grads = [torch.empty_like(t) for t in turned[1:4]]
+        exact = torch.are_deterministic_algorithms_enabled()
+        _flash_attn()._flash_attn_backward(*turned, lse.contiguous(), *grads, *self._mask(block.mask), None, exact)
+        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+        return dq, dk, dv
+
+    @staticmethod
+    def _mask(mask: Mask) -> tuple[float, float, bool, int, int, float]:
+        """No dropout, the scale, causal, keys to the left and right of a query (-1: all), and the softcap (0: none)."""
+        left = -1 if mask.window is None else mask.window - 1
+        return 0.0, mask.scale, mask.causal, left, 0 if mask.causal else -1, mask.softcap or 0.0
+
+
+def _flash_attn() -> Any:
+    return importlib.import_module("flash_attn.flash_attn_interface")
+
+
 class _Plain(_Form):
     """Matrix products and a softmax in at least f32; holds a block's scores."""
 
@@ -336,9 +374,16 @@ class _Plain(_Form):
 
 
 _PLAIN, _CPU, _FLASH, _CUDNN, _EFFICIENT = _Plain(), _Cpu(), _Flash(), _Cudnn(), _Efficient()
+_FLASH_ATTN = _FlashAttn()
 
 
-FORMS: dict[str, _Form] = {"cudnn": _CUDNN, "flash": _FLASH, "efficient": _EFFICIENT, "torch": _PLAIN}
+FORMS: dict[str, _Form] = {
+    "cudnn": _CUDNN,
+    "flash": _FLASH,
+    "efficient": _EFFICIENT,
+    "torch": _PLAIN,
+    "flash-attn": _FLASH_ATTN,
+}
 """What may be asked for on a GPU, by name."""
 _said: set[str] = set()
 
@@ -348,7 +393,7 @@ def _form(q: Tensor, k: Tensor, v: Tensor, mask: Mask, by: str = "") -> _Form:
     found = _fastest(q, k, v, mask)
     if not by or q.device.type == "cpu" or FORMS[by] is found:
         return found
-    if by == "torch" or _takes(by, q, found):
+    if by == "torch" or (_takes_flash_attn(q, k, v, mask) if by == "flash-attn" else _takes(by, q, found)):
         return FORMS[by]
     if by not in _said:
         _said.add(by)
@@ -362,6 +407,15 @@ def _takes(by: str, q: Tensor, found: _Form) -> bool:
     """Whether another fused kernel than the fastest takes what that takes."""
     half = q.dtype in (torch.float16, torch.bfloat16)
     return found is not _PLAIN and (by == "efficient" or (by == "flash" and half))
+
+
+def _takes_flash_attn(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> bool:
+    """Whether the library is there and takes these heads and this mask."""
+    heads = q.shape[3] == v.shape[3] and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+    known = mask.start is None and not mask.segments and mask.keys is None
+    square = q.shape[2] == k.shape[2] or (not mask.causal and mask.window is None)
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return heads and known and square and half and importlib.util.find_spec("flash_attn") is not None
 
 
 def _fastest(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> _Form:

@@ -117,6 +117,9 @@ LIBRARIES = ("cudnn", "flash", "efficient")
 
 Chooser = Callable[[Node, "Value | None"], str]
 """Gives the provider of a node, or of its sum to a total (`providers.py`)."""
+UNVERIFIED = ("flash-attn",)
+"""Providers of attention that have never run here; taken only where they are asked for."""
+
 
 
 class KernelSites:

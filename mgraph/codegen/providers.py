@@ -7,6 +7,7 @@ An op that only torch runs has one provider, `torch` (cuBLAS for products), or `
     flash    attention by torch's flash kernel
     efficient  attention by torch's memory-efficient kernel
     torch    the runtime's op, of torch's kernels
+    flash-attn  attention by FlashAttention 2 of that library; unverified, and only where it is asked for
 
 Times come from a profile (`profile.py`). A provider that is asked for (`--provider attention=flash`) goes before all
 others wherever it takes the node. What is chosen is what is emitted; at load, or at the call, the runtime asks again
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mgraph.codegen.kernel_sites import LIBRARIES, ON_ALL_TARGETS, ON_GPUS, SUMS_ON_GPUS, TRITON, localized
+from mgraph.codegen.kernel_sites import LIBRARIES, ON_ALL_TARGETS, ON_GPUS, SUMS_ON_GPUS, TRITON, UNVERIFIED, localized
 from mgraph.codegen.profile import Instance, Profile, Time
 from mgraph.errors import OptionError, did_you_mean
 from mgraph.ir.graph import Function, Module, Node, Value
@@ -106,16 +107,17 @@ class Providers:
         return self.choice(node, total).chosen.provider
 
     def _choose(self, node: Node, total: Value | None) -> Choice:
-        instance = Instance.of(node, self.extents)
+        instance, wanted = Instance.of(node, self.extents), self.forced.get(family_of(node.op))
         refused: dict[str, str] = {}
         taking = []
         for provider in providers_of(node.op) if self._gpu else (own_provider(node.op),):
             reason = refusal(provider, node, total)
+            if provider in UNVERIFIED and provider != wanted:
+                continue
             if reason is None:
                 taking.append(Candidate(provider, self.profile.time(instance, provider)))
             else:
                 refused[provider] = reason
-        wanted = self.forced.get(family_of(node.op))
         # Sorting is stable: of equal times the first one listed.
         taking.sort(key=lambda c: (c.provider != wanted, c.time.microseconds))
         return Choice(instance, tuple(taking), refused, taking[0].provider == wanted)
@@ -180,7 +182,7 @@ def providers_of(op: str) -> tuple[str, ...]:
     stem = op.removesuffix("_")
     if stem in _KERNEL_ONLY or not any(stem in table for table in (ON_ALL_TARGETS, ON_GPUS, SUMS_ON_GPUS)):
         return (own_provider(op),)
-    return (*(LIBRARIES if family_of(op) == "attention" else ()), TRITON, TORCH)
+    return (*LIBRARIES, TRITON, TORCH, *UNVERIFIED) if family_of(op) == "attention" else (TRITON, TORCH)
 
 
 def families() -> dict[str, tuple[str, ...]]:
@@ -217,7 +219,7 @@ def refusal(provider: str, node: Node, total: Value | None = None) -> str | None
         else:
             problem = "the kernel adds to a total, and here is none"
         return problem if isinstance(problem, str) else None
-    return _library_refusal(provider, node) if provider in LIBRARIES else None
+    return _library_refusal(provider, node) if provider in (*LIBRARIES, *UNVERIFIED) else None
 
 
 def _library_refusal(provider: str, node: Node) -> str | None:
@@ -232,10 +234,10 @@ def _library_refusal(provider: str, node: Node) -> str | None:
     most = 128 if provider == "cudnn" else 256
     if width > most:
         return f"heads are {width} wide; it takes up to {most}"
-    hidden = [name for name in ("window", "softcap") if attrs.get(name) is not None]
+    hidden = [name for name in ("window", "softcap") if attrs.get(name) is not None and provider not in UNVERIFIED]
     hidden += [str(name) for name in attrs.get("extra", ()) if name != "sinks"]  # type: ignore[union-attr]
     if hidden:
-        return f"the mask has {', '.join(hidden)}; it knows causal alone"
+        return f"the mask has {', '.join(hidden)}; it does not know that"
     if attrs.get("causal") and q.shape[2] != k.shape[2]:
         return "causal, with more keys than queries"
     return None

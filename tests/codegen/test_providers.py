@@ -81,6 +81,19 @@ def test_the_text_is_what_was_chosen() -> None:
     assert "by=" not in step_text(module(), KernelSites(gpu=True))
 
 
+def test_what_is_unverified_runs_only_where_it_is_asked_for() -> None:
+    windowed = module(mask=", window = 128")
+    node = windowed.functions["main"].nodes[0]
+    profile = read_profile("h100")
+    fast = replace(profile.measured[0], **vars(choose(windowed).choice(node).instance), provider="flash-attn")
+    tuned = profile.with_rows([replace(fast, microseconds=0.1)])
+    found = Providers(windowed, tuned, SIZES).choice(node)
+    assert "flash-attn" not in [c.provider for c in found.candidates] and "flash-attn" not in found.refused
+    assert 'by="flash-attn")' in text_of(windowed, "attention=flash-attn")
+    with pytest.raises(OptionError, match=r"flash-attn takes no attention of this model: q is f32"):
+        choose(module(dtype="f32"), "attention=flash-attn").check_forced()
+
+
 def test_what_is_said_of_each_node() -> None:
     attention, norm = choose(module(256)).data()
     assert (attention["function"], attention["node"], attention["op"]) == ("main", "out", "attention")
@@ -105,7 +118,7 @@ def test_rules_are_checked() -> None:
     assert parse_providers(["attention=flash", "rope = torch"]) == {"attention": "flash", "rope": "torch"}
     cases: dict[str, Any] = {
         "atention=flash": "did you mean 'attention'",
-        "attention=cublas": "one of cudnn, flash, efficient, triton, torch",
+        "attention=cublas": "one of cudnn, flash, efficient, triton, torch, flash-attn",
         "rope=flash": "one of triton, torch",
         "rope": "rope has no provider ''",
     }

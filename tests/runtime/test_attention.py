@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from typing import Any
 
@@ -155,3 +156,68 @@ def test_a_kernel_is_taken_by_name_where_it_fits(monkeypatch: pytest.MonkeyPatch
         assert form("cudnn", width=60) == "torch", "said before"
         q = torch.zeros(1, 1, 4, 64)
         assert attention_module._form(q, q, q, attention_module.Mask(1.0, True, None, None, None, (), None), "flash")
+
+
+class FlashAttnStub:
+    """The two functions of the library that are called, in float64: heads stand behind tokens."""
+
+    @staticmethod
+    def scores(
+        q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, left: int, right: int, cap: float
+    ) -> torch.Tensor:
+        repeated = k.repeat_interleave(q.shape[2] // k.shape[2], 2).double()
+        scores = scale * torch.einsum("bshd,bthd->bhst", q.double(), repeated)
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        apart = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None]
+        hidden = (apart < -left) if left >= 0 else torch.zeros_like(apart, dtype=torch.bool)
+        hidden = hidden | (apart > right) if right >= 0 else hidden
+        return scores.masked_fill(hidden | ((apart > 0) & causal), -torch.inf)
+
+    def _flash_attn_forward(self, *given: Any) -> tuple[torch.Tensor, ...]:
+        q, k, v, dropout, scale, causal, left, right, cap, slopes, softmax = given
+        assert dropout == 0.0 and slopes is None and softmax is False and q.shape[1] == k.shape[1]
+        scores = self.scores(q, k, scale, causal, left, right, cap)
+        values = v.repeat_interleave(q.shape[2] // k.shape[2], 2).double()
+        out = torch.einsum("bhst,bthd->bshd", scores.softmax(-1), values)
+        return out.to(q.dtype), scores.logsumexp(-1).float(), torch.empty(0), torch.empty(2)
+
+    def _flash_attn_backward(self, *given: Any) -> torch.Tensor:
+        dout, q, k, v, out, lse, dq, dk, dv, dropout, scale, causal, left, right, cap, slopes, exact = given
+        assert dropout == 0.0 and slopes is None and exact is False and lse.is_contiguous() and out.is_contiguous()
+        with torch.enable_grad():
+            leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
+            scores = self.scores(leaves[0], leaves[1], scale, causal, left, right, cap)
+            assert torch.allclose(scores.logsumexp(-1).float(), lse, atol=1e-3)
+            values = leaves[2].repeat_interleave(q.shape[2] // k.shape[2], 2)
+            torch.einsum("bhst,bthd->bshd", scores.softmax(-1), values).backward(dout.double())
+        for grad, leaf in zip((dq, dk, dv), leaves, strict=True):
+            grad.copy_(leaf.grad)
+        return torch.empty(0)
+
+
+@pytest.mark.parametrize("how", [{"causal": True}, {"causal": True, "window": 5, "softcap": 3.0}, {"window": 4}, {}])
+def test_flash_attn_by_a_stub(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_module, "_flash_attn", FlashAttnStub)
+    monkeypatch.setattr(attention_module, "_form", lambda *given: attention_module.FORMS["flash-attn"])
+    q, dout = (torch.randn(2, 4, 13, 16) for _ in range(2))
+    k, v = (torch.randn(2, 2, 13, 16) for _ in range(2))
+    given = {"scale": 0.3, **how}
+    out, lse = rt.attention(q, k, v, **given)
+    expected = op_def("attention").body(q.double(), k.double(), v.double(), **given)
+    assert torch.allclose(out.double(), expected[0], atol=1e-5) and torch.allclose(lse.double(), expected[1], atol=1e-5)
+    grads = rt.attention_grad(dout, q, k, v, out, lse, **given)
+    wide = [t.double() for t in (dout, q, k, v)]
+    for found, want in zip(grads, op_def("attention_grad").body(*wide, *expected, **given), strict=True):
+        assert torch.allclose(found.double(), want, atol=1e-4)
+
+
+def test_flash_attn_is_taken_where_it_is_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.empty(2, 4, 32, 64, dtype=torch.bfloat16, device="meta")
+    mask = attention_module.Mask(1.0, True, 8, None, None, (), None)
+    assert not attention_module._takes_flash_attn(q, q, q, mask), "it is not installed here"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert attention_module._takes_flash_attn(q, q, q, mask)
+    assert attention_module._form(q, q, q, mask, "flash-attn") is attention_module.FORMS["flash-attn"]
+    marked = attention_module.Mask(1.0, True, 8, None, None, (q,), None)
+    assert not attention_module._takes_flash_attn(q, q, q, marked)
+    assert not attention_module._takes_flash_attn(q.float(), q, q, mask)
