@@ -341,5 +341,11 @@ def _failed(sequence: _Sequence, error: Exception) -> Delta:
 def _blank(sequence: _Sequence, **more: Any) -> Delta:
     """A delta of a sequence that says nothing yet."""
     request = sequence.request
-    times = {"arrived": request.arrived, "queued": request.queued or 0.0}
-    return Delta(sequence.group, sequence.index, cached=request.cached, **times, **more)
+    return Delta(
+        sequence.group,
+        sequence.index,
+        cached=request.cached,
+        arrived=request.arrived,
+        queued=request.queued or 0.0,
+        **more,
+    )

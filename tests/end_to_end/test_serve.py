@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import openai
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -101,6 +103,23 @@ def test_the_generated_driver(served: tuple[Build, torch.nn.Module, Path]) -> No
     assert unknown.stderr == "error: unrecognized arguments: --promt a\n  try: did you mean '--prompt'?\n"
     none = subprocess.run([*command, "--max-new-tokens", "0"], capture_output=True, text=True, timeout=120)
     assert none.returncode == 2 and "--max-new-tokens 0: must be at least 1" in none.stderr
+
+
+def test_the_server_of_a_package(served: tuple[Build, torch.nn.Module, Path]) -> None:
+    """Streamed through the client that people use; SIGTERM ends it."""
+    built, model, weights = served
+    command = [sys.executable, str(built.path / "serve.py"), "--weights", str(weights), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        address = process.stderr.readline().split()[-1]
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            (name,) = [item.id for item in client.models.list()]
+            asked = client.completions.create(model=name, prompt="The cat", max_tokens=20, temperature=0, stream=True)
+            pieces = [chunk.choices[0].text for chunk in asked]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert name == "llama-package" and len(pieces) > 5
+    assert "".join(pieces) == bytes(generate(model, list(b"The cat"), 20)).decode(errors="replace")
 
 
 CELLS = list(itertools.product(["whole", "chunks"], [False, True], ["ample", "tight"]))

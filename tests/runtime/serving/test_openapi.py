@@ -37,9 +37,9 @@ def test_it_is_what_the_server_says(address: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(BODIES))
 @pytest.mark.parametrize("mode", ["positive", "negative"])
-def test_bodies(address: str, path: str, mode: str, request: pytest.FixtureRequest) -> None:
+def test_bodies(address: str, path: str, mode: str) -> None:
     """Bodies that the description allows, and mutations of them; `-m full` tries more."""
-    run_bodies(address, path, mode, 30)
+    run_bodies(address, path, mode, 12)
 
 
 @pytest.mark.full
