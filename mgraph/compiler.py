@@ -96,7 +96,8 @@ def pipeline_text(recipe: Recipe) -> str:
         rules = tuple(dataclasses.replace(parse_adapter(rule), dropout=0.0).text for rule in recipe.lora)
         adapt = print_spec("lora", {"rules": rules}) + "," if rules else ""
         derive = print_spec("derive-serve", {"max_length": recipe.max_length, "block_size": recipe.block_size})
-        return f"{NORMALIZE},{RAISE},{adapt}{derive},canonicalize,cse,dce,in-place"
+        fuse = "fuse-rope,fuse-norm,fuse-regions,cse,dce," if recipe.archs else ""
+        return f"{NORMALIZE},{RAISE},{adapt}{derive},canonicalize,cse,dce,{fuse}in-place"
     frozen = [rule for rule in recipe.groups if parse_group(rule).frozen]
     optimizer = {n: getattr(recipe, n) for n in (*_ADAMW, "groups")}
     scaled: dict[str, OptionValue] = {"low_sums": recipe.grad_dtype == "param"}

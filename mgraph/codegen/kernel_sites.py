@@ -19,6 +19,7 @@ from mgraph.codegen.triton import (
     moe_route,
     moe_rows,
     norm_rope,
+    paged_attention,
     region,
     residual_norm,
     rms_norm,
@@ -92,6 +93,7 @@ ON_GPUS: dict[str, Template] = {
     "moe_route_order": Template("moe_route_order", moe_route.problem_of, moe_route.route_order),
     "norm_rope": Template("norm_rope_fwd", norm_rope.problem_of, norm_rope.forward),
     "norm_rope_grad": Template("norm_rope_bwd", norm_rope.problem_of, norm_rope.backward),
+    "paged_attention": Template("paged_attention", paged_attention.problem_of, paged_attention.forward),
     "rope": Template("rope", rope.problem_of, rope.rotate),
     "squared_relu": Template("squared_relu_fwd", glu.problem_of, glu.forward),
     "squared_relu_grad": Template("squared_relu_bwd", glu.problem_of, glu.backward),
@@ -115,11 +117,11 @@ TRITON = "triton"
 LIBRARIES = ("cudnn", "flash", "efficient")
 """Providers of attention besides ours: fused kernels of torch, which the runtime is told by name."""
 
-Chooser = Callable[[Node, "Value | None"], str]
-"""Gives the provider of a node, or of its sum to a total (`providers.py`)."""
 UNVERIFIED = ("flash-attn",)
 """Providers of attention that have never run here; taken only where they are asked for."""
 
+Chooser = Callable[[Node, "Value | None"], str]
+"""Gives the provider of a node, or of its sum to a total (`providers.py`)."""
 
 
 class KernelSites:

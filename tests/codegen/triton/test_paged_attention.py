@@ -1,0 +1,89 @@
+"""Attention over a paged cache: kernels in Triton's interpreter and twins against loops over positions in f64."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from mgraph.codegen.triton import paged_attention, reference_text
+from mgraph.codegen.triton.paged_attention import PagedAttention, Tuning
+from mgraph.runtime.kernels import DTYPES
+from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
+from tests.ir.ops.paged_cases import MIXED, expected, ragged
+from tests.passes.raising import module_of
+
+SCALE = 0.3
+PROBLEMS: dict[str, tuple[PagedAttention, Tuning | None]] = {
+    "plain": (PagedAttention("f32", 4, 2, 8, 8, 4, SCALE), None),
+    "one_group": (PagedAttention("f32", 3, 1, 24, 24, 1, SCALE), Tuning(16, 16)),
+    "window": (PagedAttention("f32", 4, 4, 16, 16, 16, SCALE, window=6), Tuning(16, 16)),
+    "everything": (PagedAttention("f32", 4, 2, 8, 8, 4, SCALE, 7, 1.5, "f32"), Tuning(32, 16)),
+    "half": (PagedAttention("f16", 8, 2, 32, 32, 4, SCALE, sinks="f16"), None),
+}
+BATCHES = {
+    "mixed": (MIXED, (2, 1)),
+    "single": ([(1, 40), (1, 1), (1, 9)], (0, 0)),
+    "one": ([(1, 70)], (0, 0)),
+    "padding": ([(1, 3)], (3, 3)),
+}
+
+
+def given(problem: PagedAttention, batch: str) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Inputs of a site, of which nothing that is not read is a number, and what it gives."""
+    requests, padding = BATCHES[batch]
+    sizes = {"heads": problem.heads, "groups": problem.groups, "width": problem.width}
+    dtype = DTYPES[problem.dtype]
+    # A table wide enough for several splits on the interpreter's three multiprocessors.
+    table = -(-1024 // problem.block_size)
+    made = ragged(requests, **sizes, block_size=problem.block_size, padding=padding, table=table, dtype=dtype)
+    sinks = torch.linspace(-1, 2, problem.heads).to(dtype) if problem.sinks else None
+    wanted = expected(made, SCALE, problem.window or None, problem.softcap or None, sinks)
+    return (*made.operands, *([] if sinks is None else [sinks])), wanted
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_twins(name: str) -> None:
+    problem = PROBLEMS[name][0]
+    twins = types.ModuleType("twins")
+    exec(reference_text([paged_attention.forward("attend", problem)]), twins.__dict__)
+    for batch in BATCHES:
+        inputs, wanted = given(problem, batch)
+        bound = 2e-6 if problem.dtype == "f32" else 3e-3
+        assert float((twins.attend(*inputs).double() - wanted).abs().max()) < bound * 10
+
+
+@pytest.mark.skipif(BROKEN_INTERPRETER, reason="the interpreter cannot run with this NumPy")
+def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
+    """Single tokens, chunks and padding, with one and with several splits, through the runtime's call path."""
+    specs = [paged_attention.forward(name, problem, cut) for name, (problem, cut) in PROBLEMS.items()]
+    cases: list[Case] = []
+    wanted = []
+    for name, (problem, _) in PROBLEMS.items():
+        for batch in BATCHES:
+            inputs, exact = given(problem, batch)
+            cases.append((name, inputs))
+            wanted.append(exact)
+    for (name, _), ((out, *_), _), exact in zip(cases, interpret(specs, cases, tmp_path), wanted, strict=True):
+        bound = 2e-6 if PROBLEMS[name][0].dtype == "f32" else 3e-3
+        assert out.dtype is DTYPES[PROBLEMS[name][0].dtype]
+        assert float((out.double() - exact).norm() / exact.norm()) < bound, name
+
+
+GRAPH = """
+func @f(%q: bf16[S, 8, 64], %k: bf16[16*B, 2, 64], %starts: i32[7], %lengths: i32[6], %blocks: i32[6, 4]) {
+  %out: bf16[S, 8, 64] = paged_attention(%q, %k, %k, %starts, %lengths, %blocks) {block_size = 16, scale = 0.125}
+  return %out
+}
+"""
+
+
+def test_problem_of_a_node() -> None:
+    (node,) = module_of(GRAPH).functions["f"].nodes
+    assert node.op == "paged_attention"
+    assert paged_attention.problem_of(node) == PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125)
+    assert paged_attention.tuning(PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125)) == Tuning(16, 64)
+    mixed = module_of(GRAPH.replace("%k: bf16", "%k: f32")).functions["f"].nodes[0]
+    assert "the cache f32" in str(paged_attention.problem_of(mixed))
