@@ -13,10 +13,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mgraph.compiler import compile_package
 from mgraph.errors import CheckpointError, OptionError
+from mgraph.recipe import Recipe
 from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
 from tests.end_to_end.builds import Build, build, llama
+from tests.families.configs import eager, write_config
+from tests.sampling import sampled
 
 SHARED = [(33, 4), (0, 9), (33, 2), (20, 11), (33, 1), (0, 1), (16, 16)]
 """Prompts: how many tokens of a common beginning they have, and how many of their own."""
@@ -123,16 +127,47 @@ def test_the_server_of_a_package(served: tuple[Build, torch.nn.Module, Path]) ->
 
 
 CELLS = list(itertools.product(["whole", "chunks"], [False, True], ["ample", "tight"]))
+FAMILIES = [(family, *cell) for family in ("qwen3", "qwen3-moe", "gpt-oss") for cell in CELLS]
 
 
 @pytest.mark.parametrize(("prompts", "prefix_cache", "cache"), CELLS)
 def test_many_requests(
     served: tuple[Build, torch.nn.Module, Path], prompts: str, prefix_cache: bool, cache: str
 ) -> None:
-    """Tokens equal those of the model wherever two are not as likely, and log-probabilities do, prompts included."""
     built, model, weights = served
+    compare(built.path, weights, model, prompts, prefix_cache, cache)
+
+
+@pytest.mark.parametrize(("family", "prompts", "prefix_cache", "cache"), sampled(FAMILIES, 2))
+def test_many_requests_of_families(
+    family: str, prompts: str, prefix_cache: bool, cache: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    package, weights, model = of_family(family, tmp_path_factory.getbasetemp() / f"serve-{family}")
+    compare(package, weights, model, prompts, prefix_cache, cache)
+
+
+def of_family(family: str, directory: Path) -> tuple[Path, Path, torch.nn.Module]:
+    """A package of a `transformers` class, made once, with spread-out weights."""
+    model = eager(family, seed=3).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "norm" not in name:
+                parameter.mul_(4)
+    weights = directory / "model.safetensors"
+    if not weights.is_file():
+        configuration = write_config(family, directory / "model")
+        output = str(directory / "package")
+        compile_package(Recipe(model=configuration, purpose="serve", output=output, arch="none", max_length=64))
+        tied = getattr(model.config, "tie_word_embeddings", False)
+        tensors = {n: t.contiguous() for n, t in model.state_dict().items() if not (tied and "lm_head" in n)}
+        save_file(tensors, weights)
+    return directory / "package", weights, model
+
+
+def compare(package: Path, weights: Path, model: torch.nn.Module, prompts: str, prefix_cache: bool, cache: str) -> None:
+    """Tokens equal those of the model wherever two are not as likely, and log-probabilities do, prompts included."""
     llm = LLM(
-        built.path,
+        package,
         weights,
         device="cpu",
         prefix_cache=prefix_cache,
@@ -143,10 +178,8 @@ def test_many_requests(
     draw = torch.Generator().manual_seed(len(prompts))
     common = torch.randint(256, (33,), generator=draw).tolist()
     inputs = [common[:cut] + torch.randint(256, (new,), generator=draw).tolist() for cut, new in SHARED]
-    params = [
-        SamplingParams(temperature=0, max_tokens=12, logprobs=2, prompt_logprobs=0 if i % 3 == 0 else None)
-        for i in range(len(inputs))
-    ]
+    asked = [None if at % 3 else 0 for at in range(len(inputs))]
+    params = [SamplingParams(temperature=0, max_tokens=12, logprobs=2, prompt_logprobs=count) for count in asked]
     greedy(llm, common, 1)  # from now on its blocks may be found
     for output in llm.generate(inputs, params):
         (one,) = output.outputs

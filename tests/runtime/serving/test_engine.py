@@ -68,7 +68,7 @@ def arrivals(draw: st.DrawFn) -> list[tuple[int, list[int], int, float, int | No
     made = []
     for _ in range(draw(st.integers(1, 9))):
         shared = common[: source.choice([0, 0, 3, 4, 8, 9, 16, 24])]
-        prompt = shared + [source.randrange(VOCAB) for _ in range(source.randint(1, 9))]
+        prompt = shared + [source.randrange(VOCAB) for _ in range(source.choice([1, 2, 5, 9, 0 if shared else 3]))]
         aborted = source.choice([None, None, None, 0, 1, 5])
         made.append((source.randint(0, 12), prompt, source.randint(1, 20), source.choice([0.0, 1.0]), aborted))
     return sorted(made, key=lambda item: item[0])
