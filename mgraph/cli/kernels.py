@@ -7,6 +7,7 @@ steps run under a profiler, and what each node took stands beside what was predi
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from mgraph.cli.snapshots import Compiled, open_package
 from mgraph.cli.table import table
 from mgraph.codegen.prepare import called
 from mgraph.codegen.profile import Profile, committed_profiles, read_profile
-from mgraph.codegen.providers import Choice, Providers
+from mgraph.codegen.providers import NCCL, Choice, Providers
 from mgraph.codegen.torch_provider import absorbable
 from mgraph.errors import OptionError, did_you_mean
 from mgraph.ir.graph import Function, Module, Node, Value
@@ -122,8 +123,18 @@ def forecast(package: Compiled, profile: Profile, given: Mapping[str, int], entr
         for node, part, total in _working(function, bool(numbers), numbers):
             choice = providers.choice(part, total)
             line = _line(function, node, part, choice, chosen, profile, total)
+            if line.provider == NCCL:
+                line = replace(line, microseconds=round(line.microseconds * _sent(module, node), 3))
             found.append(replace(line, calls=count, step_line=numbers.get((name, node.id))))
     return found
+
+
+def _sent(module: Module, node: Node) -> float:
+    """The part of its tensors that a rank sends in a collective: nothing along an axis of one, or of no known size."""
+    known, name = declared_sizes(module), str(node.attrs.get("axis", ""))
+    axis = next((axis for axis in module.mesh if axis.name == name), None)
+    ranks = math.prod(known.get(part, 1) for part in (axis.of or (name,))) if axis is not None else 1
+    return (ranks - 1) / ranks
 
 
 def call_counts(module: Module, entries: Iterable[str]) -> dict[str, int]:

@@ -80,6 +80,16 @@ def test_sizes_and_rates_count(listed: Any) -> None:
     assert faster["microseconds"] < large["microseconds"]
 
 
+def test_collectives_cost_what_is_sent(mgraph: Mgraph, listed: Any, tmp_path: Path) -> None:
+    alone = [n for n in listed()["nodes"] if n["provider"] == "nccl"]
+    assert alone and all(n["microseconds"] == 0 for n in alone)
+    two = tmp_path / "two"
+    assert mgraph("compile", "dense-tiny", "--arch", "none", "--mesh", "dp=2", "-o", two).code == 0
+    nodes = json.loads(mgraph("kernels", two, "--format", "json").out)["nodes"]
+    (reduced,) = [n for n in nodes if n["op"] == "all_reduce_start" and n["bytes"] > 1000]
+    assert reduced["microseconds"] == pytest.approx((reduced["bytes"] / 3.27e11 * 1e6 + 2) / 2, rel=1e-3)
+
+
 def test_the_manifest_and_the_tables_agree(mgraph: Mgraph, for_gpu: Path) -> None:
     manifest = json.loads((for_gpu / "manifest.json").read_text())
     chosen = {(p["function"], p["node"]): p for p in manifest["providers"]}
