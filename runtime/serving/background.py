@@ -17,6 +17,8 @@ from mgraph.errors import MgraphError
 from mgraph.runtime.serving.engine import Delta, Engine, EngineDead
 from mgraph.runtime.serving.parameters import SamplingParams
 
+_PATIENCE = 10.0  # seconds that a step may take at the end
+
 
 class Overloaded(MgraphError):
     """More requests are under way than are allowed; this one may come again later."""
@@ -84,9 +86,9 @@ class BackgroundEngine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End all requests and the thread."""
+        """End all requests and the thread, which is left to itself where a step hangs."""
         self._commands.put(self._stop)
-        self._thread.join()
+        self._thread.join(_PATIENCE)
 
     async def submit(
         self, prompt: Sequence[int], params: SamplingParams, arrived: asyncio.Queue[Delta] | None = None
@@ -115,8 +117,8 @@ class BackgroundEngine:
 
     def _run(self) -> None:
         while not self._stopped:
-            self._obey(wait=not self.engine.unfinished)
             try:
+                self._obey(wait=not self.engine.unfinished)
                 self._deliver(self.engine.step() if self.engine.unfinished else [])
             except Exception as error:  # a mistake of ours: nobody may wait for ever
                 self._die(error)

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -235,13 +236,16 @@ class _Input:
     def of(cls, llm: LLM, prompt: Prompt) -> _Input:
         if isinstance(prompt, str):
             return cls(prompt, encode_prompt(llm.engine, prompt))
+        wrong = next((token for token in prompt if not isinstance(token, Integral)), None)
+        if wrong is not None:
+            raise RequestError(f"a prompt of token ids has {wrong!r}, which is no integer", "prompts")
         return cls(None, [int(token) for token in prompt])
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if all(isinstance(item, int) for item in prompts) and len(prompts) > 0:
+    if len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     for item in prompts:
         if not isinstance(item, str | Sequence):
