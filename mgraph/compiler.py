@@ -17,6 +17,7 @@ from typing import Any
 
 from mgraph.adapters import parse_adapter
 from mgraph.capture import CaptureReport, CheckpointForm, ModelSpec, capture_with_report
+from mgraph.codegen.buckets import MOST_REQUESTS, MOST_TOKENS, by_policy, default_histogram, read_histogram
 from mgraph.codegen.kernel_sites import kernel_sites
 from mgraph.codegen.package import PackageInfo, check_target, emit_package
 from mgraph.codegen.profile import read_profile
@@ -315,11 +316,21 @@ def _compile(
         read_profile(recipe.profile_name),
         {"B": recipe.batch, "S": recipe.seq},
         parse_providers(recipe.provider),
+        _graph_plan(recipe),
     )
     with collector_spared():
         done.package = emit_package(done.module, info, recipe.directory, force=force, builder=builder)
     done.seconds["emit"] = time.perf_counter() - begun
     return done
+
+
+def _graph_plan(recipe: Recipe) -> dict[str, Any]:
+    """The CUDA graphs of a package for serving, and what they are expected to waste."""
+    if recipe.purpose != "serve":
+        return {}
+    sizes = MOST_TOKENS, MOST_REQUESTS
+    workload = read_histogram(Path(recipe.graph_workload)) if recipe.graph_workload else default_histogram(*sizes)
+    return by_policy(recipe.graph_policy, workload, recipe.graphs, *sizes).facts()
 
 
 def _adapters(done: Compilation) -> dict[str, dict[str, Any]]:

@@ -149,6 +149,15 @@ class Recipe:
         0, "the longest sequence, prompt and continuation when serving (0: as the model says)", within=(0, 2**31)
     )
     block_size: int = option(16, "when serving: rows of a block of the cache, a power of two", within=(1, 1024))
+    graph_policy: str = option(
+        "planned",
+        "when serving on GPUs: which sizes of steps are CUDA graphs, those that pad least or a list by name",
+        ("planned", "linear", "exponential"),
+    )
+    graph_workload: str = option(
+        "", "a JSON list of [tokens, requests, how often] that the graphs are chosen for (empty: every doubling alike)"
+    )
+    graphs: int = option(24, "when serving on GPUs: the most CUDA graphs", within=(1, 1000))
     disable: str = option("", "passes to leave out: names or patterns, comma-separated (raise-*)")
     verify: bool = option(False, "check every pass with the interpreter, all ranks, on a reduced twin of the model")
 

@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 
 from mgraph.errors import OptionError
 
+MOST_TOKENS, MOST_REQUESTS = 512, 128
+"""Of a step that is captured: larger ones have work enough to hide their launches."""
 POLICIES = ("planned", "linear", "exponential")
 Histogram = Mapping[tuple[int, int], float]
 """How often a step has (tokens, requests)."""

@@ -47,7 +47,8 @@ class PackageInfo:
     `transformers` reads it; `weight_layout` how the tensors of the model lie in files of weights, where they do not lie
     there as they are (`mgraph.capture.weight_layout`); `adapters` what is said of the adapter of a weight, by the
     weight's name; `padded` what the step makes longer by zeros, in words; `profile` the times that providers are chosen
-    by, at these `extents` of named dims, and `providers` those that were asked for, by family.
+    by, at these `extents` of named dims, and `providers` those that were asked for, by family; `graph_plan` the sizes
+    of steps that are CUDA graphs when serving.
     """
 
     kind: str
@@ -63,6 +64,7 @@ class PackageInfo:
     profile: Profile | None = None
     extents: Mapping[str, int] = field(default_factory=dict)
     providers: Mapping[str, str] = field(default_factory=dict)
+    graph_plan: Mapping[str, Any] = field(default_factory=dict)
 
 
 def emit_package(
@@ -128,6 +130,8 @@ def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBu
     data = manifest(
         module, info.kind, info.pipeline, info.verification, mark, info.weight_layout, info.adapters, info.padded
     )
+    if info.graph_plan:
+        data["graph_plan"] = dict(info.graph_plan)
     if providers is not None:
         data["providers"] = providers.data()
     items = manifest_items({**data, "lines": lines})

@@ -1,6 +1,6 @@
 """Runs the steps of a serve package: its parameters and its cache on a device, and arrays in, tokens out.
 
-The inputs of a step are padded to what a bucket holds where CUDA graphs replay it (`graphed_step.py`); on the CPU, and
+The inputs of a step are padded to what a bucket holds where CUDA graphs replay it (`step_graphs.py`); on the CPU, and
 where a step fits no bucket, they are as long as they are. A padding token writes to block 0, belongs to no request, and
 is in no row of logits; so nothing that is padded is ever read.
 
@@ -22,6 +22,7 @@ from mgraph.errors import OptionError
 from mgraph.runtime import checkpoint
 from mgraph.runtime.package import Package, State, load_package
 from mgraph.runtime.serving.step import Batch, Done, Pending, Sampled, Sampling
+from mgraph.runtime.serving.step_graphs import CHOICE, Bucket, Capture, CudaCapture, StepGraphs, known
 from mgraph.runtime.state import create_state
 from mgraph.runtime.weights import load_weights
 
@@ -73,6 +74,8 @@ class PackageStepper:
         self.state = _parameters(loaded, weights, seed, self.device)
         self._last: Tensor | None = None
         self._caches = caches
+        self._captures = cuda_graphs and self.device.type == "cuda"
+        self.graphs: StepGraphs | None = None
         self.num_blocks = 0
         self.resize(num_blocks or self._blocks_that_fit(sum(spec.bytes for spec in caches)))
 
@@ -84,6 +87,14 @@ class PackageStepper:
         for spec in self._caches:
             shape = (num_blocks * self.block_size, *spec.shape[1:])
             self.state[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=self.device)
+        self.graphs = self.graphs_of(CudaCapture()) if self._captures else None
+
+    def graphs_of(self, capture: Capture) -> StepGraphs:
+        """Graphs for the buckets of the package's plan that hold no more than a step may have."""
+        listed = self.package.manifest.get("graph_plan", {}).get("buckets", [])
+        buckets = [Bucket(*b) for b in listed if b[0] <= self.max_tokens and b[1] <= self.max_requests]
+        width = -(-self.max_length // self.block_size)
+        return StepGraphs(self._call, buckets, width, self.block_size, self.device, capture)
 
     def _blocks_that_fit(self, block_bytes: int) -> int:
         """As many as memory allows, and no more than all requests of a step can use."""
@@ -96,16 +107,26 @@ class PackageStepper:
     @torch.no_grad()
     def run(self, batch: Batch, sampling: Sampling) -> Pending:
         """Start a step. Tokens may be `unknown` where the one before has sampled them."""
+        results = None if self.graphs is None else self.graphs.run(batch, sampling)
+        if results is None:
+            results = self._op_by_op(batch, sampling)
+            if self.graphs is not None and results:
+                self.graphs.remember(results[0])
+        if not results:
+            return Done(_nothing(sampling))
+        self._last = results[0]
+        return _Results(results, sampling.alternatives) if self.asynchronous else Done(_sampled(results, sampling))
+
+    def _op_by_op(self, batch: Batch, sampling: Sampling) -> Sequence[Tensor]:
+        """The results of a step without a graph; none where no row is wanted."""
         tokens = self._known(self._on_device(batch.tokens))
         given = (batch.positions, batch.slots, batch.starts, batch.lengths, batch.blocks)
         inputs = [tokens, *map(self._on_device, given)]
         if not len(batch.rows):  # the logits of one token cost little, and nobody reads them
             self._call("step", *inputs, torch.zeros(1, dtype=torch.int64, device=self.device))
-            return Done(_nothing(sampling))
+            return ()
         (logits,) = self._call("step", *inputs, self._on_device(batch.rows))
-        results = self._sample(logits, sampling)
-        self._last = results[0]
-        return _Results(results, sampling.alternatives) if self.asynchronous else Done(_sampled(results, sampling))
+        return self._sample(logits, sampling)
 
     def _call(self, entry: str, *inputs: Tensor) -> Sequence[Tensor]:
         return list(self.package.call(entry, self.state, *inputs).values())
@@ -115,8 +136,7 @@ class PackageStepper:
         changed = sampling.prompts is not None or sampling.bias is not None
         if not (changed or sampling.alternatives or sampling.temperature.any()):
             return self._call("likeliest", logits, self._on_device(sampling.targets))
-        names = ("temperature", "top_k", "top_p", "min_p", "seeds", "draws", "targets")
-        choice = [self._on_device(getattr(sampling, name)) for name in names]
+        choice = [self._on_device(getattr(sampling, name)) for name in CHOICE]
         if not changed:
             return self._call("sample", logits, *choice)
         penalties = [self._on_device(getattr(sampling, n)) for n in ("repetition", "presence", "frequency")]
@@ -137,10 +157,7 @@ class PackageStepper:
 
     def _known(self, tokens: Tensor) -> Tensor:
         """The tokens, with what the step before sampled in the places of unknown ones."""
-        if self._last is None:
-            return tokens
-        sampled = self._last[(-1 - tokens).clamp(min=0, max=len(self._last) - 1)]
-        return torch.where(tokens < 0, sampled, tokens)
+        return tokens if self._last is None else known(tokens, self._last)
 
     def _on_device(self, array: Any) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))

@@ -1,0 +1,118 @@
+"""Steps in buckets: what is padded is never read, the smallest bucket is taken, and what runs without says why.
+
+There is no GPU here: a capture is a function that runs again, on the same fixed tensors, into the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mgraph.compiler import compile_package
+from mgraph.recipe import Recipe
+from mgraph.runtime.serving.engine import Engine
+from mgraph.runtime.serving.package_stepper import PackageStepper
+from mgraph.runtime.serving.parameters import SamplingParams
+from mgraph.runtime.serving.step_graphs import Bucket, Inputs, StepGraphs, choose, known
+
+BUCKETS = [Bucket(2, 2, True), Bucket(4, 4, True), Bucket(16, 4, False)]
+
+
+def again(run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+    """A capture that runs nothing yet, and whose replay writes where the first results are."""
+    results = [torch.empty_like(t) for t in run()]
+
+    def replay() -> None:
+        for into, made in zip(results, run(), strict=True):
+            into.copy_(made)
+
+    return replay, results
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recipe = Recipe(
+        model="moe-tiny",
+        purpose="serve",
+        arch="none",
+        output=str(tmp_path_factory.mktemp("graphs") / "package"),
+        max_length=32,
+        block_size=4,
+        graphs=6,
+    )
+    path = compile_package(recipe).package
+    assert path is not None
+    return path
+
+
+def answers(stepper: PackageStepper) -> list[list[tuple[int, ...]]]:
+    """What requests of all kinds get, several at a time."""
+    engine = Engine(stepper, prefix_cache=False, chunk=7)
+    said: dict[int, list[int]] = {}
+    kinds = [
+        SamplingParams(max_tokens=8, temperature=0),
+        SamplingParams(max_tokens=6, temperature=1.0, seed=5),
+        SamplingParams(max_tokens=9, temperature=0.7, top_k=20, seed=6, logprobs=2),
+        SamplingParams(max_tokens=5, temperature=0),
+    ]
+    for number, (length, params) in enumerate(zip((3, 11, 1, 18), kinds, strict=True)):
+        said[engine.submit([(7 * i + number) % 256 for i in range(length)], params)] = []
+    while engine.unfinished:
+        for delta in engine.step():
+            said[delta.group] += delta.tokens
+    return [[tuple(tokens)] for tokens in said.values()]
+
+
+def test_tokens_are_those_of_steps_without_buckets(package: Path) -> None:
+    plain = PackageStepper(package, num_blocks=64, max_tokens=16, max_requests=4)
+    padded = PackageStepper(package, num_blocks=64, max_tokens=16, max_requests=4)
+    for name, tensor in padded.state.items():
+        if name.startswith("cache."):
+            tensor[:4] = float("nan")  # the block that padding is written to
+    graphs = padded.graphs = StepGraphs(padded._call, BUCKETS, 8, 4, torch.device("cpu"), again)
+    assert answers(padded) == answers(plain)
+    assert graphs.replayed > 5 and not graphs.eager.keys() - {"no row of logits"}
+
+
+def test_the_plan_is_in_the_package(package: Path) -> None:
+    stepper = PackageStepper(package, num_blocks=8, max_tokens=64, max_requests=128)
+    plan = stepper.package.manifest["graph_plan"]
+    assert plan["graphs"] == 6 and 0 < plan["waste"] < 0.5
+    assert set(stepper.graphs_of(again).buckets) == {Bucket(*b) for b in plan["buckets"] if b[0] <= 128}
+
+
+def test_what_runs_without_a_graph_says_why() -> None:
+    assert choose(BUCKETS, 3, 3, 3).bucket == Bucket(4, 4, True)
+    assert choose(BUCKETS, 3, 2, 2).bucket == Bucket(16, 4, False)
+    assert choose(BUCKETS, 17, 2, 1).why == "more tokens or requests than any bucket"
+    assert choose(BUCKETS, 9, 1, 9).why == "more rows of logits than requests"
+    assert choose(BUCKETS[:1], 9, 1, 1).why == "no bucket for parts of prompts"
+    assert choose(BUCKETS[2:], 1, 1, 1).why == "no bucket for single tokens"
+
+
+def test_a_capture_that_fails_is_said_and_everything_goes_on(package: Path) -> None:
+    def failing(run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    plain = PackageStepper(package, num_blocks=64, max_tokens=16, max_requests=4)
+    broken = PackageStepper(package, num_blocks=64, max_tokens=16, max_requests=4)
+    broken.graphs = StepGraphs(broken._call, BUCKETS, 8, 4, torch.device("cpu"), failing)
+    assert answers(broken) == answers(plain)
+    assert "the capture failed: operation not permitted when stream is capturing" in broken.graphs.eager
+
+
+def test_inputs_lie_in_one_buffer() -> None:
+    inputs = Inputs({"a": ((3,), np.int64), "b": ((2, 2), np.int32), "c": ((1,), np.float32)}, torch.device("cpu"))
+    inputs.fill({"a": [1, -2, 3], "b": np.array([[1, 2], [3, 4]]), "c": [0.5]})
+    assert inputs.tensors["a"].tolist() == [1, -2, 3]
+    assert inputs.tensors["b"].tolist() == [[1, 2], [3, 4]] and inputs.tensors["b"].dtype is torch.int32
+    assert inputs.tensors["c"].tolist() == [0.5]
+
+
+def test_unknown_tokens_are_those_of_the_step_before() -> None:
+    assert known(torch.tensor([5, -1, -3]), torch.tensor([7, 8, 9])).tolist() == [5, 7, 9]
