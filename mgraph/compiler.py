@@ -98,6 +98,9 @@ def pipeline_text(recipe: Recipe) -> str:
         adapt = print_spec("lora", {"rules": rules}) + "," if rules else ""
         derive = print_spec("derive-serve", {"max_length": recipe.max_length, "block_size": recipe.block_size})
         fuse = "fuse-rope,fuse-norm,fuse-regions,cse,dce," if recipe.archs else ""
+        if "tp" in recipe.mesh_axes():
+            adapt += print_spec("repeat-heads", {"size": recipe.mesh_axes()["tp"] or 0}) + ","
+            fuse = f"{_sharding(recipe, 'tp')},cse,dce,{fuse}"
         return f"{NORMALIZE},{RAISE},{adapt}{derive},canonicalize,cse,dce,{fuse}in-place"
     frozen = [rule for rule in recipe.groups if parse_group(rule).frozen]
     optimizer = {n: getattr(recipe, n) for n in (*_ADAMW, "groups")}

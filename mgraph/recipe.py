@@ -238,8 +238,8 @@ class Recipe:
                 raise OptionError(f"mesh axis {name!r} is not supported", where="--mesh", hint=hint)
             if name != "dp" and size == "*":
                 raise OptionError(f"the mesh axis {name} has no size", where="--mesh", hint=f"a number: {name}=2")
-            if name != "dp" and self.purpose == "serve":
-                raise OptionError(f"the mesh axis {name} is for training", where="--mesh", hint="dp alone, to serve")
+            if name not in ("dp", "tp") and self.purpose == "serve":
+                raise OptionError(f"the mesh axis {name} is for training", where="--mesh", hint="dp or tp, to serve")
             if name in axes:
                 raise OptionError(f"mesh axis {name!r} is given twice", where="--mesh", hint="each axis once")
             axes[name] = None if size == "*" else int(size)

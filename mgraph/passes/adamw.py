@@ -61,7 +61,7 @@ class AdamW(Pass):
     stage: ClassVar[Stage] = Stage.DERIVE
     tier: ClassVar[Tier] = Tier.REASSOCIATING
     requires: ClassVar[frozenset[str]] = frozenset({"microbatch"})
-    provides: ClassVar[frozenset[str]] = frozenset({"finish"})
+    provides: ClassVar[frozenset[str]] = frozenset({"finish", "derived"})
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:

@@ -54,7 +54,7 @@ class DeriveServe(Pass):
     stage: ClassVar[Stage] = Stage.DERIVE
     tier: ClassVar[Tier] = Tier.REASSOCIATING
     requires: ClassVar[frozenset[str]] = frozenset({"forward"})
-    provides: ClassVar[frozenset[str]] = frozenset({STEP})
+    provides: ClassVar[frozenset[str]] = frozenset({STEP, "derived"})
     invalidates: ClassVar[frozenset[str]] = frozenset({"forward"})
 
     def run(self, module: Module, report: Report) -> Module:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mgraph.ir.dims import evaluate
 from mgraph.ir.graph import Module, StateKind
 from mgraph.ir.interpreter import Hook, run, run_ranks
 from mgraph.ir.local import bound_dims, data_axes, part
@@ -45,7 +46,7 @@ from mgraph.passes.samples import (
     zero_accumulators,
 )
 from mgraph.passes.serve_entries import SAMPLING
-from mgraph.passes.serve_samples import block_rows, step_inputs
+from mgraph.passes.serve_samples import CACHE_DIMS, block_rows, step_inputs
 
 LIFTED_BOUND, NATIVE_BOUND, MARGIN = 1e-9, 1.5, 1e-3
 _ROUNDINGS = 4  # a choice must also be so many roundings of the coarsest dtype away from another
@@ -248,7 +249,9 @@ class _Run:
     def _laid_out(self, rank: int, state: Tensors) -> Tensors:
         place = dict(zip(self.sizes, coordinates_of(rank, list(self.sizes.values())), strict=True))
         types = {n: s.type for n, s in self.module.state.items() if s.type.placement and n in state}
-        whole = {n: t for n, t in types.items() if tuple(state[n].shape) == t.shape}
+        whole = {
+            n: t for n, t in types.items() if tuple(state[n].shape) == tuple(evaluate(d, CACHE_DIMS) for d in t.shape)
+        }
         return {**state, **{n: part(state[n], t, self.sizes, place) for n, t in whole.items()}}
 
 
@@ -452,7 +455,7 @@ def _spread(before: Module, after: Module, shapes: Shapes) -> Evidence:
         coordinates = dict(zip(sizes, coordinates_of(rank, list(sizes.values())), strict=True))
         groups.setdefault(rank_of([coordinates[a] for a in old], list(old.values())), []).append(rank)
     is_data = axis in data_axes(after.mesh, bound_dims(after))
-    entries = (*sorted(set(after.entries) - {"finish"}), "finish")
+    entries = sorted(after.entries, key=lambda entry: (entry == "finish", entry))
 
     def inputs(entry: str, seed: int, ranks: Iterable[int]) -> list[Tensors]:
         return [random_inputs(before.entry_function(entry), shapes, seed, numbers[rank]) for rank in ranks]

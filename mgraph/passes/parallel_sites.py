@@ -180,7 +180,7 @@ def _walk(walk: Walk, node: Node) -> None:
         walk.back(node.operands[0], Shard(0))
     elif node.op == "cross_entropy":
         walk.back(node.operands[0], Shard(1))
-    elif node.op == "attention":
+    elif node.op in ("attention", "paged_attention"):
         for operand, place in zip(node.operands, rules_of(node, 1)[0].operands, strict=True):
             walk.back(operand, place)
         walk.onward(node.results[0], Shard(1))
@@ -221,7 +221,7 @@ def _is_weight(walk: Walk, value: Value) -> bool:
 
 def _problem(walk: Walk, node: Node, what: str, axis: str, size: int) -> PassError | None:
     """What is wrong with an axis that does not divide what would be split. Operands of the site are told first."""
-    shared = node.operands[1:3] if node.op == "attention" else ()
+    shared = node.operands[1:3] if node.op in ("attention", "paged_attention") else ()
     for value in (*node.operands, *node.results, *walk.split):
         place = walk.split.get(value)
         if place is None or not isinstance(value.type, TensorType):
@@ -248,6 +248,7 @@ PADDED = {_HEADS: "heads", _ENTRIES: "vocab"}
 """What the pass `pad` makes divisible, and its name there."""
 _SITES = {
     "attention": _HEADS,
+    "paged_attention": _HEADS,
     "aten.embedding.default": _ENTRIES,
     "cross_entropy": _ENTRIES,
     **dict.fromkeys(INNER, "inner columns"),

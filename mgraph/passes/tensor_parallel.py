@@ -36,8 +36,8 @@ from mgraph.passes.parallel_sites import weight_placements
 from mgraph.passes.spreading import Spreader
 from mgraph.placement_rules import FLAG, KIND, PlacementRule, chosen
 
-_FORWARD = "evaluate"
-"""The entry whose whole forward computation shows how weights are used."""
+_FORWARD = ("evaluate", "step")
+"""The entry whose whole forward computation shows how weights are used: that of training, or of inference."""
 SEQUENCE = "S"
 """The named dim of the tokens of a sequence."""
 _FOLLOWING = (StateKind.GRAD, StateKind.MOMENT, StateKind.MASTER)
@@ -60,7 +60,7 @@ class TensorParallel(Pass):
     name: ClassVar[str] = "tensor-parallel"
     stage: ClassVar[Stage] = Stage.SHARD
     tier: ClassVar[Tier] = Tier.REASSOCIATING
-    requires: ClassVar[frozenset[str]] = frozenset({"microbatch", "finish"})
+    requires: ClassVar[frozenset[str]] = frozenset({"derived"})
     provides: ClassVar[frozenset[str]] = frozenset({"tensor-parallel"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"tensor-parallel"})
 
@@ -96,7 +96,8 @@ class TensorParallel(Pass):
         rules = chosen(self.place, self.axis, params)
         if self.size == 1:
             return {}
-        placed = weight_placements(module, _FORWARD, self.axis, self.size, report, rules)
+        forward = next(name for name in _FORWARD if name in module.entries)
+        placed = weight_placements(module, forward, self.axis, self.size, report, rules)
         for name, rule in rules.items():
             if rule.dim is not None:
                 _check(rule, module.state[name], self.size)

@@ -63,6 +63,11 @@ class PackageStepper:
         if loaded.manifest["kind"] != "serve":
             problem = f"{loaded.path} is a {loaded.manifest['kind']} package"
             raise OptionError(problem, hint="compile the model with --for serve")
+        ranks = {axis: size for axis, size in loaded.manifest["mesh"].items() if isinstance(size, int) and size > 1}
+        if ranks:
+            mesh = ",".join(f"{axis}={size}" for axis, size in ranks.items())
+            problem = f"{loaded.path} is for a mesh of {mesh}, and one process serves"
+            raise OptionError(problem, hint="compile it without --mesh")
         caches = [spec for spec in loaded.state_specs if spec.kind == "cache"]
         self.block_size = caches[0].shape[0]
         self.max_length = loaded.bounds(LONGEST)[1] or 0

@@ -106,7 +106,7 @@ def test_disabled_pass_is_left_out(mgraph: Mgraph, tmp_path: Path) -> None:
             ["tp=3 does not divide the 256 entries of the vocabulary", "models/decoder.py"],
         ),
         (["compile", "dense-tiny", "--mesh", "pp=2"], ["'pp' is not supported", "dp", "tp"]),
-        (["compile", "dense-tiny", "--mesh", "tp=2", "--for", "serve"], ["tp is for training", "--mesh"]),
+        (["compile", "dense-tiny", "--mesh", "fsdp=2", "--for", "serve"], ["fsdp is for training", "--mesh"]),
         (["compile", "dense-tiny", "--mesh", "dp=0"], ["dp=0", "--mesh"]),
         (["compile", "dense-tiny", "--disable", "raise-nrom"], ["raise-nrom", "did you mean 'raise-norm'?"]),
         (["compile", "dense-tiny", "--disable", "autodiff"], ["requires"]),

@@ -15,6 +15,7 @@ from mgraph.ir.graph import Module, State, StateKind
 from mgraph.ir.interpreter import run
 from mgraph.passes.pipeline import run_pipeline
 from mgraph.passes.serve_samples import step_inputs
+from mgraph.passes.verify import TwinCheck
 from tests.passes.build import B, S, f32, i64, module_of, started
 from tests.passes.models import mlp_module
 from tests.sampling import sampled
@@ -75,6 +76,18 @@ def test_chunks_over_the_cache_equal_whole_sequences(model: str, block_size: int
         state, begun = {**state, **new_state}, [b + n for b, n in zip(begun, step, strict=True)]
         wanted = [whole["logits"][r, begun[r] - 1] for r, new in enumerate(step) if new]
         torch.testing.assert_close(out["logits"], torch.stack(wanted), rtol=1e-9, atol=1e-9)
+
+
+def test_ranks_share_the_heads_of_the_cache() -> None:
+    """Tensor parallelism of a step, on both ranks in lockstep, is the step without: checked on the reduced twin."""
+    pipeline = f"{RAISED},repeat-heads{{size=2}},derive-serve{{max_length=24,block_size=4}},canonicalize,cse,dce"
+    twin = TwinCheck(ranks=2, parts=2)
+    spread = "tensor-parallel{axis=tp,size=2},in-place"
+    module, results = run_pipeline(capture("dense-tiny"), f"{pipeline},{spread}", [twin])
+    assert all(r.measured["verify"]["status"] == "verified" for r in results)
+    assert str(module.state["cache.1.v"].type) == "f32[4*P, 2, 16]{tp=S(1)}"
+    assert str(module.state["layers.0.attn.o.weight"].type) == "f32[64, 64]{tp=S(1)}"
+    assert sum(node.op == "all_reduce" for _, node in module.walk()) == 3, "the embedding, and two of a layer"
 
 
 def test_only_wanted_rows_go_through_the_head() -> None:

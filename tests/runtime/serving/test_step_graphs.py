@@ -5,6 +5,8 @@ There is no GPU here: a capture is a function that runs again, on the same fixed
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mgraph.compiler import compile_package
+from mgraph.errors import OptionError
 from mgraph.recipe import Recipe
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.package_stepper import PackageStepper
@@ -84,6 +87,14 @@ def test_the_plan_is_in_the_package(package: Path) -> None:
     plan = stepper.package.manifest["graph_plan"]
     assert plan["graphs"] == 6 and 0 < plan["waste"] < 0.5
     assert set(stepper.graphs_of(again).buckets) == {Bucket(*b) for b in plan["buckets"] if b[0] <= 128}
+
+
+def test_a_package_of_several_ranks_is_refused(package: Path, tmp_path: Path) -> None:
+    shutil.copytree(package, tmp_path / "spread")
+    manifest = json.loads((package / "manifest.json").read_text())
+    (tmp_path / "spread" / "manifest.json").write_text(json.dumps({**manifest, "mesh": {"tp": 2}}))
+    with pytest.raises(OptionError, match="for a mesh of tp=2, and one process serves"):
+        PackageStepper(tmp_path / "spread", num_blocks=8)
 
 
 def test_what_runs_without_a_graph_says_why() -> None:
