@@ -6,11 +6,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from mgraph.runtime.serving.engine import Delta, Engine, EngineDead
+from mgraph.runtime.serving.engine import LEAST_LOGPROB, Delta, Engine, EngineDead
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
 from mgraph.runtime.serving.request import Happening
 from mgraph.runtime.tokenizer import ByteTokenizer
@@ -311,3 +313,22 @@ def test_alternatives_hold_the_likeliest() -> None:
     assert [t for t, _, _ in delta.scores[0].top] == order
     assert [p for _, _, p in delta.scores[0].top] == pytest.approx(dense[order].tolist(), abs=1e-5)
     assert delta.prompt_scores[0].token == 4 and len(delta.prompt_scores[0].top) == 2
+
+
+def test_what_json_cannot_write_is_not_given() -> None:
+    """Tokens that cannot come have minus infinity, and a model that is broken gives nan."""
+
+    def logits(tokens: Sequence[int]) -> NDArray[np.float64]:
+        row = np.full(VOCAB, -np.inf)
+        row[len(tokens) % VOCAB] = 0
+        return row if len(tokens) < 4 else np.full(VOCAB, np.nan)
+
+    engine = Engine(FakeStepper(logits=logits))
+    group = engine.submit([1, 2], SamplingParams(max_tokens=4, temperature=0, logprobs=3, prompt_logprobs=2))
+    deltas = engine.step()
+    while engine.unfinished:
+        deltas += engine.step()
+    scores = [score for delta in deltas if delta.group == group for score in (*delta.scores, *delta.prompt_scores)]
+    values = [value for score in scores for value in (score.logprob, *(p for _, _, p in score.top))]
+    assert len(scores) == 5 and LEAST_LOGPROB in values and 0.0 in values
+    assert all(np.isfinite(value) for value in values)

@@ -1,0 +1,44 @@
+"""`mgraph serve`: what it says where it cannot begin. What it does then is tested with the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mgraph.cli import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the package is missing"),
+        (["--port", "80"], "the package is missing"),
+        (["nowhere"], "there is no such directory"),
+        ([".", "--hots", "x"], "did you mean '--host'?"),
+        ([".", "--port", "x"], "invalid int value: 'x'"),
+        ([".", "--port", "0"], "there are no weights to serve"),
+        ([".", "--port", "0", "--weights", "w", "--random-init"], "exclude each other"),
+        ([".", "--port", "0", "--random-init"], "manifest.json"),
+        ([".", "--port", "0", "--random-init", "--prompt", "x"], "manifest.json"),
+    ],
+)
+def test_wrong_usage(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["serve", *arguments]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.out == "" and "Traceback" not in said.err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--help"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: mgraph serve PKG") and "--drain-timeout" in said
