@@ -136,20 +136,20 @@ class SamplingParams:
 
 _RANGES: Mapping[str, tuple[type, float, float, bool]] = {
     "n": (int, 1, MOST_CHOICES, False),
-    "temperature": (float, 0, math.inf, False),
+    "temperature": (float, 0, 1000, False),
     "top_k": (int, -1, 2**31 - 1, False),
     "top_p": (float, 0, 1, True),
     "min_p": (float, 0, 1, False),
     "presence_penalty": (float, -2, 2, False),
     "frequency_penalty": (float, -2, 2, False),
-    "repetition_penalty": (float, 0, math.inf, True),
+    "repetition_penalty": (float, 0.01, 100, False),
     "seed": (int, -1, SEEDS - 1, False),
     "max_tokens": (int, 1, 2**31 - 1, False),
     "min_tokens": (int, 0, 2**31 - 1, False),
     "logprobs": (int, 0, MOST_ALTERNATIVES, False),
     "prompt_logprobs": (int, 0, MOST_ALTERNATIVES, False),
 }
-"""Field -> its type, least and greatest value, and whether the least itself is left out."""
+"""Field -> its type, least and greatest value, and whether the least itself is left out. None overflows in f32."""
 
 _OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")

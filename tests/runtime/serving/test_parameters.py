@@ -27,6 +27,8 @@ WRONG: list[tuple[str, Any]] = [
     ("presence_penalty", 2.1),
     ("frequency_penalty", -2.1),
     ("repetition_penalty", 0),
+    ("repetition_penalty", 1e300),
+    ("temperature", 1e300),
     ("seed", 2**63),
     ("seed", -2),
     ("max_tokens", 0),

@@ -22,7 +22,7 @@ from mgraph.runtime.options import read
 from mgraph.runtime.serving.program import ServeOptions, address, listen
 
 ROOT = Path(__file__).parents[3]
-BODY = json.dumps({"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True})
+BODY = json.dumps({"prompt": "x", "max_tokens": 80, "ignore_eos": True, "stream": True})
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def test_sigterm_finishes_what_is_under_way() -> None:
 
 @pytest.mark.parametrize("how", ["second", pytest.param("timeout", marks=pytest.mark.full)])
 def test_a_second_signal_or_the_time_ends_at_once(how: str) -> None:
-    with program(0.05, 30 if how == "second" else 0.3) as (process, place):
+    with program(0.15, 30 if how == "second" else 0.3) as (process, place):
         _, lines = streams(place, 4)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
@@ -93,7 +93,7 @@ def test_a_second_signal_or_the_time_ends_at_once(how: str) -> None:
             assert process.poll() is None
             process.send_signal(signal.SIGINT)
         assert process.wait(10) == 1
-        assert time.monotonic() - started < 6, "200 steps of 50 ms take longer"
+        assert time.monotonic() - started < 6, "80 steps of 150 ms take longer"
     assert not any(each and each[-1] == "data: [DONE]" and '"length"' in each[-2] for each in lines)
 
 
