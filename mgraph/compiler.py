@@ -52,7 +52,7 @@ FUSE, REGIONS = "fuse-rope,fuse-norm,fuse-loss,fuse-experts,fuse-products,", "fu
 """What is fused for GPUs: into ops that have a name, and what is left."""
 TIMES = "compilation.json"
 """The file in a package's graphs/ that keeps the seconds of each stage and the capture's report."""
-_SHARDING = ("dp", "tp", "fsdp")
+_SHARDING = ("dp", "ep", "tp", "fsdp")
 """The axes in the order of their passes: what is sharded is what tensor parallelism leaves of a tensor."""
 _DTYPES = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}
 _ADAMW = ("beta1", "beta2", "eps", "weight_decay", "max_norm", "optimizer")
@@ -119,10 +119,16 @@ def pipeline_text(recipe: Recipe) -> str:
     if (ranks := recipe.mesh_axes().get("tp")) and ranks > 1:
         specs += [print_spec("pad", {"size": ranks, **dict.fromkeys(recipe.padded, True)})] if recipe.pad else []
         specs += [print_spec("repeat-heads", {"size": ranks})]
+    specs += [print_spec("expert-dispatch", {"size": recipe.expert_ranks})] if recipe.expert_axes() else []
     specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]
     specs += [print_spec("expert-bias", {"rate": recipe.expert_bias_rate})] if recipe.expert_bias_rate else []
     derive = ",".join(specs)
-    shard = "".join(f"{_sharding(recipe, axis)}," for axis in _SHARDING if axis in recipe.mesh_axes())
+    shard = ""
+    for axis in (axis for axis in _SHARDING if axis in recipe.mesh_axes()):
+        shard += f"{_sharding(recipe, axis)},"
+        if axis in recipe.expert_axes()[-1:]:
+            ways: dict[str, OptionValue] = {"over": recipe.expert_axes(), "gather": recipe.dispatch == "allgather"}
+            shard += print_spec("expert-parallel", ways) + ","
     schedule = "overlap-gradients," if recipe.overlap else ""
     fuse, graphs = (FUSE, ",cuda-graphs") if recipe.archs else ("", "")
     if recipe.loss_budget:
@@ -138,6 +144,8 @@ def pipeline_text(recipe: Recipe) -> str:
 def _sharding(recipe: Recipe, axis: str) -> str:
     """The pass of a mesh axis."""
     options: dict[str, OptionValue] = {"axis": axis, "size": recipe.mesh_axes()[axis] or 0}
+    if axis in recipe.expert_axes():
+        options["experts"] = True
     if axis in recipe.placements():
         options["place"] = recipe.placements()[axis]
     if axis == "tp":
@@ -232,7 +240,11 @@ def _run_passes(
         TwinCheck(
             ranks=recipe.mesh_axes().get("tp") or 1,
             # On the twin each axis that splits tensors has two ranks.
-            parts=2 ** sum(axis != "dp" and size != 1 for axis, size in recipe.mesh_axes().items()),
+            parts=2
+            ** sum(
+                (axis != "dp" or axis in recipe.expert_axes()) and size != 1
+                for axis, size in recipe.mesh_axes().items()
+            ),
         ),
         Start(),
         VerifyLater(),

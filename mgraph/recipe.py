@@ -7,6 +7,7 @@ and `mgraph env` are printed from here. A flag wins over the file, the file over
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,7 +26,7 @@ TARGET_ARCHS = {"h100": "sm_90a", "cpu": ""}
 ARCHS = ("sm_80", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_103", "sm_103a", "sm_120", "sm_120a")
 """The GPU architectures that kernels can be built for; the compiler behind Triton ends the process for others."""
 
-MESH_AXES = {"dp": "data-parallel", "fsdp": "fully-shard", "tp": "tensor-parallel"}
+MESH_AXES = {"dp": "data-parallel", "ep": "data-parallel", "fsdp": "fully-shard", "tp": "tensor-parallel"}
 """The axes that a mesh may have, major first (neighbouring ranks share a layer), and the pass for each."""
 
 PLACING_AXES = ("tp",)
@@ -44,6 +45,7 @@ _OF_AXIS = {
     "overlap": "dp",
     "sequence_parallel": "tp",
     "pad": "tp",
+    "dispatch": "ep",
 }
 """Fields that say how an axis is used."""
 
@@ -67,6 +69,11 @@ class Recipe:
     model: str = option("", "what to compile: a zoo model (dense-tiny), file.py:factory, or hf:config.json")
     purpose: str = option("train", "what the package is for", ("train", "serve"))
     mesh: str = option("dp=*", "mesh axes and sizes, e.g. dp=2,tp=2; dp=* binds to the number of processes at launch")
+    dispatch: str = option(
+        "alltoall",
+        "how tokens go over ep: each to the ranks that have its experts, or all to all ranks",
+        ("alltoall", "allgather"),
+    )
     place: tuple[str, ...] = option(
         (), "where parameters lie over a mesh axis, instead of as their use says: 'PATTERN|PATTERN: S(1)@tp' or R@tp"
     )
@@ -206,8 +213,9 @@ class Recipe:
             raise OptionError("max_length is 1", where="--max-length", hint="sequences of at least 2 tokens")
         if not self.mesh_axes():
             raise OptionError("the mesh is empty", where="--mesh", hint="dp=1 for one process, dp=* for any number")
+        axes = {*self.mesh_axes(), *(["ep"] if self.expert_axes() else [])}
         for name, axis in _OF_AXIS.items():
-            if getattr(self, name) != getattr(Recipe, name) and axis not in self.mesh_axes():
+            if getattr(self, name) != getattr(Recipe, name) and axis not in axes:
                 hint = f"--mesh {self.mesh},{axis}=2, or without {flag_of(name)}"
                 raise OptionError(f"the mesh {self.mesh} has no axis {axis}", where=flag_of(name), hint=hint)
 
@@ -230,11 +238,13 @@ class Recipe:
         axes: dict[str, int | None] = {}
         for part in self.mesh.split(",") if self.mesh.strip(", ") else ():
             name, equals, size = part.strip().partition("=")
+            if name == "ep" and size and not size[0].isdecimal() and size != "*":
+                continue  # no axis of its own: expert_axes
             if not equals or not (size == "*" or (size.isdecimal() and int(size) > 0)):
                 hint = "NAME=SIZE, with a size of at least 1, e.g. dp=2, or dp=*"
                 raise OptionError(f"mesh axis {part!r}", where="--mesh", hint=hint)
             if name not in MESH_AXES:
-                hint = "data-parallel dp, fully sharded fsdp and tensor-parallel tp"
+                hint = "data-parallel dp, fully sharded fsdp, tensor-parallel tp and expert-parallel ep"
                 raise OptionError(f"mesh axis {name!r} is not supported", where="--mesh", hint=hint)
             if name != "dp" and size == "*":
                 raise OptionError(f"the mesh axis {name} has no size", where="--mesh", hint=f"a number: {name}=2")
@@ -244,6 +254,30 @@ class Recipe:
                 raise OptionError(f"mesh axis {name!r} is given twice", where="--mesh", hint="each axis once")
             axes[name] = None if size == "*" else int(size)
         return {name: axes[name] for name in MESH_AXES if name in axes}
+
+    def expert_axes(self) -> tuple[str, ...]:
+        """The data axes whose ranks share the experts, major first: of `ep=2` its own, of `ep=dp*fsdp` these.
+
+        Raises OptionError where one is no data axis of the mesh with a size.
+        """
+        given = [p.strip().partition("=")[2] for p in self.mesh.split(",") if p.strip().startswith("ep=")]
+        if not given:
+            return ()
+        axes = self.mesh_axes()
+        if given == [str(axes.get("ep"))]:
+            return ("ep",)
+        parts = given[0].split("*")
+        for part in parts:
+            if len(given) > 1 or part not in ("dp", "fsdp") or axes.get(part) is None or parts.count(part) > 1:
+                hint = "ep=2, or data axes of the mesh that have sizes: dp=2,fsdp=2 with ep=dp, ep=fsdp or ep=dp*fsdp"
+                raise OptionError(f"the mesh {self.mesh} does not say over which axes experts lie", "--mesh", hint)
+        return tuple(axis for axis in axes if axis in parts)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Over how many ranks the experts lie; 1 without ep."""
+        axes = self.mesh_axes()
+        return math.prod(axes[axis] or 1 for axis in self.expert_axes())
 
     def placements(self) -> dict[str, tuple[str, ...]]:
         """The rules of `place` by axis. Raises OptionError for a rule of an axis that takes none."""

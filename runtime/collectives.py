@@ -154,6 +154,30 @@ def reduce_scatter_start(
     return _start(tensors, axis, send)
 
 
+def all_to_all(tensors: Sequence[Tensor], axis: str) -> list[Tensor]:
+    """Of each tensor the n-th of as many equal parts of its first dim as `axis` has ranks goes to rank n; the parts
+    that come in lie in the order of the ranks. New tensors of the same shapes."""
+    return wait(all_to_all_start(tensors, axis))
+
+
+def all_to_all_start(tensors: Sequence[Tensor], axis: str) -> Pending:
+    """Begin `all_to_all`. The tensors must not be written before `wait`."""
+
+    def send(same: list[Tensor], group: dist.ProcessGroup, ranks: int) -> Message:
+        parts = [_split(tensor, 0, ranks) for tensor in same]
+        flat = torch.cat([p.reshape(ranks, -1) for p in parts], 1) if len(parts) > 1 else parts[0].contiguous()
+        received = torch.empty_like(flat)
+        work = dist.all_to_all_single(received.view(-1), flat.view(-1), group=group, async_op=True)
+
+        def results() -> list[Tensor]:
+            pieces = _pieces(received.view(ranks, -1), [part.shape[1:] for part in parts])
+            return [piece.flatten(0, 1) for piece in pieces]
+
+        return Message(work, flat, results)
+
+    return _start(tensors, axis, send)
+
+
 def wait(pending: Pending) -> list[Tensor]:
     """Finish what was started, once: its results, in the order of the tensors that it was started with."""
     results = dict(pending.results)

@@ -32,7 +32,7 @@ from mgraph.runtime.handshake import TIMEOUT, Facts, MeshError, disagreement, ha
 
 T = TypeVar("T")
 
-DATA_AXES = ("dp", "fsdp")
+DATA_AXES = ("dp", "ep", "fsdp")
 """Ranks along these axes see different microbatches; the first is major. Along all others they see the same."""
 
 _DISK_TIMEOUT = timedelta(hours=6)
@@ -48,6 +48,8 @@ class Mesh:
     axes: dict[str, int]
     devices: DeviceMesh | None = field(default=None, repr=False)
     host: dist.ProcessGroup | None = field(default=None, repr=False)
+    products: dict[str, tuple[int, DeviceMesh | None]] = field(default_factory=dict, repr=False)
+    """Axes that are made of others: their sizes, and their ranks as one axis."""
 
     @property
     def position(self) -> dict[str, int]:
@@ -65,29 +67,43 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`; an axis that the mesh lacks has one."""
-        return self.axes.get(axis, 1)
+        return self.products[axis][0] if axis in self.products else self.axes.get(axis, 1)
 
     def index(self, axis: str) -> int:
         """This rank's position along `axis`."""
+        if axis in self.products:
+            product = self.products[axis][1]
+            return product.get_local_rank() if product is not None else 0
         return self.devices.get_local_rank(axis) if self.devices is not None and axis in self.axes else 0
 
     @property
     def data_size(self) -> int:
         """Number of ranks that see different microbatches."""
-        return math.prod(map(self.size, DATA_AXES))
+        return math.prod(self.axes.get(axis, 1) for axis in DATA_AXES)
 
     @property
     def data_rank(self) -> int:
         """This rank's position among them, which all ranks share that see the same."""
         place = 0
-        for axis in DATA_AXES:
-            place = place * self.size(axis) + self.index(axis)
+        for axis in (axis for axis in DATA_AXES if axis in self.axes):
+            place = place * self.axes[axis] + self.index(axis)
         return place
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of the ranks that differ from this one along `axis` only; its size must be above 1."""
         assert self.devices is not None, f"axis '{axis}' has no group: this is a single process"
+        if axis in self.products:
+            product = self.products[axis][1]
+            assert product is not None, f"the product '{axis}' was declared"
+            return product.get_group()
         return self.devices.get_group(axis)
+
+    def declare(self, axes: Mapping[str, Any]) -> None:
+        """Make the groups of those axes of a manifest that are products of others. All ranks call it."""
+        for axis, parts in axes.items():
+            if isinstance(parts, list):
+                devices = None if self.devices is None else self.devices[tuple(parts)]._flatten(axis)
+                self.products[axis] = math.prod(map(self.size, parts)), devices
 
     @property
     def is_first(self) -> bool:
@@ -198,8 +214,10 @@ def is_first_of_machine() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def bind_axes(declared: dict[str, int | str], world_size: int) -> dict[str, int]:
-    """Sizes of the declared axes, where `*` takes the share of `world_size` that the other axes leave."""
+def bind_axes(declared: Mapping[str, Any], world_size: int) -> dict[str, int]:
+    """Sizes of the declared axes, where `*` takes the share of `world_size` that the other axes leave. Those that are
+    products of others are left out."""
+    declared = {axis: size for axis, size in declared.items() if not isinstance(size, list)}
     fixed = math.prod(int(size) for size in declared.values() if size != "*")
     text = axes_text(declared)
     open_axes = [axis for axis, size in declared.items() if size == "*"]

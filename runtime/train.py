@@ -117,6 +117,7 @@ def run(options: Options, package_dir: Path) -> None:
         return device, axes, _facts(package, options) if mesh.environment()[1] > 1 else {}
 
     where = mesh.start(prepare)
+    where.declare(opened[0].manifest["mesh"])
     torch.set_num_threads(options.threads or _share_of_threads())
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())

@@ -20,11 +20,14 @@ from mgraph.runtime.collectives import (
     all_gather_start,
     all_reduce,
     all_reduce_start,
+    all_to_all,
+    all_to_all_start,
     reduce_scatter,
     reduce_scatter_start,
     wait,
 )
 from mgraph.runtime.dropout import dropout, dropout_part, random
+from mgraph.runtime.expert_exchange import clear_tail, expert_places, own_choices, pack_rows, unpack_rows
 from mgraph.runtime.experts import expert_glu, expert_glu_grad, moe_order, moe_route_order
 from mgraph.runtime.kernels import kernels
 from mgraph.runtime.moe import (
@@ -101,11 +104,14 @@ __all__ = [
     "all_gather_start",
     "all_reduce",
     "all_reduce_start",
+    "all_to_all",
+    "all_to_all_start",
     "attention",
     "attention_grad",
     "axis_index",
     "by_token",
     "change_scores",
+    "clear_tail",
     "copy_",
     "cross_entropy",
     "cross_entropy_grad",
@@ -124,6 +130,7 @@ __all__ = [
     "expert_counts",
     "expert_glu",
     "expert_glu_grad",
+    "expert_places",
     "global_norm",
     "glu",
     "glu_grad",
@@ -149,6 +156,8 @@ __all__ = [
     "moe_route_order",
     "norm_rope",
     "norm_rope_grad",
+    "own_choices",
+    "pack_rows",
     "pad_extent",
     "pad_extent_grad",
     "padded_part",
@@ -173,6 +182,7 @@ __all__ = [
     "store_start",
     "to_device_start",
     "to_host_start",
+    "unpack_rows",
     "wait",
     "zero_",
 ]

@@ -350,6 +350,17 @@ def _collective(site: Site, options: Sequence[str]) -> str:
     return f"rt.{node.op}({', '.join(texts)})"
 
 
+def _all_to_all(site: Site) -> str:
+    attrs = site.node.attrs
+    assert attrs["split_dim"] == attrs["join_dim"] == 0, f"{site.node!r}: parts of the first dim are sent"
+    return _chosen(site, _collective(site, []))
+
+
+def _pack_rows(site: Site) -> str:
+    fill = f", fill={site.node.attrs['fill']}" if "fill" in site.node.attrs else ""
+    return f"rt.pack_rows({', '.join(site.operands)}{fill})"
+
+
 def _copies(site: Site) -> str:
     return f"rt.{site.node.op}({site.tensors(site.node.operands, '')})"
 
@@ -378,6 +389,8 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "add_rms_norm_grad": _runtime(),
     "all_finite": _all_finite,
     "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "all_to_all_start": _all_to_all,
     "all_gather_start": _all_gather,
     "all_reduce": _all_reduce,
     "all_reduce_start": _all_reduce,
@@ -397,7 +410,12 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "embedding_part": _runtime(),
     "embedding_part_grad": _runtime(),
     "expert_bias_update": _expert_bias_update,
+    "clear_tail": _runtime(),
     "expert_counts": _runtime(),
+    "expert_places": _runtime(),
+    "own_choices": _runtime(),
+    "pack_rows": _pack_rows,
+    "unpack_rows": _runtime(),
     "glu": _runtime(),
     "glu_grad": _runtime(),
     "gradient_scale": _runtime(),

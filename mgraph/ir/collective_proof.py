@@ -113,6 +113,8 @@ _Wanted = tuple[Callable[[Placement | None], bool], str]
 
 
 def _partial(attrs: Any) -> _Wanted:
+    if attrs.get("extent") is not None:
+        return _sharded("dim")(attrs)
     reduction = attrs.get("reduction", "sum")
     return lambda p: isinstance(p, Partial) and p.reduction == reduction, f"partial ({reduction})"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import sympy
 
-from mgraph.ir.dims import Dim, as_dim, dim_text, divide, names_in, parse_dim, substitute, symbol
+from mgraph.ir.dims import Dim, NamedDim, as_dim, dim_text, divide, names_in, parse_dim, substitute, symbol
 
 RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,
@@ -61,6 +61,11 @@ def multiples(facts: Iterable[str], sizes: Mapping[str, int | None]) -> dict[str
             if dim.is_Symbol and number is not None:
                 found[str(dim)] = number
     return found
+
+
+def dependent(dims: Mapping[str, NamedDim], name: str) -> frozenset[str]:
+    """A named dim, and the ragged dims whose bounds depend on it."""
+    return frozenset([name, *(d.name for d in dims.values() if d.bound is not None and name in names_in(d.bound))])
 
 
 def share(extent: Dim, by: int, known: Mapping[str, int]) -> Dim | None:

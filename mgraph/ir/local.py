@@ -13,12 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mgraph.ir.dims import Dim, names_in
-from mgraph.ir.facts import multiples, share
+from mgraph.ir.facts import dependent, multiples, share
 from mgraph.ir.graph import Axis, Function, Module, Node
 from mgraph.ir.types import Shard, TensorType
 
 SHAPE_ATTRS = ("shape", "size")
 """Attributes that repeat the shape of the only result."""
+
+
+COUNTED = {"moe_dispatch": ("num_experts", 2)}
+"""Ops with an attribute that is the extent of the first dim of a result, by its number."""
 
 
 def bound_dims(module: Module) -> frozenset[tuple[str, str]]:
@@ -32,7 +36,8 @@ def bound_dims(module: Module) -> frozenset[tuple[str, str]]:
         for axis, placement in value.type.placement
         if isinstance(placement, Shard)
         for part in parts[axis]
-        for name in names_in(value.type.shape[placement.dim])
+        for dim in names_in(value.type.shape[placement.dim])
+        for name in dependent(module.dims, dim)
     )
 
 
@@ -78,6 +83,8 @@ class Division:
 
     def local_attrs(self, node: Node) -> Mapping[str, Any]:
         """The attributes that one rank runs the node with."""
+        if self.sizes and node.op in COUNTED:
+            return self._counted(node)
         if not self.sizes or len(node.results) != 1 or not any(name in node.attrs for name in SHAPE_ATTRS):
             return node.attrs
         type_ = node.results[0].type
@@ -92,6 +99,13 @@ class Division:
                 pairs = zip(shape, type_.shape, local.shape, strict=True)
                 attrs[name] = tuple(part if given == whole else given for given, whole, part in pairs)
         return attrs
+
+    def _counted(self, node: Node) -> Mapping[str, Any]:
+        """The attributes of a node one of which is the extent of a result."""
+        name, result = COUNTED[node.op]
+        type_ = node.results[result].tensor
+        local = self.local_type(type_).shape[0]
+        return node.attrs if local == type_.shape[0] else {**node.attrs, name: local}
 
 
 def localized(module: Module) -> Module:

@@ -30,6 +30,7 @@ PASSES: dict[str, str] = {
     "freeze": "mgraph.passes.freeze:Freeze",
     "pad": "mgraph.passes.pad:Pad",
     "repeat-heads": "mgraph.passes.repeat_heads:RepeatHeads",
+    "expert-dispatch": "mgraph.passes.expert_dispatch:ExpertDispatch",
     "autodiff": "mgraph.passes.autodiff:Autodiff",
     "recompute": "mgraph.passes.recompute:Recompute",
     "derive-serve": "mgraph.passes.derive_serve:DeriveServe",
@@ -39,6 +40,7 @@ PASSES: dict[str, str] = {
     "data-parallel": "mgraph.passes.data_parallel:DataParallel",
     "tensor-parallel": "mgraph.passes.tensor_parallel:TensorParallel",
     "fully-shard": "mgraph.passes.fully_shard:FullyShard",
+    "expert-parallel": "mgraph.passes.expert_parallel:ExpertParallel",
     # fuse
     "fuse-loss": "mgraph.passes.fuse_loss:FuseLoss",
     "chunk-loss": "mgraph.passes.chunk_loss:ChunkLoss",

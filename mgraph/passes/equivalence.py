@@ -447,7 +447,9 @@ def _spread(before: Module, after: Module, shapes: Shapes) -> Evidence:
     Where ranks along the new axis see different microbatches, a rank of before runs those of all of them, one after the
     other; else the same ones. What they hold together must be what it holds.
     """
-    (axis,) = [axis.name for axis in after.mesh if axis.name not in {old.name for old in before.mesh}]
+    axis, *more = [axis.name for axis in after.mesh if axis.name not in {old.name for old in before.mesh}]
+    if more:
+        raise Unverified(f"{axis}, {', '.join(more)} come at once, and one axis at a time is checked")
     sizes, old = mesh_of(after), mesh_of(before)
     numbers = _data_ranks(after, sizes)
     groups: dict[int, list[int]] = {}

@@ -11,6 +11,9 @@ shards it has goes by `level`, the stage of ZeRO (Rajbhandari et al. 2020, arXiv
 
 A tensor is sharded along its first dim that the axis divides (what tensor parallelism left of it). One that has none
 stays whole and is a near miss; its gradient is summed in `finish`, as those of `data-parallel`.
+
+With `experts`, at any level, the weights of experts stay with their ranks, `S(0)` with all that is theirs: they are
+never gathered, nor are their gradients scattered, since `expert-parallel` sends all tokens to them.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ from mgraph.ir.graph import Axis, Function, Module, Phase, State, StateKind, Val
 from mgraph.ir.local import bound_dims, data_axes
 from mgraph.ir.types import PendingType, Shard, TensorType
 from mgraph.passes.base import Pass, Report, Stage, Tier
-from mgraph.passes.data_parallel import accumulators, with_batches_apart
+from mgraph.passes.data_parallel import accumulators, spread_finish, with_batches_apart, with_experts_apart
+from mgraph.passes.expert_weights import expert_states
 from mgraph.passes.gathering import Sharded, by_dim, scattered_type, with_units
-from mgraph.passes.spreading import Spreader
 
 MOST_WHOLE = 0.1
 """The largest part of the parameters that may stay whole on every rank."""
@@ -49,6 +52,7 @@ class FullyShard(Pass):
     level: int = 3
     reshard: bool = True
     wide: bool = False
+    experts: bool = False
 
     name: ClassVar[str] = "fully-shard"
     stage: ClassVar[Stage] = Stage.SHARD
@@ -65,15 +69,18 @@ class FullyShard(Pass):
 
     def on_twin(self, real: Module) -> Pass:
         """Over two ranks, with states that lie as those of `real`."""
-        return _OnTwin(self.axis, min(self.size, 2), self.level, self.reshard, self.wide, self._shards(real, Report()))
+        shards = self._shards(real, Report())
+        return _OnTwin(self.axis, min(self.size, 2), self.level, self.reshard, self.wide, self.experts, shards)
 
     def run(self, module: Module, report: Report) -> Module:
         """Place states, then rewrite `finish` and the data entries."""
-        placements = self._placements(module, report)
+        apart = expert_states(module) if self.experts else frozenset()
+        placements = {name: p for name, p in self._placements(module, report).items() if name not in apart}
+        module = with_experts_apart(module, self.axis, apart)
         # Major first: replicas, then shards, then what divides a layer.
         at = len(data_axes(module.mesh, bound_dims(module)))
         module = replace(module, mesh=(*module.mesh[:at], Axis(self.axis, self.size), *module.mesh[at:]))
-        totals = accumulators(module)
+        totals = [name for name in accumulators(module) if name not in apart]
         reduced = [name for name in totals if name not in placements]
         partial = totals if self.level == 1 else reduced
         module = with_batches_apart(module, self.axis, partial, reduced, self.name, report)
@@ -93,9 +100,7 @@ class FullyShard(Pass):
         report.count("units", units)
         if self.level < 3:
             module = module.with_function(_on_parts(module, self, placements))
-        spreader = Spreader(module, self.axis, self.size, self.name)
-        spreader.entry(module.entries["finish"], module.state)
-        return replace(module, functions={**module.functions, **spreader.functions})
+        return spread_finish(module, self.axis, self.size, self.name)
 
     def _placements(self, module: Module, report: Report) -> dict[str, Shard]:
         """Where states that may be sharded lie, by name: as the parameter whose they are."""

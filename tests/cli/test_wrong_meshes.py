@@ -32,12 +32,26 @@ CASES: list[tuple[str, list[str]]] = [
     ("fsdp=*", ["fsdp has no size", "fsdp=2"]),
     ("dp=*,tp=*", ["tp has no size", "tp=2"]),
     # axes
-    ("ep=2", ["'ep' is not supported", "dp, fully sharded fsdp and tensor-parallel tp"]),
-    ("dp=2,pp=2", ["'pp' is not supported"]),
+    ("dp=2,pp=2", ["'pp' is not supported", "dp, fully sharded fsdp, tensor-parallel tp and expert-parallel ep"]),
     ("TP=2", ["'TP' is not supported"]),
     ("=2", ["'' is not supported"]),
     ("dp=2,dp=4", ["'dp' is given twice", "each axis once"]),
     ("tp=2,dp=*,tp=2", ["'tp' is given twice"]),
+    # experts
+    ("ep=2", ["no experts that ranks could share", "a mesh without ep"]),
+    ("ep=*", ["ep has no size", "ep=2"]),
+    *[
+        (mesh, ["does not say over which axes experts lie", "ep=dp*fsdp"])
+        for mesh in (
+            "dp=2,ep=fsdp",
+            "dp=*,ep=dp",
+            "tp=2,ep=tp",
+            "dp=2,ep=dp*dp",
+            "dp=2,ep=dp,ep=2",
+            "dp=2,ep=dp*",
+            "dp=2,ep=2,ep=dp",
+        )
+    ],
     # what does not divide
     ("tp=3", ["tp=3 does not divide the 256 entries of the vocabulary of embed", "or --pad vocab"]),
     ("tp=8", ["tp=8 does not divide the 4 heads of layers.*.attn", "attention.py:", "divides 4, or --pad heads"]),

@@ -25,9 +25,9 @@ from mgraph.recipe import MESH_AXES, Recipe
 from tests.all_ranks import Tensors, difference, joined, laid_out, places
 from tests.families.configs import write_config
 
-MESH_OPTIONS = ("place", "sequence_parallel", "pad", "zero", "keep_gathered", "wide_sums", "overlap")
+MESH_OPTIONS = ("place", "sequence_parallel", "pad", "zero", "keep_gathered", "wide_sums", "overlap", "dispatch")
 """Fields of the recipe that only say how a mesh is used."""
-DATA_AXES = ("dp", "fsdp")
+DATA_AXES = ("dp", "ep", "fsdp")
 """Axes whose ranks see different rows."""
 BATCH, SEQUENCE = 2, 12
 LEAST = 1e-5
@@ -78,7 +78,7 @@ class Row:
     def sizes(self) -> dict[str, int]:
         """The axes and their sizes, major first."""
         given = dict(part.split("=") for part in self.mesh.split(","))
-        return {axis: int(given[axis]) for axis in MESH_AXES if axis in given}
+        return {axis: int(given[axis]) for axis in MESH_AXES if given.get(axis, "").isdecimal()}
 
     @property
     def ranks(self) -> int:
@@ -252,7 +252,8 @@ class Table:
         data_ranks = math.prod(row.sizes.get(axis, 1) for axis in DATA_AXES)
         alone, module = self.alone(row), build_module(row.recipe(self.directory)).module
         used = {n.attrs["axis"] for _, n in module.walk() if op_def(n.op).collective}
-        assert used == row.sizes.keys(), f"{row}: collectives over {used}"
+        products = {axis.name for axis in module.mesh if axis.of}
+        assert used == row.sizes.keys() | products, f"{row}: collectives over {used}"
         state = initial_state(alone)
         assert module.state.keys() >= state.keys()
         ranks = Ranks(module, row.sizes, state)

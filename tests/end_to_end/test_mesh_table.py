@@ -81,11 +81,37 @@ OPTIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("odd", "tp=4", {"pad": "heads,vocab", "place": ("embed.weight|head.weight: S(1)@tp",)}),
     ("odd", "tp=4", {"pad": "heads,vocab", "lora": ("*.q.*|*.o.*: rank=4, alpha=8",)}),
 ]
+EXPERTS: list[tuple[str, str, dict[str, Any]]] = [
+    *[
+        ("moe-tiny-losses", mesh, {"dispatch": dispatch})
+        for mesh in (
+            "ep=2",
+            "ep=4",
+            "fsdp=2,ep=fsdp",
+            "ep=2,tp=2",
+            "dp=2,ep=2",
+            "ep=2,fsdp=2",
+            "dp=2,fsdp=2,ep=dp*fsdp",
+        )
+        for dispatch in ("alltoall", "allgather")
+    ],
+    ("moe-tiny-losses", "dp=2,fsdp=2,ep=fsdp", {"zero": 1}),
+    ("moe-tiny-losses", "dp=2,fsdp=2,ep=dp", {"zero": 2}),
+    ("moe-tiny-losses", "fsdp=4,ep=fsdp", {"recompute": "full", "keep_gathered": True}),
+    ("moe-tiny-losses", "ep=2", {"recompute": "full", "dispatch": "allgather"}),
+    ("moe-tiny-losses", "ep=2,tp=2", {"sequence_parallel": True}),
+    ("moe-tiny-losses", "dp=2,ep=2", {"overlap": True}),
+    ("moe-tiny-losses", "ep=8", {"precision": "bf16"}),
+    ("moe-tiny-jitter", "ep=2,fsdp=2,tp=2", {}),
+    ("moe-tiny-grouped", "fsdp=2,ep=fsdp", {"expert_bias_rate": 0.01}),
+]
 ROWS = [
     *[Row(model, mesh) for mesh in MESHES for model in MODELS],
     *[Row("threes", mesh) for mesh in THREES],
     *[Row(model, mesh, tuple(options.items())) for model, mesh, options in OPTIONS],
 ]
+
+EXPERT_ROWS = [Row(model, mesh, tuple(options.items())) for model, mesh, options in EXPERTS]
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +122,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Table:
 CASES = sampled(ROWS, 0, always=[Row("moe-tiny-losses", "dp=2,fsdp=2,tp=2")])
 # A capture of each, which takes longer than all else.
 CASES += sampled([Row(model, "fsdp=2,tp=2") for model in OTHERS], 0)
+CASES += sampled(EXPERT_ROWS, 0, always=[Row("moe-tiny-losses", "ep=2,tp=2", (("dispatch", "alltoall"),))])
 
 
 @pytest.mark.parametrize("row", CASES, ids=str)
@@ -112,6 +139,11 @@ PROCESSES: list[tuple[str, str, dict[str, Any]]] = [
     ("moe-tiny-losses", "dp=2,fsdp=2", {"zero": 2, "overlap": True}),
     ("moe-tiny-losses", "fsdp=4", {"recompute": "full", "keep_gathered": True}),
     ("moe-tiny-losses", "dp=2,tp=2", {}),
+    ("moe-tiny-losses", "ep=2", {}),
+    ("moe-tiny-losses", "ep=4", {"dispatch": "allgather"}),
+    ("moe-tiny-losses", "dp=2,fsdp=2,ep=dp*fsdp", {}),
+    ("moe-tiny-losses", "ep=2,tp=2", {"recompute": "full"}),
+    ("moe-tiny-losses", "fsdp=2,ep=fsdp", {"dispatch": "allgather"}),
     ("hf:llama3", "dp=2,fsdp=2", {"overlap": True}),
     ("hf:llama3", "dp=2,fsdp=2,tp=2", {}),
     ("odd", "tp=4", {"pad": "heads,vocab"}),

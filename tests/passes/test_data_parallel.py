@@ -68,8 +68,11 @@ def test_one_rank_that_is_not_finite_stops_all() -> None:
         assert all(torch.equal(updated[n], state[n]) for n in ("embed", "embed.m", "embed.v", "step"))
 
 
-def test_it_needs_the_training_entries_and_runs_once() -> None:
+def test_it_needs_the_training_entries_and_runs_once_an_axis() -> None:
     with pytest.raises(PassError, match="requires the property"):
         run_pipeline(mlp_module(), "data-parallel")
-    with pytest.raises(PassError, match="cannot run where the property 'data-parallel' holds"):
-        run_pipeline(mlp_module(), "autodiff,adamw,data-parallel,data-parallel{axis=other}")
+    with pytest.raises(PassError, match="the mesh has an axis dp already"):
+        run_pipeline(mlp_module(), "autodiff,adamw,data-parallel,data-parallel")
+    two, _ = run_pipeline(mlp_module(), "autodiff,adamw,data-parallel,data-parallel{axis=other}")
+    verify(two)
+    assert two.state["embed.grad"].type.placement == (("dp", Partial("sum")), ("other", Partial("sum")))

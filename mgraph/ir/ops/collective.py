@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mgraph.ir.dims import Dim
 from mgraph.ir.opdef import REQUIRED, define_op
 from mgraph.ir.types import DType, Partial, PendingType, Shard, TensorType, Type
 
@@ -38,23 +39,37 @@ all_reduce_start = define_op(
 )
 
 
-def _all_gather(*groups: Any, axis: str, dim: int) -> Any:
-    """The shards of all ranks joined along `dim`: `S(dim)` to `R`."""
+def _all_gather(*groups: Any, axis: str, dim: int, extent: Dim | None = None) -> Any:
+    """The shards of all ranks joined along `dim`: `S(dim)` to `R`. With an `extent`, that of the result along `dim`,
+    the results count as values of their ranks, of which the extent has all: `S(dim)` to `S(dim)`."""
     import torch
 
     return tuple([torch.cat(list(ranks), dim)] * len(ranks) for ranks in groups)
 
 
-_GATHER = {"axis": REQUIRED, "dim": REQUIRED}
-all_gather = define_op("all_gather", _all_gather, attrs=_GATHER, infer=_infer_all_reduce, collective=True)
+def _infer_all_gather(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    return _with_extent(types, attrs) if attrs.get("extent") is not None else _infer_all_reduce(types, attrs)
+
+
+def _with_extent(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    """The types with another extent along the dim of a collective; they lie as before."""
+    dim = attrs["dim"]
+    return tuple(replace(t, shape=(*t.shape[:dim], attrs["extent"], *t.shape[dim + 1 :])) for t in types)
+
+
+_GATHER = {"axis": REQUIRED, "dim": REQUIRED, "extent": None}
+all_gather = define_op("all_gather", _all_gather, attrs=_GATHER, infer=_infer_all_gather, collective=True)
 all_gather_start = define_op(
-    "all_gather_start", _all_gather, attrs=_GATHER, infer=_start(_infer_all_reduce), collective=True
+    "all_gather_start", _all_gather, attrs=_GATHER, infer=_start(_infer_all_gather), collective=True
 )
 
 
-def _reduce_scatter(*groups: Any, axis: str, dim: int, reduction: str = "sum", wide: bool = False) -> Any:
+def _reduce_scatter(
+    *groups: Any, axis: str, dim: int, reduction: str = "sum", wide: bool = False, extent: Dim | None = None
+) -> Any:
     """The reduction over the axis, each rank keeping its shard along `dim`: `P(sum)` to `S(dim)`. `wide`: terms that
-    are narrower than f32 are added up in f32, which is the result."""
+    are narrower than f32 are added up in f32, which is the result. With an `extent`, that of the result along `dim`,
+    the operands count as values of their ranks: `S(dim)` to `S(dim)`."""
     import torch
 
     made = []
@@ -74,6 +89,8 @@ def _reduced(ranks: Sequence[Any], reduction: str, dtype: Any) -> Any:
 
 
 def _infer_reduce_scatter(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    if attrs.get("extent") is not None:
+        return _with_extent(types, attrs)
     for t in types:
         if not isinstance(t.on(attrs["axis"]), Partial):
             raise ValueError(f"reduce_scatter of {t}, which is not partial over {attrs['axis']}")
@@ -87,7 +104,7 @@ def _widened(type_: TensorType, attrs: Mapping[str, Any]) -> TensorType:
     return replace(type_, dtype=DType.F32) if attrs.get("wide") and narrow else type_
 
 
-_SCATTER = {"axis": REQUIRED, "dim": REQUIRED, "reduction": "sum", "wide": False}
+_SCATTER = {"axis": REQUIRED, "dim": REQUIRED, "reduction": "sum", "wide": False, "extent": None}
 reduce_scatter = define_op(
     "reduce_scatter", _reduce_scatter, attrs=_SCATTER, infer=_infer_reduce_scatter, collective=True
 )
@@ -108,6 +125,8 @@ def _all_to_all(*groups: Any, axis: str, split_dim: int, join_dim: int) -> Any:
 
 
 def _infer_all_to_all(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    if attrs["split_dim"] == attrs["join_dim"]:
+        return tuple(types)
     return tuple(t.place(attrs["axis"], Shard(attrs["split_dim"])) for t in types)
 
 

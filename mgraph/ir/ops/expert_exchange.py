@@ -1,0 +1,202 @@
+"""Tokens on their way to the experts of other ranks and back: expert parallelism.
+
+Shapes: T tokens of a rank, K experts a token, N width, n ranks that share E experts (rank r has E/n of them, from
+r·E/n on), R rows that a rank receives. A token is sent once to each rank that has any of its experts, however many of
+them: with its row go its weights and the numbers of its experts, and what comes back is one row, the weighted sum over
+those experts. `expert_send` and `expert_return` are adjoint, and are the identity on one rank; `expert-parallel`
+replaces them by the other ops and collectives:
+
+    send      places = expert_places(indices)    all_to_all(pack_rows(x, places))
+    return    unpack_rows(all_to_all(y), places)
+
+R is a ragged dim. Of the n·T rows that a rank has room for, T for each rank that it receives from, those in use come
+first within the part of each rank; a row that is not in use has no experts, and is read into no result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mgraph.ir.dims import symbol
+from mgraph.ir.opdef import REQUIRED, GradientRequest, define_op
+from mgraph.ir.ops.cost import per_element, traffic
+from mgraph.ir.ops.numeric import rounded
+from mgraph.ir.torch_bridge import promote
+from mgraph.ir.types import DType, TensorType
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mgraph.ir.graph import Value
+
+    Attrs = Mapping[str, Any]
+    Types = Sequence[TensorType]
+
+
+def _expert_send(*operands: Any, num_experts: int, rows: str, choices: bool = False) -> Any:
+    """Rows of tensors for the ranks that have a token's experts.
+
+    Tensors [T, N] of any width, then indices i64[T, K] → each as [R, N], where R is the ragged dim `rows`; with
+    `choices` at last i64[R, K], the experts of a row by their numbers on the rank that has it, and how many that rank
+    has for one of another rank. On one rank: what it is given.
+    """
+    *tensors, indices = operands
+    return (*tensors, indices) if choices else tuple(tensors)
+
+
+def _infer_send(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    *tensors, indices = types
+    _same_tokens("expert_send", types)
+    received = symbol(attrs["rows"])
+    sent = [*tensors, indices] if attrs.get("choices") else tensors
+    return tuple(TensorType(t.dtype, (received, *t.shape[1:])) for t in sent)
+
+
+def _send_gradient(request: GradientRequest) -> Sequence[Value | None]:
+    *tensors, indices = request.node.operands
+    given = [c for c in request.cotangents[: len(tensors)] if c is not None]
+    attrs = {name: request.node.attrs[name] for name in ("num_experts", "rows")}
+    made = iter(request.builder.emit("expert_return", (*given, indices), attrs, names=["dsent"] * len(given)))
+    return *(None if c is None else next(made) for c in request.cotangents[: len(tensors)]), None
+
+
+def _expert_return(*operands: Any, num_experts: int, rows: str) -> Any:
+    """The inverse way: for each token the sum of the rows that stand for it on the ranks that have its experts.
+
+    Tensors [R, N], then indices i64[T, K] → each as [T, N], summed in at least f32. On one rank: what it is given.
+    """
+    return operands[:-1]
+
+
+def _infer_return(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    *tensors, indices = types
+    return tuple(TensorType(t.dtype, (indices.shape[0], *t.shape[1:])) for t in tensors)
+
+
+def _return_gradient(request: GradientRequest) -> Sequence[Value | None]:
+    indices = request.node.operands[-1]
+    given = [c for c in request.cotangents if c is not None]
+    attrs = {name: request.node.attrs[name] for name in ("num_experts", "rows")}
+    made = iter(request.builder.emit("expert_send", (*given, indices), attrs, names=["dreturned"] * len(given)))
+    return *(None if c is None else next(made) for c in request.cotangents), None
+
+
+def _same_tokens(op: str, types: Types) -> None:
+    if any(t.shape[0] != types[-1].shape[0] for t in types):
+        raise ValueError(f"{op}: {', '.join(map(str, types))} are not of equally many tokens")
+
+
+def _clear_tail(rows: Tensor, offsets: Tensor) -> Tensor:
+    """rows [R, N] with zeros from row offsets[-1] on (offsets i32[E], cumulative ends): what belongs to no expert."""
+    import torch
+
+    used = torch.arange(rows.shape[0], device=rows.device) < offsets[-1]
+    return rows.where(used[:, None], rows.new_zeros(()))
+
+
+def _infer_clear(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    rows, offsets = types
+    if len(rows.shape) != 2 or len(offsets.shape) != 1:
+        raise ValueError(f"clear_tail: rows {rows} and offsets {offsets} do not fit")
+    return (TensorType(rows.dtype, rows.shape),)
+
+
+def _clear_gradient(request: GradientRequest) -> Sequence[Value | None]:
+    offsets = request.node.operands[1]
+    return request.builder.one("clear_tail", request.cotangent, offsets, name="drows"), None
+
+
+def _expert_places(indices: Tensor, *, num_experts: int, ranks: int) -> Tensor:
+    """Where each token lies among those that go to a rank: indices i64[T, K] → i64[T, ranks], -1 where it does not go.
+
+    They are counted in the order of the tokens. A token goes to a rank once, however many of its experts are there.
+    """
+    owner = indices // (num_experts // ranks)
+    goes = owner.new_zeros(indices.shape[0], ranks).scatter(1, owner, 1)
+    return (goes.cumsum(0) - 1).where(goes > 0, -1)
+
+
+def _infer_places(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    return (TensorType(DType.I64, (types[0].shape[0], attrs["ranks"])),)
+
+
+def _pack_rows(x: Tensor, places: Tensor, *, rows: str, fill: int = 0) -> Tensor:
+    """The rows that go to each rank: x [T, N], places i64[T, n] → [n·T, N]; token t lies at d·T + places[t, d] for
+    each rank d that it goes to, and all other rows are `fill`."""
+    tokens, ranks = places.shape
+    out = x.new_full((ranks, tokens, *x.shape[1:]), fill)
+    for rank in range(ranks):
+        goes = places[:, rank] >= 0
+        out[rank, places[goes, rank]] = x[goes]
+    return out.flatten(0, 1)
+
+
+def _infer_pack(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    return (TensorType(types[0].dtype, (symbol(attrs["rows"]), *types[0].shape[1:])),)
+
+
+def _unpack_rows(y: Tensor, places: Tensor) -> Tensor:
+    """The sum over the ranks that token t went to of y[d·T + places[t, d]]: y [n·T, N], places i64[T, n] → [T, N].
+
+    Summed in at least f32.
+    """
+    tokens, ranks = places.shape
+    parts = promote(y).unflatten(0, (ranks, tokens))
+    total = parts.new_zeros(tokens, *y.shape[1:])
+    for rank in range(ranks):
+        goes = places[:, rank] >= 0
+        total[goes] += parts[rank, places[goes, rank]]
+    return rounded(total, y)
+
+
+def _own_choices(indices: Tensor, index: Tensor, *, num_experts: int, ranks: int) -> Tensor:
+    """The experts of received rows by their numbers on this rank, number `index` (i64[]) of the `ranks` that share
+    `num_experts`: indices i64[R, K] → i64[R, K], and how many a rank has for those of others."""
+    own = num_experts // ranks
+    local = indices - index * own
+    return local.where((local >= 0) & (local < own), own)
+
+
+define_op(
+    "expert_send",
+    _expert_send,
+    infer=_infer_send,
+    attrs={"num_experts": REQUIRED, "rows": REQUIRED, "choices": False},
+    gradient=_send_gradient,
+    bytes=traffic,
+)
+define_op(
+    "expert_return",
+    _expert_return,
+    infer=_infer_return,
+    attrs={"num_experts": REQUIRED, "rows": REQUIRED},
+    gradient=_return_gradient,
+    bytes=traffic,
+)
+define_op("clear_tail", _clear_tail, infer=_infer_clear, gradient=_clear_gradient, bytes=traffic)
+define_op(
+    "expert_places",
+    _expert_places,
+    infer=_infer_places,
+    attrs={"num_experts": REQUIRED, "ranks": REQUIRED},
+    flops=per_element(2),
+    bytes=traffic,
+)
+define_op("pack_rows", _pack_rows, infer=_infer_pack, attrs={"rows": REQUIRED, "fill": 0}, bytes=traffic)
+define_op(
+    "unpack_rows",
+    _unpack_rows,
+    infer=lambda types, attrs: (TensorType(types[0].dtype, (types[1].shape[0], *types[0].shape[1:])),),
+    flops=per_element(1),
+    bytes=traffic,
+    compute_dtype="f32",
+)
+define_op(
+    "own_choices",
+    _own_choices,
+    infer=lambda types, attrs: (TensorType(DType.I64, types[0].shape),),
+    attrs={"num_experts": REQUIRED, "ranks": REQUIRED},
+    flops=per_element(2),
+    bytes=traffic,
+)

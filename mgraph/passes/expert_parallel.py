@@ -1,0 +1,173 @@
+"""expert-parallel: the ranks of data axes share the experts; each token is sent to the ranks that have its experts.
+
+    %x_sent, %weights_sent, %own = expert_send(%x, %weights, %indices)
+==>
+    %places = expert_places(%indices) {ranks = 2}                            i64[B*S, 2]
+    %x_packed = pack_rows(%x, %places)                                       f32[R, 64]
+    …
+    %x_sent, %weights_sent, %choices = all_to_all(%x_packed, …) {axis = "ep"}
+    %own = own_choices(%choices, %index)
+
+    %out = expert_return(%combined, %indices)
+==>
+    %back = all_to_all(%combined) {axis = "ep"}
+    %out = unpack_rows(%back, %places)
+
+A token goes once to each rank that has any of its experts, and comes back as one row. With `gather` all tokens go to
+all ranks, and what comes back is summed on the way:
+
+    %x_sent, … = all_gather(%x, …)            %out = reduce_scatter(%combined)
+
+Rows have room for the worst case, all tokens of all ranks on one: R <= ranks * B*S.
+
+The passes of the data axes have placed the weights of experts over them (`mgraph.passes.expert_weights`), and left
+their gradients alone: a rank's experts see the tokens of all ranks, so their sums are whole, and are divided by the
+count of all ranks like those of any other weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from mgraph.errors import PassError
+from mgraph.ir.builder import FunctionBuilder, rebuild
+from mgraph.ir.dims import as_dim
+from mgraph.ir.graph import Axis, Function, Module, Node, Value
+from mgraph.ir.types import DType, TensorType
+from mgraph.passes.base import Pass, Report, Stage, Tier
+
+_SENT, _BACK = "expert_send", "expert_return"
+
+
+@dataclass(frozen=True)
+class ExpertParallel(Pass):
+    """Send tokens over the axes of `over`, data axes of the mesh, major first; of several, `axis` names the product.
+
+    `gather`: all tokens go to all ranks.
+    """
+
+    axis: str = "ep"
+    over: tuple[str, ...] = ("ep",)
+    gather: bool = False
+
+    name: ClassVar[str] = "expert-parallel"
+    stage: ClassVar[Stage] = Stage.SHARD
+    tier: ClassVar[Tier] = Tier.REASSOCIATING
+    requires: ClassVar[frozenset[str]] = frozenset({"microbatch", "finish", "expert-dispatch"})
+    provides: ClassVar[frozenset[str]] = frozenset({"expert-parallel"})
+    conflicts: ClassVar[frozenset[str]] = frozenset({"expert-parallel"})
+
+    def run(self, module: Module, report: Report) -> Module:
+        """Replace the ways by collectives, in every function."""
+        sizes = {axis.name: axis.size for axis in module.mesh}
+        missing = [axis for axis in self.over if not sizes.get(axis)]
+        if missing:
+            raise PassError(f"the mesh has no axis {missing[0]} of a known size", "--mesh", f"{missing[0]}=2")
+        ranks = 1
+        for axis in self.over:
+            ranks *= sizes[axis] or 1
+        name, mesh = self.over[0], module.mesh
+        if len(self.over) > 1:
+            name, mesh = self.axis, (*mesh, Axis(self.axis, None, self.over))
+        if ranks == 1:
+            return module
+        used = {str(n.attrs["rows"]) for _, n in module.walk() if n.op in (_SENT, _BACK)}
+        dims = {
+            n: replace(d, bound=as_dim(ranks * d.bound)) if n in used and d.bound is not None else d
+            for n, d in module.dims.items()
+        }
+        functions = {}
+        for function_name, function in module.functions.items():
+            if any(node.op in (_SENT, _BACK) for node in function.nodes):
+                functions[function_name] = _Ways(function, name, ranks, self, report).rewritten()
+        return replace(module, mesh=mesh, dims=dims, functions={**module.functions, **functions})
+
+
+@dataclass
+class _Ways:
+    """One function while its ways are replaced."""
+
+    source: Function
+    axis: str
+    ranks: int
+    options: ExpertParallel
+    report: Report
+    _places: dict[Value, Value] = field(default_factory=dict)
+    _index: Value | None = None
+
+    def rewritten(self) -> Function:
+        """The function with collectives."""
+        builder = rebuild(self.source, self.options.name)
+        made = self.source.producers()
+        for node in self.source.nodes:
+            with builder.at(node):
+                if node.op == _SENT:
+                    self._send(builder, node)
+                elif node.op == _BACK:
+                    self._return(builder, node)
+                elif node.op == "clear_tail" and _is_dispatched(made, node.operands[0]):
+                    builder.replace(node.result, node.operands[0])  # only the gradient of rows is cleared
+                else:
+                    builder.keep(node)
+        return builder.build(self.source.results)
+
+    def _send(self, builder: FunctionBuilder, node: Node) -> None:
+        *tensors, indices = (builder.value(v) for v in node.operands)
+        choices = bool(node.attrs.get("choices"))
+        sent = [*tensors, indices] if choices else tensors
+        names = [v.name for v in node.results]
+        types = [v.tensor for v in node.results]
+        if self.options.gather:
+            attrs: dict[str, object] = {"axis": self.axis, "dim": 0, "extent": types[0].shape[0]}
+            got = builder.emit("all_gather", sent, attrs, types=types, names=names)
+        else:
+            packed: list[Value] = []
+            for value, type_ in zip(sent, types, strict=True):
+                fill = {"fill": -1} if value is indices else {}
+                attrs = {"rows": node.attrs["rows"], **fill}
+                operands = (value, self._place(builder, node, indices))
+                packed += builder.emit("pack_rows", operands, attrs, types=[type_], names=[f"{value.name}_packed"])
+            attrs = {"axis": self.axis, "split_dim": 0, "join_dim": 0}
+            got = builder.emit("all_to_all", packed, attrs, types=types, names=names)
+        for old, new in zip(node.results, got, strict=True):
+            builder.replace(old, new)
+        if choices:
+            attrs = {"num_experts": node.attrs["num_experts"], "ranks": self.ranks}
+            if self._index is None:
+                self._index = builder.one("axis_index", axis=self.axis)
+            own = builder.emit("own_choices", (got[-1], self._index), attrs, types=types[-1:], names=["own"])
+            builder.replace(got[-1], own[0])
+            self.report.match(self.source.name, node.id, f"tokens go to {self.ranks} ranks of {self.axis}")
+
+    def _return(self, builder: FunctionBuilder, node: Node) -> None:
+        *tensors, indices = (builder.value(v) for v in node.operands)
+        names, types = [v.name for v in node.results], [v.tensor for v in node.results]
+        attrs: dict[str, object]
+        if self.options.gather:
+            attrs = {"axis": self.axis, "dim": 0, "extent": types[0].shape[0]}
+            made: Sequence[Value] = builder.emit("reduce_scatter", tensors, attrs, types=types, names=names)
+        else:
+            attrs = {"axis": self.axis, "split_dim": 0, "join_dim": 0}
+            backs = [f"{v.name}_back" for v in tensors]
+            back = builder.emit("all_to_all", tensors, attrs, types=[v.tensor for v in tensors], names=backs)
+            places = self._place(builder, node, indices)
+            made = [
+                builder.emit("unpack_rows", (value, places), types=[type_], names=[name])[0]
+                for value, type_, name in zip(back, types, names, strict=True)
+            ]
+        for old, new in zip(node.results, made, strict=True):
+            builder.replace(old, new)
+
+    def _place(self, builder: FunctionBuilder, node: Node, indices: Value) -> Value:
+        """Where the tokens of these choices lie, made where it is first needed."""
+        if indices not in self._places:
+            type_ = TensorType(DType.I64, (indices.tensor.shape[0], self.ranks), indices.tensor.placement)
+            attrs = {"num_experts": node.attrs["num_experts"], "ranks": self.ranks}
+            self._places[indices] = builder.emit("expert_places", (indices,), attrs, types=[type_], names=["places"])[0]
+        return self._places[indices]
+
+
+def _is_dispatched(made: dict[Value, Node], rows: Value) -> bool:
+    return rows in made and made[rows].op == "moe_dispatch"

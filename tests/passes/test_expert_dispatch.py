@@ -1,0 +1,41 @@
+"""The way to the experts on one rank: nothing changes but the ops; that gradients go the same way is checked too."""
+
+from __future__ import annotations
+
+import torch
+
+from mgraph.compiler import build_module
+from mgraph.ir.dims import Extent, symbol
+from mgraph.ir.graph import Module
+from mgraph.recipe import Recipe
+from tests.end_to_end.meshes import Ranks, initial_state, steps_of
+
+
+def compiled(mesh: str, disable: str) -> Module:
+    recipe = Recipe(model="moe-tiny-losses", mesh=mesh, arch="none", disable=disable)
+    return build_module(recipe).module
+
+
+def test_one_rank_computes_what_it_did() -> None:
+    before, after = compiled("dp=1", ""), compiled("ep=1", "")
+    ops = {node.op for _, node in after.walk()}
+    assert {"expert_send", "expert_return", "clear_tail"} <= ops
+    made = []
+    for module in (before, after):
+        ranks = Ranks(module, {axis.name: 1 for axis in module.mesh}, initial_state(before))
+        batches = steps_of(before, 1, 1)[0][0]
+        outputs = ranks.run_batches("microbatch", 0, batches)[0]
+        made.append({**outputs, **{n: ranks.held[0][n] for n in before.state if n.endswith(".grad")}})
+    for name, tensor in made[0].items():
+        assert torch.equal(tensor, made[1][name]), name
+
+
+def test_rows_are_of_a_ragged_dim() -> None:
+    module = compiled("ep=1", "")
+    dim = module.dims["R"]
+    assert (dim.bound, dim.extent) == (symbol("B") * symbol("S"), Extent.BOUND)
+    for _, node in module.walk():
+        if node.op == "moe_dispatch":
+            assert node.results[0].tensor.shape[0] == 2 * symbol("R")
+        if node.op == "expert_return":
+            assert all(v.tensor.shape[0] == dim.bound for v in node.results)

@@ -1,0 +1,80 @@
+"""Where experts and tokens lie under expert parallelism, and how many bytes go over the axis.
+
+That training goes on as on one device is in tests/end_to_end/test_mesh_table.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from mgraph.compiler import build_module
+from mgraph.errors import PassError
+from mgraph.ir.collective_proof import prove
+from mgraph.ir.collectives import message_bytes
+from mgraph.ir.dims import evaluate
+from mgraph.ir.graph import Module, StateKind
+from mgraph.ir.types import Shard
+from mgraph.passes.activations import extents
+from mgraph.passes.expert_weights import expert_states
+from mgraph.recipe import Recipe
+
+BATCH, SEQUENCE = 2, 12
+TOKENS = BATCH * SEQUENCE
+
+
+@functools.cache
+def compiled(mesh: str, dispatch: str = "alltoall", model: str = "moe-tiny") -> Module:
+    return build_module(Recipe(model=model, mesh=mesh, arch="none", dispatch=dispatch)).module
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes"), [("ep=2", ["ep"]), ("fsdp=2,ep=fsdp", ["fsdp"]), ("dp=2,fsdp=2,ep=dp*fsdp", ["dp", "fsdp"])]
+)
+def test_experts_lie_over_their_axes_with_all_that_is_theirs(mesh: str, axes: list[str]) -> None:
+    module = compiled(mesh)
+    experts = expert_states(module)
+    assert {module.state[name].kind for name in experts} == {StateKind.PARAM, StateKind.GRAD, StateKind.MOMENT}
+    for name in experts:
+        assert module.state[name].type.placement == tuple((axis, Shard(0)) for axis in axes), name
+    reduced = {v.name for n in module.entry_function("finish").nodes if n.op == "all_reduce_start" for v in n.operands}
+    assert reduced, "what is no expert's is reduced"
+    assert not reduced & experts
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
+def test_bytes_are_those_of_each_token_once_a_rank(ranks: int, dispatch: str) -> None:
+    """Not once an expert: a message has a row for each token and rank, whatever the number of experts a token has."""
+    module = compiled(f"ep={ranks}", dispatch)
+    order = prove(module)
+    sizes = extents(module, {"B": BATCH, "S": SEQUENCE})
+    layer = next(f for f in order.items if f.endswith(".fwd"))
+    sent = [i for i in order.issued if i.function.name == layer and i.axis == "ep"]
+    there, back = ("all_to_all", "all_to_all") if dispatch == "alltoall" else ("all_gather", "reduce_scatter")
+    assert [i.kind for i in sent] == [there, back]
+    width, choices = 64, int(str(next(n for _, n in module.walk() if n.op == "moe_route").attrs["top_k"]))
+    found = [evaluate(message_bytes(order, i), sizes) for i in sent]
+    assert found == [ranks * TOKENS * (4 * width + 4 * choices + 8 * choices), ranks * TOKENS * 4 * width]
+
+
+def test_rows_have_room_for_all_tokens_of_all_ranks() -> None:
+    assert extents(compiled("ep=4"), {"B": BATCH, "S": SEQUENCE})["R"] == 4 * TOKENS
+    assert extents(compiled("fsdp=2,ep=fsdp"), {"B": BATCH, "S": SEQUENCE})["R"] == 2 * TOKENS
+
+
+def test_one_rank_sends_nothing() -> None:
+    module = compiled("ep=1")
+    kinds = {i.kind for i in prove(module).issued}
+    assert kinds == {"all_reduce"}  # of what finish sums over the axis
+
+
+def test_a_model_without_experts_is_refused() -> None:
+    with pytest.raises(PassError, match="no experts that ranks could share"):
+        compiled("ep=2", model="dense-tiny")
+
+
+def test_an_axis_that_does_not_divide_the_experts_is_refused() -> None:
+    with pytest.raises(PassError, match="ep=3 does not divide the 8 experts of layers"):
+        compiled("ep=3")
