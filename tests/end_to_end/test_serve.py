@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import openai
 import pytest
@@ -16,8 +17,10 @@ from safetensors.torch import save_file
 from mgraph.compiler import compile_package
 from mgraph.errors import CheckpointError, OptionError
 from mgraph.recipe import Recipe
+from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
+from mgraph.runtime.serving.step import Batch, Pending, Sampling, Stepper
 from tests.end_to_end.builds import Build, build, llama
 from tests.families.configs import eager, write_config
 from tests.sampling import sampled
@@ -136,6 +139,39 @@ def test_many_requests(
 ) -> None:
     built, model, weights = served
     compare(built.path, weights, model, prompts, prefix_cache, cache)
+
+
+class Ahead:
+    """A package with its results looked at one step late, as on a GPU: till then its tokens are unknown."""
+
+    asynchronous = True
+
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper = stepper
+        self.unknown = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stepper, name)
+
+    def run(self, batch: Batch, sampling: Sampling) -> Pending:
+        self.unknown += int((batch.tokens < 0).sum())
+        return self._stepper.run(batch, sampling)
+
+
+@pytest.mark.parametrize("cache", ["ample", "tight"])
+def test_planned_before_tokens_are_known(served: tuple[Build, torch.nn.Module, Path], cache: str) -> None:
+    """Sampled with penalties: the same as with a step at a time."""
+    built, _, weights = served
+    blocks = 5 if cache == "tight" else 60
+    llm = LLM(built.path, weights, device="cpu", num_blocks=blocks, step_tokens=9, max_requests=4)
+    inputs = [[at] * (5 + 4 * at) for at in range(6)]
+    params = [SamplingParams(seed=at, max_tokens=12, repetition_penalty=1 + at / 4, logprobs=1) for at in range(6)]
+    ahead = Ahead(llm.engine.stepper)
+    late = LLM.over(Engine(cast(Stepper, ahead), llm.tokenizer, max_requests=4, max_tokens=9))
+    found = [[o.outputs[0].token_ids for o in model.generate(inputs, params)] for model in (llm, late)]
+    assert found[0] == found[1] and len({token for ids in found[0] for token in ids}) > 20
+    assert ahead.unknown > 20
+    assert (late.engine.scheduler.counts.preemptions > 0) == (cache == "tight")
 
 
 @pytest.mark.parametrize(("family", "prompts", "prefix_cache", "cache"), sampled(FAMILIES, 2))
