@@ -11,7 +11,8 @@ SURFACE = {
     "--seq --offload --chunk-loss --optimizer --weight-decay "
     "--groups --lora --lora-train --beta1 --beta2 --eps --max-norm --expert-bias-rate "
     "--loss-scale --loss-scale-growth --loss-scale-backoff --loss-scale-interval --loss-mask/--no-loss-mask "
-    "--packed/--no-packed --max-length --block-size --graph-policy --graph-workload --graphs --disable --verify/--no-verify --recipe/-c --force",
+    "--packed/--no-packed --max-length --block-size --graph-policy --graph-workload --graphs --disable "
+    "--verify/--no-verify --recipe/-c --force",
     "dump": "PKG PASS --fn --format",
     "diff": "PKG PASS_A PASS_B --format --limit",
     "explain": "PKG NODE|PATTERN --limit",

@@ -14,7 +14,6 @@ from mgraph.codegen.state_tables import SHORT, StateTables
 from mgraph.ir.graph import Module
 from mgraph.ir.local import Division, declared_sizes
 
-
 Lines = dict[str, dict[str, str]]
 """Of each function of a module: numbers of the lines of step.py, with the node that each was written for."""
 

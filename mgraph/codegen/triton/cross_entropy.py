@@ -120,8 +120,8 @@ def backward_tuning(problem: CrossEntropy) -> Tuning:
 def forward_backward_tuning(problem: CrossEntropy) -> Tuning:
     """The most programs a multiprocessor, so that some load while others compute and write, of which the cache holds
     what registers do not; for the longest rows one, whatever the cache holds. Rows of which registers hold all but a
-    tile have nothing to load ahead: on an H100 a row of 32,768 in bf16 then goes at the speed of a copy. Where a part is
-    read twice the cache is told so: 128,256 columns go at 0.90 of a copy, and without that at 0.86."""
+    tile have nothing to load ahead: on an H100 a row of 32,768 in bf16 then goes at the speed of a copy. Where a part
+    is read twice the cache is told so: 128,256 columns go at 0.90 of a copy, and without that at 0.86."""
     item = ITEM_BYTES[problem.dtype]
     tile = 32 * 8 * THREAD_ELEMENTS
     if item == 2 and 4 * tile < problem.size <= 8 * tile:
@@ -331,9 +331,7 @@ _ONLINE = (
 """The tile x enters the maxima and the sums of the lanes."""
 
 
-def _gradient_lines(
-    column: str, problem: CrossEntropy, known_end: int | None = None, evict: str = ""
-) -> list[str]:
+def _gradient_lines(column: str, problem: CrossEntropy, known_end: int | None = None, evict: str = "") -> list[str]:
     """The gradient of the tile x, but for the label's column, over its logits."""
     return [
         f"grad = tl.exp2(x * {_LOG2E!r} - lse) * scale",
