@@ -131,6 +131,11 @@ class LLM:
         several = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         return self.generate([chat_prompt(self.engine, self.template, m, tools) for m in several], params)  # type: ignore[arg-type]
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what the cache holds of earlier prompts, as after a change of the weights."""
+        with self._lock:
+            self.engine.scheduler.pool.forget_all()
+
     def _submit(self, given: _Input, params: SamplingParams) -> int:
         group = self.engine.submit(given.ids, params)
         self._arrived[group] = deque()

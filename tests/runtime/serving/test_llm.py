@@ -119,6 +119,16 @@ def test_chat(llm: LLM) -> None:
         without.chat([{"role": "user", "content": "hi"}])
 
 
+def test_the_cache_can_be_forgotten(llm: LLM) -> None:
+    cached = []
+    for forget in (False, False, True):
+        if forget:
+            llm.reset_prefix_cache()
+        cached.append(llm.generate("a prompt of some blocks", GREEDY)[0].cached_tokens)
+    assert cached == [0, 20, 0]
+    nothing_left(llm)
+
+
 def test_without_weights_it_refuses() -> None:
     with pytest.raises(OptionError, match="no weights to serve"):
         LLM("nowhere")

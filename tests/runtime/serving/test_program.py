@@ -19,7 +19,7 @@ import pytest
 
 from mgraph.errors import OptionError
 from mgraph.runtime.options import read
-from mgraph.runtime.serving.program import ServeOptions, address, listen
+from mgraph.runtime.serving.program import ServeOptions, address, listen, needed
 
 ROOT = Path(__file__).parents[3]
 BODY = json.dumps({"prompt": "x", "max_tokens": 80, "ignore_eos": True, "stream": True})
@@ -116,6 +116,13 @@ def test_a_port_that_is_taken() -> None:
         listen("no.such.host.invalid", 0)
     with listen("::1", 0) as six:
         assert address(six).startswith("http://[::1]:")
+
+
+def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(OptionError, match="needs the library uvicorn") as caught:
+        needed()
+    assert "mgraph[serve]" in str(caught.value)
 
 
 def test_options() -> None:
