@@ -218,6 +218,9 @@ class Recipe:
             if getattr(self, name) != getattr(Recipe, name) and axis not in axes:
                 hint = f"--mesh {self.mesh},{axis}=2, or without {flag_of(name)}"
                 raise OptionError(f"the mesh {self.mesh} has no axis {axis}", where=flag_of(name), hint=hint)
+        if self.keep_gathered and self.zero != 3:
+            problem = f"with --zero {self.zero} parameters are whole, and nothing is gathered"
+            raise OptionError(problem, where="--keep-gathered", hint="--zero 3, or without --keep-gathered")
 
     @property
     def directory(self) -> Path:

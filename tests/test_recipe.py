@@ -82,3 +82,9 @@ def test_what_is_served_is_not_packed() -> None:
     assert Recipe(model="dense-tiny", packed=True).packed
     with pytest.raises(OptionError, match="packed is for training"):
         Recipe(model="dense-tiny", purpose="serve", packed=True)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_nothing_is_gathered_that_could_be_kept(zero: int) -> None:
+    with pytest.raises(OptionError, match=f"with --zero {zero} parameters are whole"):
+        Recipe(model="m", mesh="fsdp=2", zero=zero, keep_gathered=True)

@@ -52,11 +52,10 @@ def change_scores(
 
 def _uniform(seeds: Tensor, draws: Tensor) -> Tensor:
     """f64 [N] in [0, 1): 53 bits of the block with counter `draws` under the key `seeds`."""
+    from mgraph import philox
 
     key = seeds & _WORD, (seeds >> 32) & _WORD
     zeros = draws.new_zeros(draws.shape)
-    from mgraph import philox
-
     high, low, _, _ = philox.philox4x32((draws & _WORD, (draws >> 32) & _WORD, zeros, zeros.clone()), key)
     return (high * 2**21 + (low >> 11)).double() * 2.0**-53
 
