@@ -1,0 +1,54 @@
+"""Experts that ranks share train as on one device however tokens are routed: few tokens, a hot expert, idle ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mgraph.ir.graph import Module, StateKind
+from tests.all_ranks import Tensors
+from tests.end_to_end import meshes
+from tests.end_to_end.meshes import Row, Table
+from tests.sampling import sampled
+
+MODEL = "moe-tiny-grouped"
+"""Its router adds a bias to the scores that experts are chosen by, so that a test may choose."""
+FAVOURED = {
+    "as drawn": [],
+    "one hot expert": [0],
+    "experts of one rank alone": [0, 1, 2, 3],
+    "experts of the other rank alone": [4, 5, 6, 7],
+}
+TOKENS = {"1 token": (1, 1), "fewer tokens than experts": (1, 3), "many tokens": (2, 12)}
+MESHES = [("ep=2", "alltoall"), ("ep=2", "allgather"), ("ep=4", "alltoall"), ("fsdp=2,ep=fsdp", "alltoall")]
+CASES = [(mesh, dispatch, f, t) for mesh, dispatch in MESHES for f in FAVOURED for t in TOKENS]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dispatch", "favoured", "tokens"),
+    sampled(CASES, 3, always=[("ep=2", "alltoall", "experts of the other rank alone", "1 token")]),
+)
+def test_routing(
+    mesh: str, dispatch: str, favoured: str, tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def skewed(module: Module) -> Tensors:
+        state = drawn(module)
+        for name, declared in module.state.items():
+            if declared.kind is StateKind.BUFFER and declared.type.shape == (8,):
+                # Distinct, as equal scores may be ordered otherwise.
+                state[name] = torch.linspace(0, 0.1, 8, dtype=torch.float64)
+                state[name][FAVOURED[favoured]] += 10
+        return state
+
+    drawn = meshes.initial_state
+    monkeypatch.setattr(meshes, "initial_state", skewed)
+    for name, value in zip(("BATCH", "SEQUENCE", "IGNORED"), (*TOKENS[tokens], 0), strict=True):
+        monkeypatch.setattr(meshes, name, value)
+    monkeypatch.setattr("mgraph.compiler.capture_with_report", meshes.capture)
+    table = Table(tmp_path)
+    row = Row(MODEL, mesh, (("dispatch", dispatch),))
+    biases = [n for n, s in table.alone(row).state.items() if s.kind is StateKind.BUFFER and s.type.shape == (8,)]
+    assert biases
+    assert table.worst(row) <= 1e-9
