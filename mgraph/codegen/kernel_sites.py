@@ -24,6 +24,7 @@ from mgraph.codegen.triton import (
     residual_norm,
     rms_norm,
     rope,
+    rope_append,
     square_sum,
 )
 from mgraph.codegen.triton.kernel import KernelSpec
@@ -95,6 +96,7 @@ ON_GPUS: dict[str, Template] = {
     "norm_rope_grad": Template("norm_rope_bwd", norm_rope.problem_of, norm_rope.backward),
     "paged_attention": Template("paged_attention", paged_attention.problem_of, paged_attention.forward),
     "rope": Template("rope", rope.problem_of, rope.rotate),
+    "rope_kv_append": Template("rope_kv_append", rope_append.problem_of, rope_append.append),
     "squared_relu": Template("squared_relu_fwd", glu.problem_of, glu.forward),
     "squared_relu_grad": Template("squared_relu_bwd", glu.problem_of, glu.backward),
 }

@@ -45,6 +45,7 @@ PASSES: dict[str, str] = {
     "fuse-loss": "mgraph.passes.fuse_loss:FuseLoss",
     "chunk-loss": "mgraph.passes.chunk_loss:ChunkLoss",
     "fuse-norm": "mgraph.passes.fuse_norm:FuseNorm",
+    "fuse-append": "mgraph.passes.fuse_append:FuseAppend",
     "fuse-rope": "mgraph.passes.fuse_rope:FuseRope",
     "fuse-experts": "mgraph.passes.fuse_experts:FuseExperts",
     "fuse-products": "mgraph.passes.fuse_products:FuseProducts",
