@@ -29,7 +29,20 @@ from benchmarks.gpu.kernel_case import Case
 from mgraph.codegen.triton.aot import build_kernels
 from mgraph.runtime import kernels as runtime
 
-FAMILIES = ("adamw", "attention", "embedding", "experts", "glu", "loss", "moe", "norm", "paged", "region", "rope")
+FAMILIES = (
+    "adamw",
+    "append",
+    "attention",
+    "embedding",
+    "experts",
+    "glu",
+    "loss",
+    "moe",
+    "norm",
+    "paged",
+    "region",
+    "rope",
+)
 L2_BYTES = 50e6
 CALLS = 10
 

@@ -47,7 +47,7 @@ class Shape:
         total = 0.0
         for name, parameter in model.named_parameters():
             share = 1.0
-            if "expert" in name:
+            if parameter.dim() == 3:  # of all experts
                 share = self.changes["top_k"] / self.changes["num_experts"]
             total += share * parameter.numel() * (not name.startswith("embed"))
         width = self.changes["num_heads"] * self.changes["head_width"]
