@@ -1,4 +1,4 @@
-"""A serve package on a GPU: what its CUDA graphs give is what its steps give launched op by op, and what the CPU does."""
+"""A serve package on a GPU: its CUDA graphs give what its steps give launched op by op, and what the CPU gives."""
 
 from __future__ import annotations
 
