@@ -78,3 +78,12 @@ def test_a_model_without_experts_is_refused() -> None:
 def test_an_axis_that_does_not_divide_the_experts_is_refused() -> None:
     with pytest.raises(PassError, match="ep=3 does not divide the 8 experts of layers"):
         compiled("ep=3")
+
+
+def test_splitting_and_sending_are_verified_as_one() -> None:
+    results = build_module(Recipe(model="moe-tiny", mesh="ep=2", arch="none", verify=True)).results
+    found = {r.name: r.measured["verify"] for r in results}
+    assert "checked with expert-parallel" in found.pop("data-parallel")["why"]
+    assert {measured["status"] for measured in found.values()} == {"verified"}
+    assert found["expert-parallel"]["method"] == "one rank with the microbatches of 2"
+    assert found["expert-parallel"]["error"] <= 1e-9
