@@ -70,7 +70,7 @@ def test_every_pass_verifies(tmp_path: Path, model: str) -> None:
     assert any("torch.optim.AdamW" in m for m in methods)
     assert any("torch autograd" in m for m in methods)
     serve = statuses(module, pipeline_text(Recipe(model=model, purpose="serve", max_length=24)))
-    assert any("chunks over the cache" in str(v["method"]) for v in serve.values())
+    assert any("chunks of two sequences over the cache" in str(v["method"]) for v in serve.values())
 
 
 # passes that are wrong
@@ -169,12 +169,12 @@ class WrongPositions(DeriveServe):
     def run(self, module: Module, report: Report) -> Module:
         made = super().run(module, report)
         step = made.functions["step"]
+        positions, tokens = (next(p for p in step.params if p.name == name) for name in ("positions", "tokens"))
         builder = rebuild(step, self.name)
         for node in step.nodes:
-            if node is first(step, "aten.add.Tensor"):
-                builder.replace(node.result, node.operands[0])
-            else:
-                builder.keep(node)
+            if positions in node.operands and node.op != "call":
+                node = replace(node, operands=tuple(tokens if v is positions else v for v in node.operands))
+            builder.keep(node)
         return made.with_function(builder.build(step.results))
 
 
@@ -208,7 +208,7 @@ def deep(layers: int) -> Module:
         (WrongRecompute("full"), "mlp", "autodiff", "entry 'microbatch', output '.*': must be bitwise equal"),
         (NoClipping(), "mlp", "autodiff", "entry 'finish', output '"),
         (MissingReduce(), "mlp", "autodiff,adamw", "entry 'finish', output '.* on rank 0'"),
-        (WrongPositions(24), "dense-tiny", RAISED, "entry 'step', output 'logits of position"),
+        (WrongPositions(24), "dense-tiny", RAISED, "entry 'step', output 'logits of token"),
     ],
 )
 def test_wrong_passes_are_caught(broken: Pass, model: str, earlier: str, says: str) -> None:
