@@ -96,7 +96,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     yield open_
 
 
-@pytest.mark.parametrize(("family", "block_size"), sampled([*CASES, *MORE], 0, always=[("gpt-oss", 16), ("qwen3", 1)]))
+@pytest.mark.parametrize(("family", "block_size"), sampled([*CASES, *MORE], 0, always=[("gpt-oss", 16)]))
 def test_log_probabilities_and_greedy_tokens(opened: Any, family: str, block_size: int) -> None:
     stepper, model = opened(family, block_size)
     for name, tensor in stepper.state.items():
@@ -139,9 +139,9 @@ def test_log_probabilities_and_greedy_tokens(opened: Any, family: str, block_siz
 
 
 def test_log_probabilities_of_a_whole_prompt(opened: Any) -> None:
-    stepper, model = opened("qwen3", 1)
+    stepper, model = opened("gpt-oss", 16)
     tokens = torch.randint(256, (12,), generator=torch.Generator().manual_seed(2)).tolist()
-    request = Served(tokens, list(range(5, 5 + LENGTH)))
+    request = Served(tokens, [5, 2, 9])
     found = []
     for new in (5, 1, 6):
         batch = batch_of([(request, new)], stepper, list(range(new)))
