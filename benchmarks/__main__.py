@@ -23,6 +23,7 @@ ON_A_GPU = {
     "kernels_h100": "benchmarks.gpu.kernels FILE [K5 ...]",
     "training_one_gpu_h100": "benchmarks.gpu.build_training DIR (anywhere), then benchmarks.gpu.training DIR FILE",
     "two_gpus_h200": "benchmarks.gpu.build_two_gpus DIR (anywhere), then benchmarks.gpu.two_gpus DIR FILE by torchrun",
+    "decode_h100": "mgraph compile MODEL --for serve (anywhere), then benchmarks.gpu.decode PACKAGE FILE",
     "training_h100": "mgraph compile (anywhere), then benchmarks.gpu.check_training FILE PACKAGE FAMILY:SIZE",
 }
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -56,7 +57,8 @@ def interpret(
     entries = build_kernels(specs, directory, archs=(arch,) if arch else ())
     (directory / "manifest.json").write_text(json.dumps({"kernels": entries}))
     torch.save(list(cases), directory / "cases.pt")
-    checked = ["compute-sanitizer", "--tool", sanitizer, "--error-exitcode", "9"] if sanitizer else []
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    checked = [tool, "--tool", sanitizer, "--error-exitcode", "9"] if sanitizer else []
     how = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if arch else {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [*checked, sys.executable, str(Path(__file__)), str(directory)],
