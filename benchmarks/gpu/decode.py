@@ -2,9 +2,9 @@
 
     python3 -m benchmarks.gpu.decode PACKAGE RESULTS.jsonl
 
-PACKAGE is a serve package for GPUs; its parameters are drawn anew. The prompt has 512 tokens. The time of a token is the
-difference between long and short continuations over their difference in length, so that the prompt's own time is not in
-it. That graphs give what steps give is what tests/runtime/serving/test_gpu.py shows.
+PACKAGE is a serve package for GPUs; its parameters are drawn anew. The prompt has 512 tokens. The time of a token is
+the difference between long and short continuations over their difference in length, so that the prompt's own time is
+not in it. That graphs give what steps give is what tests/runtime/serving/test_gpu.py shows.
 """
 
 from __future__ import annotations
