@@ -36,6 +36,8 @@ _ALONG = {
 """Ops of torch that work along the dims that their attribute `dim` names, and treat all others alike."""
 _LAST = {"aten.topk.default": -1, "aten.sort.default": -1, "aten.sort.stable": -1}
 _LOOKUPS = {"aten.embedding.default"}
+_ROWS = {"aten.addmm.default": 1}
+"""Ops that make each row of a product of one row of this operand."""
 _EQUAL = ("aten.full.", "aten.ones.", "aten.zeros.", "aten.empty.", "aten.scalar_tensor.")
 
 
@@ -58,6 +60,8 @@ def mixes_positions(node: Node, name: str) -> str | None:
         return None if alike else "numbers the tokens of a batch"
     if node.op in _LOOKUPS:
         return None if [i for i, _ in read] == [1] else "looks positions up"
+    if node.op in _ROWS:
+        return None if read == [(_ROWS[node.op], [0])] else "multiplies positions"
     if node.op in _ALONG:
         return _along(node, read[0][1][0])
     split = {("operand", i): dims[0] for i, dims in read} | {("result", i): dims[0] for i, dims in made}

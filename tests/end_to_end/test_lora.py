@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mgraph.passes.serve_samples import step_inputs
 from mgraph.runtime.checkpoint import latest, load
 from mgraph.runtime.mesh import current
 from mgraph.runtime.options import parse
@@ -266,11 +267,11 @@ def test_a_served_package_has_the_adapters_of_a_run(compiled: Callable[[str], Fa
     """The same recipe, for serving: its step gives the logits of `predict`."""
     trained = compiled("dense-tiny")
     state = drawn(trained.path)
-    serving = build("dense-tiny", tmp_path, lora=RULES["dense-tiny"], purpose="serve")
-    package = load_package(serving.path, "cpu")
+    serving = build("dense-tiny", tmp_path, lora=RULES["dense-tiny"], purpose="serve", max_length=32)
+    package = load_package(serving.path, "cpu", sizes={"P": 3})
     served = create_state(package.state_specs, 0, "cpu")
     served |= {name: state[name] for name in served.keys() & state.keys()}
     tokens = torch.randint(256, (1, 13))
     expected = load_package(trained.path, "cpu").call("predict", state, tokens)["logits"]
-    found = package.call("step", served, tokens, torch.tensor(0))["logits"]
+    found = package.call("step", served, *step_inputs(tokens.tolist(), [0], 2, 16).values())["logits"]
     torch.testing.assert_close(found.reshape(-1), expected[0, -1], rtol=0, atol=1e-5)
