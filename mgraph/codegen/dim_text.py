@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import sympy
 
 from mgraph.codegen.source import SourceWriter
-from mgraph.ir.dims import Dim, names_in, symbol
+from mgraph.ir.dims import Dim, names_in, substitute, symbol
 from mgraph.ir.graph import Value
 from mgraph.ir.local import Division
 from mgraph.ir.types import TensorType
@@ -63,7 +63,9 @@ class DimScope:
         self.names = {n for v in self._sources for d in v.tensor.shape for n in names_in(d)}
 
     def text(self, dim: Dim) -> str:
-        """The Python text of a dim; its names will be bound."""
+        """The Python text of a dim; its names will be bound, those of ragged dims by what they have room for."""
+        if self._division is not None:
+            dim = substitute(dim, self._division.bounds)
         self._needed.update(dict.fromkeys(sorted(names_in(dim))))
         return python_text(dim)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import sympy
 
-from mgraph.ir.dims import evaluate
+from mgraph.ir.dims import evaluate, names_in
 from mgraph.ir.graph import Function, Module, Node, Static, Value
 from mgraph.ir.local import Division
 from mgraph.ir.mesh import groups, mesh_sizes
@@ -107,6 +107,10 @@ class _Runner:
         for value, ranks in zip(values, arguments, strict=True):
             for dims, tensor in zip(self.dims, ranks, strict=True):
                 _bind(value, tuple(tensor.shape), dims)
+        for dims in self.dims:
+            for name, bound in self.division.bounds.items():
+                if names_in(bound) <= dims.keys():
+                    dims[name] = evaluate(bound, dims)
 
     def call(self, function: Function, arguments: Sequence[Ranks], statics: Mapping[str, Any]) -> list[Ranks]:
         values: dict[Value, Ranks] = dict(zip(function.inputs(), arguments, strict=True))

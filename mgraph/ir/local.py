@@ -59,12 +59,15 @@ class Division:
     bound: frozenset[tuple[str, str]]
     multiples: Mapping[str, int] = field(default_factory=dict)
     """Named dims that are known to be multiples of a number."""
+    bounds: Mapping[str, Dim] = field(default_factory=dict)
+    """What ragged dims have room for."""
 
     @staticmethod
     def of(module: Module, sizes: Mapping[str, int]) -> Division:
         """The division of a module's extents by axes; one of a single rank divides nothing."""
         known = multiples((fact.text for fact in module.facts), sizes)
-        return Division({axis: size for axis, size in sizes.items() if size > 1}, bound_dims(module), known)
+        bounds = {d.name: d.bound for d in module.dims.values() if d.bound is not None}
+        return Division({axis: size for axis, size in sizes.items() if size > 1}, bound_dims(module), known, bounds)
 
     def divides(self, extent: Dim, axis: str) -> bool:
         """Whether an extent that is sharded over an axis is divided by it."""

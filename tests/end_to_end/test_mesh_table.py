@@ -104,6 +104,9 @@ EXPERTS: list[tuple[str, str, dict[str, Any]]] = [
     ("moe-tiny-losses", "ep=8", {"precision": "bf16"}),
     ("moe-tiny-jitter", "ep=2,fsdp=2,tp=2", {}),
     ("moe-tiny-grouped", "fsdp=2,ep=fsdp", {"expert_bias_rate": 0.01}),
+    ("hf:qwen3-moe", "ep=2", {}),
+    ("hf:mixtral", "fsdp=2,ep=fsdp", {}),
+    ("hf:gpt-oss", "ep=2", {}),
 ]
 ROWS = [
     *[Row(model, mesh) for mesh in MESHES for model in MODELS],
@@ -144,6 +147,7 @@ PROCESSES: list[tuple[str, str, dict[str, Any]]] = [
     ("moe-tiny-losses", "dp=2,fsdp=2,ep=dp*fsdp", {}),
     ("moe-tiny-losses", "ep=2,tp=2", {"recompute": "full"}),
     ("moe-tiny-losses", "fsdp=2,ep=fsdp", {"dispatch": "allgather"}),
+    ("hf:gpt-oss", "ep=2", {}),
     ("hf:llama3", "dp=2,fsdp=2", {"overlap": True}),
     ("hf:llama3", "dp=2,fsdp=2,tp=2", {}),
     ("odd", "tp=4", {"pad": "heads,vocab"}),
