@@ -26,7 +26,8 @@ def routing(tokens: int, choices: int, experts: int) -> torch.Tensor:
 
 
 def body(name: str, *operands: torch.Tensor, **attrs: object) -> torch.Tensor:
-    return op_def(name).body(*operands, **op_def(name).complete(attrs))
+    made: torch.Tensor = op_def(name).body(*operands, **op_def(name).complete(attrs))
+    return made
 
 
 @pytest.mark.parametrize(("tokens", "choices", "experts", "ranks"), CASES)
