@@ -192,6 +192,17 @@ def test_a_gradient_that_no_batch_is_in_counts_on_each_rank(level: int, tmp_path
     assert all(found.error <= 1e-12 for found in check(FullyShard(), before, after, Shapes.of(before)))
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_parts_along_another_dim_than_the_first(level: int, tmp_path: Path) -> None:
+    """Two ranks do not divide the 31 rows, but their columns: where parameters are whole, `finish` updates those."""
+    (tmp_path / "odd.py").write_text(PENALISED.replace("32", "31"))
+    before = trained(f"{tmp_path}/odd.py:Model")
+    after = sharded(over=before, level=level)
+    parts = [n.attrs["dim"] for n in after.entry_function("finish").nodes if n.op == "part_of"]
+    assert parts == [1, 1], "of the embedding and of the head"
+    assert all(found.error <= 1e-12 for found in check(FullyShard(), before, after, Shapes.of(before)))
+
+
 def test_wide_sums_are_of_narrow_gradients() -> None:
     module = sharded("dense-tiny", over=trained("dense-tiny", precision="bf16"), wide=True)
     started = [n for n in module.entry_function("microbatch").nodes if n.op == "reduce_scatter_start"]
