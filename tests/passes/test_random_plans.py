@@ -23,6 +23,7 @@ from mgraph.passes.base import Report
 from mgraph.passes.samples import Margins
 from mgraph.passes.spreading import Spreader
 from tests.all_ranks import difference, joined, laid_out
+from tests.passes.build import B, f32, module_of, started
 from tests.passes.random_graphs import Drawing, draw_forward, draw_trained, places_beside
 from tests.sampling import sampled
 
@@ -203,3 +204,30 @@ def test_two_axes(seed: int) -> None:
     drawing, module = draw_forward(random.Random(seed), size_of(seed))
     first = spread(module, drawing.places, AXIS, drawing.size)
     check(module, spread(first, places_beside(drawing, 2), "ep", 2), {AXIS: drawing.size, "ep": 2}, drawing)
+
+
+# by hand, where a choice is rare among drawn ones
+
+
+def by_hand(*shapes: tuple[int, ...], rows: Mapping[int, int], size: int = 2) -> tuple[Drawing, list[Value]]:
+    """A drawing with weights `w0`, `w1`, ... of these shapes, some of them split along a dim."""
+    drawing = Drawing(random.Random(0), size)
+    for index, shape in enumerate(shapes):
+        name = f"w{index}"
+        drawing.state[name] = State.make(name, f32(*shape), StateKind.PARAM, trainable=True)
+    drawing.places = {f"w{index}": Shard(dim) for index, dim in rows.items()}
+    return drawing, [s.value for s in drawing.state.values()]
+
+
+def test_a_sum_that_was_reduced_is_read_as_its_total() -> None:
+    """The second reader could take the partial sum as it is, and another with it; the first had it reduced in place."""
+    drawing, (left, right) = by_hand((6, 8), (6, 8), rows={0: 1, 1: 1})
+    builder = started()
+    x = builder.param("x", f32(B, 8))
+    one, other = (builder.one("aten.linear.default", x, weight) for weight in (left, right))
+    first = builder.one("aten.relu.default", one)
+    second = builder.one("aten.relu.default", builder.one("aten.add.Tensor", one, other))
+    module = module_of(builder.build([first, second]), state=drawing.state)
+    plan(drawing, module)
+    ops = [n.op for n in spread(module, drawing.places, AXIS, 2).functions["forward"].nodes]
+    assert ops.count("all_reduce") == 2 and "all_gather" not in ops
