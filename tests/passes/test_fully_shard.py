@@ -203,6 +203,52 @@ def test_parts_along_another_dim_than_the_first(level: int, tmp_path: Path) -> N
     assert all(found.error <= 1e-12 for found in check(FullyShard(), before, after, Shapes.of(before)))
 
 
+TWICE = """
+import torch
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return x + self.turn(torch.relu(self.turn(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def inputs(B, S):
+    return {"tokens": (torch.int64, (B, S)), "labels": (torch.int64, (B, S))}
+
+
+def loss(logits, batch):
+    labels = batch["labels"].flatten()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum"), (labels != -100).sum()
+"""
+
+
+def test_a_layer_that_uses_a_weight_twice_gives_the_sum_of_its_gradients(tmp_path: Path) -> None:
+    (tmp_path / "twice.py").write_text(TWICE)
+    before = trained(f"{tmp_path}/twice.py:Model")
+    backward = before.functions["layer.bwd"]
+    assert [n.op for n in backward.nodes].count("accumulate") == 2 and len(backward.results) == 2
+    after = sharded(over=before)
+    assert all(found.error <= 1e-12 for found in check(FullyShard(), before, after, Shapes.of(before)))
+
+
 def test_wide_sums_are_of_narrow_gradients() -> None:
     module = sharded("dense-tiny", over=trained("dense-tiny", precision="bf16"), wide=True)
     started = [n for n in module.entry_function("microbatch").nodes if n.op == "reduce_scatter_start"]
