@@ -23,7 +23,7 @@ from mgraph.passes.base import Report
 from mgraph.passes.samples import Margins
 from mgraph.passes.spreading import Spreader
 from tests.all_ranks import difference, joined, laid_out
-from tests.passes.build import B, f32, module_of, started
+from tests.passes.build import B, S, f32, module_of, started
 from tests.passes.random_graphs import Drawing, draw_forward, draw_trained, places_beside
 from tests.sampling import sampled
 
@@ -231,3 +231,20 @@ def test_a_sum_that_was_reduced_is_read_as_its_total() -> None:
     plan(drawing, module)
     ops = [n.op for n in spread(module, drawing.places, AXIS, 2).functions["forward"].nodes]
     assert ops.count("all_reduce") == 2 and "all_gather" not in ops
+
+
+def test_a_sum_is_scattered_where_it_is_read_on_parts() -> None:
+    """To reduce it on all ranks sends twice as much, which only its reader's choice can save here."""
+    drawing, (up, down) = by_hand((6, 8), (8, 6), rows={0: 0, 1: 1})
+    drawing = replace(drawing, sequence=True)
+    builder = started()
+    x = builder.param("x", f32(B, S, 8))
+    hidden = builder.one("aten.linear.default", x, up)
+    summed = builder.one("aten.relu.default", builder.one("aten.linear.default", hidden, down))
+    module = module_of(builder.build([builder.one("aten.sum.dim_IntList", summed, dim=(2,))]), state=drawing.state)
+    plan(drawing, module)
+    after = spread(module, drawing.places, AXIS, 2, sequence=True)
+    function = after.entry_function("forward")
+    assert [n.op for n in function.nodes if n.op in MOVES] == ["reduce_scatter", "all_gather"]
+    rows = drawing.dims["B"] * drawing.dims["S"]
+    assert sent(after, function, drawing)[0] == 4 / 2 * (rows * 8 + rows), "half of f32[B, S, 8] and of the f32[B, S]"
