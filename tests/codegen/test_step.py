@@ -101,17 +101,19 @@ def test_text_is_deterministic() -> None:
 
 
 def test_an_op_without_a_form_is_an_error() -> None:
+    """What a pass has to replace, and did not."""
     text = """mgraph-ir 1
 module "m"
+dim R 0.. ragged <= 4 by bound
 
-func @f(%x: f32[4]) {
-  %y: f32[4] = all_to_all(%x) {axis = "dp", join_dim = 0, split_dim = 0} forward at "a" "m.py":3 by capture
+func @f(%x: f32[4, 2], %indices: i64[4, 1]) {
+  %y: f32[R, 2] = expert_send(%x, %indices) {num_experts = 2, rows = "R"} forward at "a" "m.py":3 by capture
   return %y
 }
 
 entry f = @f -> (y)
 """
-    with pytest.raises(PassError, match="no torch form of the op 'all_to_all'"):
+    with pytest.raises(PassError, match="no torch form of the op 'expert_send'"):
         step_text(parse_module(text))
 
 

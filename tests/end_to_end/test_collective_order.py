@@ -22,7 +22,7 @@ from tests.sampling import sampled
 
 PIPELINE = "tensor-parallel{{axis=tp,size={tp}}},data-parallel{{axis=dp,size={dp}}},cse,dce,in-place"
 trained = functools.cache(models.trained)
-HAVE = frozenset({"microbatch", "finish"})
+HAVE = frozenset({"microbatch", "finish", "derived"})
 
 
 def spread(model: Module, dp: int, tp: int) -> Module:
