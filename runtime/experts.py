@@ -11,15 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgraph.runtime.moe import grouped_mm, moe_route
+from mgraph.runtime.moe import grouped_mm, moe_order, moe_route
 from mgraph.runtime.ops import glu, glu_grad, wide
-
-
-def moe_order(indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs by expert, then by token, i64 [T * K], and the end of each expert's rows, i32 [E]; indices i64 [T, K]."""
-    chosen, order = indices.flatten().sort(stable=True)
-    experts = torch.arange(num_experts, device=indices.device)
-    return order, torch.searchsorted(chosen, experts, right=True, out_int32=True)
 
 
 def moe_route_order(logits: Tensor, bias: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:

@@ -28,7 +28,7 @@ from mgraph.runtime.collectives import (
 )
 from mgraph.runtime.dropout import dropout, dropout_part, random
 from mgraph.runtime.expert_exchange import clear_tail, expert_places, own_choices, pack_rows, unpack_rows
-from mgraph.runtime.experts import expert_glu, expert_glu_grad, moe_order, moe_route_order
+from mgraph.runtime.experts import expert_glu, expert_glu_grad, moe_route_order
 from mgraph.runtime.kernels import kernels
 from mgraph.runtime.moe import (
     expert_bias_update_,
@@ -40,6 +40,7 @@ from mgraph.runtime.moe import (
     moe_combine_grad,
     moe_dispatch,
     moe_dispatch_grad,
+    moe_order,
     moe_route,
     moe_route_grad,
 )

@@ -14,7 +14,7 @@ from mgraph.ir.graph import Node
 from mgraph.ir.opdef import REQUIRED, define_op, op_def
 from mgraph.ir.ops.cost import per_element, traffic
 from mgraph.ir.ops.glu import GLU_ATTRS, glu, glu_grad
-from mgraph.ir.ops.moe import grouped_matmul, grouped_outer
+from mgraph.ir.ops.moe import grouped_matmul, grouped_outer, moe_order
 from mgraph.ir.ops.numeric import rounded
 from mgraph.ir.ops.route import CHOOSING, WEIGHING, moe_route
 from mgraph.ir.torch_bridge import promote
@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 
     Attrs = Mapping[str, Any]
     Types = Sequence[TensorType]
-
-
-def moe_order(indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs of token and choice by expert, then by token: `moe_dispatch` without its rows.
-
-    indices i64[T, K] → order i64[T·K], offsets i32[E].
-    """
-    import torch
-
-    by_expert, order = indices.flatten().sort(stable=True)
-    experts = torch.arange(num_experts, device=indices.device)
-    return order, torch.searchsorted(by_expert, experts, right=True, out_int32=True)
 
 
 def moe_route_order(logits: Tensor, bias: Tensor | None = None, **attrs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

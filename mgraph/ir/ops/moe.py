@@ -26,17 +26,25 @@ if TYPE_CHECKING:
     Types = Sequence[TensorType]
 
 
+def moe_order(indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Pairs of token and choice by expert, then by token: `moe_dispatch` without its rows.
+
+    indices i64[T, K] → order i64[T·K], offsets i32[E].
+    """
+    import torch
+
+    by_expert, order = indices.flatten().sort(stable=True)
+    experts = torch.arange(num_experts, device=indices.device)
+    return order, torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+
+
 def moe_dispatch(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Copy each token once for each of its experts, sorted by expert (stably: then by token).
 
     x [T, N], indices i64[T, K] → rows [T·K, N], order i64[T·K], offsets i32[E]. `rows[r] = x[order[r] // K]`; the rows
     of expert e end at `offsets[e]` and begin where those of e - 1 end, so an expert without tokens has an empty range.
     """
-    import torch
-
-    by_expert, order = indices.flatten().sort(stable=True)
-    experts = torch.arange(num_experts, device=x.device)
-    offsets = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+    order, offsets = moe_order(indices, num_experts=num_experts)
     return x[order // indices.shape[1]], order, offsets
 
 
