@@ -39,7 +39,12 @@ def rms_norm(
 
     With `round="normed"` the product `x * rstd` is rounded before that with the weight.
     """
-    return _rms_norm(x, weight, eps, offset, round)
+    wide = _wide(x)
+    rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    normed = wide * rstd
+    if round == "normed":
+        normed = _wide(normed.to(x.dtype))
+    return normed.mul_(_offset(weight, offset)).to(x.dtype), rstd
 
 
 def rms_norm_grad(
@@ -65,7 +70,7 @@ def add_rms_norm(
     With `round="normed"` the product `sum * rstd` is rounded before that with the weight.
     """
     total = x + residual
-    return total, *_rms_norm(total, weight, eps, offset, round)
+    return total, *rms_norm(total, weight, eps=eps, offset=offset, round=round)
 
 
 def add_rms_norm_grad(
@@ -96,7 +101,7 @@ def norm_rope(
     style: str = "half",
 ) -> tuple[Tensor, Tensor]:
     """`rope` of the RMS norm of x over the last dim, which is rounded to x's dtype; and rstd [..., 1]."""
-    normed, rstd = _rms_norm(x, weight, eps, offset, round)
+    normed, rstd = rms_norm(x, weight, eps=eps, offset=offset, round=round)
     return rope(normed, cos, sin, style=style), rstd
 
 
@@ -117,16 +122,6 @@ def norm_rope_grad(
     turned = rope(_wide(dy), cos, sin, style=style, inverse=True)
     dx, dweight = _rms_norm_grad(turned, x, weight, rstd, offset, round)
     return dx.to(x.dtype), dweight.to(weight.dtype)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round: str) -> tuple[Tensor, Tensor]:
-    """The norm in x's dtype, and rstd."""
-    wide = _wide(x)
-    rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    normed = wide * rstd
-    if round == "normed":
-        normed = _wide(normed.to(x.dtype))
-    return normed.mul_(_offset(weight, offset)).to(x.dtype), rstd
 
 
 def _rms_norm_grad(
