@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgraph.runtime.ops import rope
+from mgraph.runtime.ops import rope, wide
 
 _aten: Any = torch.ops.aten
 
@@ -15,7 +15,7 @@ _aten: Any = torch.ops.aten
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """`(x - mean) * rstd * weight + bias` over the last dim, with mean and rstd [..., 1] in at least f32."""
     y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
-    return y, _wide(mean), _wide(rstd)
+    return y, wide(mean), wide(rstd)
 
 
 def layer_norm_grad(
@@ -39,11 +39,11 @@ def rms_norm(
 
     With `round="normed"` the product `x * rstd` is rounded before that with the weight.
     """
-    wide = _wide(x)
-    rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    normed = wide * rstd
+    values = wide(x)
+    rstd = values.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    normed = values * rstd
     if round == "normed":
-        normed = _wide(normed.to(x.dtype))
+        normed = wide(normed.to(x.dtype))
     return normed.mul_(_offset(weight, offset)).to(x.dtype), rstd
 
 
@@ -119,7 +119,7 @@ def norm_rope_grad(
     style: str = "half",
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `norm_rope` for x and weight; dx is rounded once."""
-    turned = rope(_wide(dy), cos, sin, style=style, inverse=True)
+    turned = rope(wide(dy), cos, sin, style=style, inverse=True)
     dx, dweight = _rms_norm_grad(turned, x, weight, rstd, offset, round)
     return dx.to(x.dtype), dweight.to(weight.dtype)
 
@@ -128,8 +128,8 @@ def _rms_norm_grad(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, round: str
 ) -> tuple[Tensor, Tensor]:
     """dx and dweight before they are rounded."""
-    wide_dy, normed = _wide(dy), _wide(x) * rstd
-    seen = _wide(normed.to(x.dtype)) if round == "normed" else normed
+    wide_dy, normed = wide(dy), wide(x) * rstd
+    seen = wide(normed.to(x.dtype)) if round == "normed" else normed
     dweight = (wide_dy * seen).reshape(-1, x.shape[-1]).sum(0)
     dx = wide_dy * _offset(weight, offset)
     mean = (dx * normed).mean(-1, keepdim=True)
@@ -137,8 +137,4 @@ def _rms_norm_grad(
 
 
 def _offset(weight: Tensor, offset: float) -> Tensor:
-    return _wide(weight) + offset if offset else _wide(weight)
-
-
-def _wide(statistic: Tensor) -> Tensor:
-    return statistic if statistic.dtype == torch.float64 else statistic.float()
+    return wide(weight) + offset if offset else wide(weight)
