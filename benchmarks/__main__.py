@@ -17,6 +17,7 @@ BENCHMARKS = {
     "compile_time": "compile time against depth",
     "published_shapes": "mgraph compile of every published shape",
     "cpu_step": "the emitted CPU step against eager PyTorch",
+    "serve_steps": "steps of served traces: graphs, padding, the host's time",
 }
 ON_A_GPU = {
     "rms_norm_h100": "benchmarks.gpu.build_rms_norm DIR (anywhere), then benchmarks.gpu.check_rms_norm DIR FILE",
@@ -24,6 +25,7 @@ ON_A_GPU = {
     "training_one_gpu_h100": "benchmarks.gpu.build_training DIR (anywhere), then benchmarks.gpu.training DIR FILE",
     "two_gpus_h200": "benchmarks.gpu.build_two_gpus DIR (anywhere), then benchmarks.gpu.two_gpus DIR FILE by torchrun",
     "decode_h100": "mgraph compile MODEL --for serve (anywhere), then benchmarks.gpu.decode PACKAGE FILE",
+    "serve_trace_h200": "mgraph compile MODEL --for serve (anywhere), then benchmarks.gpu.serve_trace PACKAGE FILE",
     "training_h100": "mgraph compile (anywhere), then benchmarks.gpu.check_training FILE PACKAGE FAMILY:SIZE",
 }
 
