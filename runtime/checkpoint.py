@@ -73,21 +73,24 @@ def load(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec, ...], mes
     """
     layout = layout_of(specs)
     check_same(checkpoint.layout, layout, checkpoint.path, "state")
-    # The ranks share the work of reading: a file is checked by one of them.
-    mesh.together(lambda: _verify(checkpoint, list(checkpoint.files)[mesh.rank :: mesh.world_size]))
-    mesh.together(lambda: _read(checkpoint, state, specs, mesh))
+    _read_verified(checkpoint, state, specs, mesh)
 
 
-def load_parameters(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec, ...]) -> None:
-    """Fill the persistent tensors of `specs` alone, in one process: the weights of a run, for another package.
+def load_parameters(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec, ...], mesh: Mesh = ALONE) -> None:
+    """Fill this rank's shares of the persistent tensors of `specs` alone: the weights of a run, for another package.
 
-    Raises `CheckpointError` where the checkpoint lacks one, has it in another shape, or is damaged.
+    Raises `CheckpointError` where the checkpoint lacks one, has it in another shape, or is damaged, on all ranks.
     """
     layout = layout_of(specs)
     saved = {name: kept for name, kept in checkpoint.layout.items() if name in layout}
     check_same(saved, layout, checkpoint.path, "state", "take a run of the model that this package was compiled from")
-    _verify(checkpoint, list(checkpoint.files))
-    _read(checkpoint, state, specs, ALONE)
+    _read_verified(checkpoint, state, specs, mesh)
+
+
+def _read_verified(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec, ...], mesh: Mesh) -> None:
+    # The ranks share the work of reading: a file is checked by one of them.
+    mesh.together(lambda: _verify(checkpoint, list(checkpoint.files)[mesh.rank :: mesh.world_size]))
+    mesh.together(lambda: _read(checkpoint, state, specs, mesh))
 
 
 def _read(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec, ...], mesh: Mesh) -> None:

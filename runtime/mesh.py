@@ -214,9 +214,9 @@ def is_first_of_machine() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def bind_axes(declared: Mapping[str, Any], world_size: int) -> dict[str, int]:
+def bind_axes(declared: Mapping[str, Any], world_size: int, program: str = "train.py") -> dict[str, int]:
     """Sizes of the declared axes, where `*` takes the share of `world_size` that the other axes leave. Those that are
-    products of others are left out."""
+    products of others are left out. Raises MeshError, which names the `program` of the package that was started."""
     declared = {axis: size for axis, size in declared.items() if not isinstance(size, list)}
     fixed = math.prod(int(size) for size in declared.values() if size != "*")
     text = axes_text(declared)
@@ -226,7 +226,7 @@ def bind_axes(declared: Mapping[str, Any], world_size: int) -> dict[str, int]:
         needed = f"a multiple of {fixed}" if open_axes else f"{fixed}"
         raise MeshError(
             f"the package's mesh {text} needs {needed} processes, and {world_size} were started",
-            hint=f"torchrun --nproc-per-node {fixed} PKG/train.py, or compile for another --mesh",
+            hint=f"torchrun --nproc-per-node {fixed} PKG/{program}, or compile for another --mesh",
         )
     return {axis: world_size // fixed if size == "*" else int(size) for axis, size in declared.items()}
 

@@ -244,7 +244,7 @@ def load_package(
     """
     path = Path(path).resolve()
     device = torch.device(device)
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     kernels.set_device(device, strict=strict, jit=jit)
     module = _execute(path / "step.py", ranges)
     entries = {}
@@ -264,7 +264,8 @@ def load_package(
     return Package(path, manifest, device, entries, specs, graphs, poisoned)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the package at `path`. Raises PackageError where it or a file is missing."""
     file = path / "manifest.json"
     if not path.is_dir():
         raise PackageError(f"no step package at {path}: not a directory", hint="mgraph compile MODEL -o DIR writes one")

@@ -5,9 +5,11 @@
     glu and activations   the inner width           rows (column parallel)      columns (row parallel)
     aten.embedding        the vocabulary            rows
     cross_entropy         the vocabulary            rows (column parallel)
+    logits of a step      the vocabulary            rows (column parallel)
 
-What lies between the op and the weight (reshape, rope, a norm of each head, a cap of the logits) is followed by the
-rules of `mgraph.passes.placing`. A place where one weight cannot be found stays whole, and is a near miss.
+The last are the results of an entry of inference. What lies between the op and the weight (reshape, rope, a norm of
+each head, a cap of the logits) is followed by the rules of `mgraph.passes.placing`. A place where one weight cannot be
+found stays whole, and is a near miss.
 """
 
 from __future__ import annotations
@@ -117,6 +119,10 @@ def weight_placements(
     sites: dict[str, list[_Site]] = {}
     for name in callers_first(module, [start]):
         sites[name] = _sites_of(module.functions[name], axis, size, report)
+    if "logits" in module.entries[entry].outputs:
+        function = module.functions[start]
+        logits = function.results[module.entries[entry].outputs.index("logits")]
+        sites[start] += _logits_site(function, logits, sites[start], axis, size, report)
     found: dict[str, Shard] = {}
     _bind(module, module.functions[start], {}, sites, settled, found)
     return found
@@ -167,9 +173,33 @@ def _sites_of(function: Function, axis: str, size: int, report: Report) -> list[
             continue
         weights |= walk.weights
         found.append(_Site(walk.weights, _problem(walk, node, what, axis, size)))
-        names = ", ".join(f"{v.name} {p}" for v, p in walk.weights.items())
-        report.match(function.name, node.id, f"{what} split over {axis}: {names}")
+        report.match(function.name, node.id, _split(what, axis, walk))
     return found
+
+
+def _logits_site(
+    function: Function, logits: Value, others: Sequence[_Site], axis: str, size: int, report: Report
+) -> list[_Site]:
+    """The site of the logits that an entry gives, if their weight is found; only wanted rows are gathered."""
+    walk = Walk.of(function)
+    node = walk.producers[logits]
+    try:
+        walk.back(logits, Shard(len(logits.tensor.shape) - 1))
+        weights = {value: place for site in others for value, place in site.weights.items()}
+        clash = next((v for v, p in walk.weights.items() if weights.get(v, p) != p), None)
+        if clash is not None:
+            raise NoSite(f"{clash!r} is split as {weights[clash]} elsewhere")
+    except NoSite as why:
+        what, guard = f"tensor parallel {_ENTRIES}", "every weight around is found"
+        report.near_miss(function.name, node.id, what, guard, str(why))
+        return []
+    report.match(function.name, node.id, _split(_ENTRIES, axis, walk))
+    return [_Site(walk.weights, _problem(walk, node, _ENTRIES, axis, size))]
+
+
+def _split(what: str, axis: str, walk: Walk) -> str:
+    names = ", ".join(f"{v.name} {p}" for v, p in walk.weights.items())
+    return f"{what} split over {axis}: {names}"
 
 
 def _walk(walk: Walk, node: Node) -> None:

@@ -1,7 +1,7 @@
 """What serves a model: requests come in at any time, and each step of the model works on parts of many of them.
 
     step            the contract between the engine and what computes a step: arrays in, sampled tokens out
-    package_stepper what computes the steps of a package
+    package_stepper what computes the steps of a package        ranks   where several processes share it
 
     parameters      what a request asks for, checked
     blocks          the pages of the cache: who holds which, and which hold the beginning of a text that may come again
@@ -20,6 +20,6 @@
     gate, metrics   what every HTTP request passes; numbers for Prometheus
     server, program the application, and the process that runs it until a signal
 
-All of the bookkeeping is plain Python and numpy: it is the same on every rank, and tests run it without a model. Only
+All of the bookkeeping is plain Python and numpy, on rank 0 alone, and tests run it without a model. Only
 what comes after `background` needs the libraries of the extra `serve`.
 """

@@ -8,15 +8,22 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mgraph.errors import DataError, OptionError, did_you_mean
+from mgraph.runtime import mesh
 from mgraph.runtime.chat import ChatTemplate, load_template
-from mgraph.runtime.mesh import choose_device
+from mgraph.runtime.handshake import Facts
+from mgraph.runtime.package import Package, read_manifest
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.step import Stepper
 from mgraph.runtime.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 
 GENERATION = "generation_config.json"
 """Beside weights, the file that names the tokens that end a text."""
+
+OF_RANK_0 = ("tokenizer", "chat_template")
+"""Settings that the other ranks do not need, or need not have alike."""
 
 
 @dataclass(frozen=True)
@@ -78,24 +85,53 @@ def open_engine(
 
 
 def open_stepper(package: Path, weights: Path | None, settings: Settings) -> Stepper:
-    """The package with its parameters and its cache on a device."""
+    """The package with its parameters and its cache on a device.
+
+    Where several ranks share the package, torchrun starts this process on each, and all call this. It returns on rank 0
+    alone; the others run the steps that rank 0 asks for, and end with it.
+    """
     from mgraph.runtime.serving import package_stepper as found  # loads torch's part of the runtime
+    from mgraph.runtime.serving.ranks import led
 
     if settings.num_blocks and settings.cache_memory:
         raise OptionError("num_blocks and cache_memory exclude each other", hint="leave one of them out")
+    opened: list[Package] = []
+
+    def prepare() -> tuple[torch.device, dict[str, int], Facts]:
+        device = mesh.choose_device(settings.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        loaded = found.load_serving(package, device)
+        opened.append(loaded)
+        axes = mesh.bind_axes(loaded.manifest["mesh"], mesh.environment()[1], "serve.py")
+        given = {item.name: str(getattr(settings, item.name)) for item in fields(settings)}
+        return device, axes, {n: v for n, v in given.items() if n not in OF_RANK_0} | loaded.facts()
+
+    where = mesh.ALONE
+    if is_shared(package):
+        if mesh.current().world_size > 1:
+            raise OptionError("these processes share a package already", hint="one LLM for each start of torchrun")
+        where = mesh.start(prepare)
     stepper = found.PackageStepper(
-        package,
+        opened[0] if opened else package,
         weights,
         2 if settings.cache_memory else settings.num_blocks,
-        choose_device(settings.device),
+        where.device if opened else mesh.choose_device(settings.device),
         seed=settings.seed,
         max_tokens=settings.step_tokens or found.MAX_TOKENS,
         max_requests=settings.max_requests or found.MAX_REQUESTS,
+        mesh=where,
     )
     if settings.cache_memory:
-        block = sum(spec.bytes for spec in stepper.package.state_specs if spec.kind == "cache")
-        stepper.resize(max(2, int(settings.cache_memory * 2**30 / block)))
-    return stepper
+        stepper.resize(max(2, int(settings.cache_memory * 2**30 / stepper.block_bytes)))
+    return led(stepper, where) if where.world_size > 1 else stepper
+
+
+def is_shared(package: Path) -> bool:
+    """Whether a package is for several processes. Raises PackageError where there is none."""
+    from mgraph.runtime.serving.package_stepper import shared_axes
+
+    return bool(shared_axes(read_manifest(package.resolve())))
 
 
 def ends_of_text(tokenizer: Tokenizer, weights: Path | None) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ returns as soon as the work is queued, and `get` waits for an event behind the c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from mgraph.errors import OptionError
 from mgraph.runtime import checkpoint
+from mgraph.runtime.mesh import ALONE, Mesh, bind_axes
 from mgraph.runtime.package import Package, State, load_package
 from mgraph.runtime.serving.step import Batch, Done, Pending, Sampled, Sampling
 from mgraph.runtime.serving.step_graphs import CHOICE, Bucket, Capture, CudaCapture, StepGraphs, known
@@ -40,12 +42,13 @@ class PackageStepper:
     """A serve package with weights, a cache of `num_blocks` blocks, and its steps; see `mgraph.runtime.serving.step`.
 
     `weights` are a safetensors file or directory, or a training run's directory; None draws the parameters with `seed`.
-    `num_blocks` 0 takes what the memory allows. Raises OptionError, PackageError, CheckpointError.
+    `num_blocks` 0 takes what the memory allows. A rank of a `mesh` has its shares of parameters and cache; all ranks
+    then run the same steps. Raises OptionError, PackageError, CheckpointError.
     """
 
     def __init__(
         self,
-        package: Path | str,
+        package: Package | Path | str,
         weights: Path | str | None = None,
         num_blocks: int = 0,
         device: torch.device | str = "cpu",
@@ -56,18 +59,12 @@ class PackageStepper:
         strict: bool = False,
         jit: bool = False,
         cuda_graphs: bool = True,
+        mesh: Mesh = ALONE,
     ) -> None:
-        self.device = torch.device(device)
-        options = {"strict": strict, "jit": jit, "cuda_graphs": False}
-        loaded = load_package(package, self.device, **options, sizes={BLOCKS: 1})
-        if loaded.manifest["kind"] != "serve":
-            problem = f"{loaded.path} is a {loaded.manifest['kind']} package"
-            raise OptionError(problem, hint="compile the model with --for serve")
-        ranks = {axis: size for axis, size in loaded.manifest["mesh"].items() if isinstance(size, int) and size > 1}
-        if ranks:
-            mesh = ",".join(f"{axis}={size}" for axis, size in ranks.items())
-            problem = f"{loaded.path} is for a mesh of {mesh}, and one process serves"
-            raise OptionError(problem, hint="compile it without --mesh")
+        self.device, self.mesh = torch.device(device), mesh
+        loaded = package if isinstance(package, Package) else load_serving(package, self.device, strict, jit)
+        if shared_axes(loaded.manifest):
+            bind_axes(loaded.manifest["mesh"], mesh.world_size, "serve.py")
         caches = [spec for spec in loaded.state_specs if spec.kind == "cache"]
         self.block_size = caches[0].shape[0]
         self.max_length = loaded.bounds(LONGEST)[1] or 0
@@ -76,13 +73,15 @@ class PackageStepper:
         self.max_tokens = max(max_tokens, max_requests)
         self.asynchronous = self.device.type == "cuda"
         self.package: Package = loaded
-        self.state = _parameters(loaded, weights, seed, self.device)
+        self.state = _parameters(loaded, weights, seed, self.device, mesh)
         self._last: Tensor | None = None
         self._caches = caches
+        self.block_bytes = sum(math.prod(s.share(mesh).shape) * s.dtype.itemsize for s in caches)
+        """Of the cache, on this rank."""
         self._captures = cuda_graphs and self.device.type == "cuda"
         self.graphs: StepGraphs | None = None
         self.num_blocks = 0
-        self.resize(num_blocks or self._blocks_that_fit(sum(spec.bytes for spec in caches)))
+        self.resize(num_blocks or min(mesh.gather(self._blocks_that_fit(self.block_bytes))))
 
     def resize(self, num_blocks: int) -> None:
         """Give the cache another number of blocks, all empty."""
@@ -90,7 +89,7 @@ class PackageStepper:
             raise OptionError(f"a cache of {num_blocks} blocks holds no request", hint="at least 2 blocks")
         self.num_blocks = num_blocks
         for spec in self._caches:
-            shape = (num_blocks * self.block_size, *spec.shape[1:])
+            shape = (num_blocks * self.block_size, *spec.share(self.mesh).shape[1:])
             self.state[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=self.device)
         self.graphs = self.graphs_of(CudaCapture()) if self._captures else None
 
@@ -203,18 +202,38 @@ def _nothing(sampling: Sampling) -> Sampled:
     return Sampled(none, none.astype(np.float32), empty.astype(np.int64), empty.astype(np.float32))
 
 
-def _parameters(package: Package, weights: Path | str | None, seed: int, device: torch.device) -> State:
-    """All state but the cache: drawn anew, or read from files of weights or a training run's newest checkpoint."""
+def load_serving(path: Path | str, device: torch.device, strict: bool = False, jit: bool = False) -> Package:
+    """The package at `path`. Raises OptionError for one that is not for serving, or whose mesh no server has."""
+    loaded = load_package(path, device, strict=strict, jit=jit, cuda_graphs=False, sizes={BLOCKS: 1})
+    if loaded.manifest["kind"] != "serve":
+        problem = f"{loaded.path} is a {loaded.manifest['kind']} package"
+        raise OptionError(problem, hint="compile the model with --for serve")
+    others = [axis for axis in shared_axes(loaded.manifest) if axis != "tp"]
+    if others:
+        problem = f"{loaded.path} is for a mesh with the axis {others[0]}, and ranks share what is served over tp"
+        raise OptionError(problem, hint="compile it with --mesh tp=N, and start a server for each copy of the model")
+    return loaded
+
+
+def shared_axes(manifest: Mapping[str, Any]) -> list[str]:
+    """The axes of a package's mesh that need several processes."""
+    return [axis for axis, size in manifest["mesh"].items() if isinstance(size, int) and size > 1]
+
+
+def _parameters(package: Package, weights: Path | str | None, seed: int, device: torch.device, mesh: Mesh) -> State:
+    """This rank's shares of all state but the cache: drawn anew, or read from files of weights or a training run's
+    newest checkpoint."""
     specs = [spec for spec in package.state_specs if spec.kind != "cache"]
-    state = create_state(specs, seed, device)
     if weights is None:
-        return state
+        return mesh.together(lambda: create_state(specs, seed, device, mesh=mesh))
     path = Path(weights)
-    if (found := run_checkpoint(path)) is not None:
-        wanted = tuple(s for s in specs if s.kind in ("param", "buffer") and s.persist)
-        checkpoint.load_parameters(found, state, wanted)
+    read = tuple(s for s in specs if s.kind in ("param", "buffer") and s.persist)
+    state = mesh.together(lambda: create_state(specs, seed, device, {spec.name for spec in read}, mesh))
+    found = mesh.together(lambda: run_checkpoint(path))
+    if found is not None:
+        checkpoint.load_parameters(found, state, read, mesh)
     else:
-        load_weights(path, state, specs, package.weight_layout)
+        mesh.together(lambda: load_weights(path, state, specs, package.weight_layout, mesh=mesh))
     return state
 
 

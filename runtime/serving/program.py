@@ -18,6 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mgraph.errors import MgraphError, OptionError
+from mgraph.runtime import mesh
 from mgraph.runtime.options import Settings, about, read
 from mgraph.runtime.serving import opening
 
@@ -28,7 +29,7 @@ KEY = "MGRAPH_API_KEY"
 
 EXIT_CODES = """exit codes:
   0  stopped by SIGTERM or Ctrl-C, after the requests under way
-  1  a second signal, or requests that did not end in time: they were cut off
+  1  a second signal, or requests that did not end in time: they were cut off; or a rank has died
   2  wrong input (options, package, weights, a port that is taken)"""
 
 
@@ -101,7 +102,8 @@ def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoR
     try:
         code = serve(Path(package_dir), arguments, Path(sys.argv[0]).name)
     except MgraphError as error:
-        print(error, file=sys.stderr, flush=True)
+        if mesh.is_first_of_machine():
+            print(error, file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     sys.exit(code)
 
@@ -110,6 +112,12 @@ def serve(package_dir: Path, arguments: Sequence[str] | None, program: str) -> i
     """As `main`; gives the exit code. Raises MgraphError for wrong input."""
     about_it = "Serve this package behind HTTP, as OpenAI's API does, with a page at / to try it."
     options = read(ServeOptions, arguments, program, about_it, EXIT_CODES)
+    rank, ranks = mesh.environment()
+    if ranks > 1 and not opening.is_shared(package_dir):
+        problem = f"{ranks} processes were started, and {package_dir} is for one"
+        raise OptionError(problem, hint="python PKG/serve.py, or compile it with --mesh tp=N")
+    if rank:
+        opening.open_engine(package_dir, options.weights, **options.opening())  # which does not return
     if options.prompt:
         print(options.prompt + continuation(package_dir, options))
         return 0
@@ -128,6 +136,8 @@ def serve(package_dir: Path, arguments: Sequence[str] | None, program: str) -> i
             int(options.max_body * 2**20),
             created=int(time.time()),
         )
+        if ranks > 1:
+            say(f"{ranks} ranks; process {os.getpid()} is rank 0, which drains them at SIGTERM")
         return run(serving, listening, options.drain_timeout)
     finally:
         listening.close()

@@ -87,7 +87,10 @@ def test_ranks_share_the_heads_of_the_cache() -> None:
     assert all(r.measured["verify"]["status"] == "verified" for r in results)
     assert str(module.state["cache.1.v"].type) == "f32[4*P, 2, 16]{tp=S(1)}"
     assert str(module.state["layers.0.attn.o.weight"].type) == "f32[64, 64]{tp=S(1)}"
+    assert str(module.state["head.weight"].type) == "f32[256, 64]{tp=S(0)}"
     assert sum(node.op == "all_reduce" for _, node in module.walk()) == 3, "the embedding, and two of a layer"
+    (gathered,) = (node for _, node in module.walk() if node.op == "all_gather")
+    assert str(gathered.result.tensor.shape) == "(N, 256)" and gathered.operands[0].name == "logits", "wanted rows"
 
 
 def test_only_wanted_rows_go_through_the_head() -> None:

@@ -1,0 +1,95 @@
+"""Steps that several ranks run: what is sent, and how ranks end, with threads for processes."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from mgraph.runtime.serving.engine import Engine
+from mgraph.runtime.serving.llm import LLM
+from mgraph.runtime.serving.parameters import SamplingParams
+from mgraph.runtime.serving.ranks import Leader, follow
+from mgraph.runtime.serving.step import Batch, Pending, Sampling
+from tests.runtime.serving.fake_stepper import FakeStepper, alone
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
+
+
+class Noting(FakeStepper):
+    """Notes its steps; the step with number `wrong` fails before anything is computed."""
+
+    def __init__(self, wrong: int = 0) -> None:
+        super().__init__()
+        self.noted: list[tuple[Batch, Sampling]] = []
+        self.wrong = wrong
+
+    def run(self, batch: Batch, sampling: Sampling) -> Pending:
+        self.noted.append((batch, sampling))
+        if len(self.noted) == self.wrong:
+            raise MemoryError("no memory is left")
+        return super().run(batch, sampling)
+
+
+def pairs(count: int) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
+    """Connections of rank 0 and of its followers, by rank."""
+    made = {rank: socket.socketpair() for rank in range(1, count)}
+    return {rank: pair[0] for rank, pair in made.items()}, {rank: pair[1] for rank, pair in made.items()}
+
+
+def same(a: object, b: object) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else a == b  # type: ignore[arg-type]
+
+
+def test_followers_run_the_steps_of_rank_0() -> None:
+    own, theirs = pairs(3)
+    lead, followers = Noting(), [Noting(), Noting()]
+    codes: queue.Queue[int] = queue.Queue()
+    for rank, stepper in enumerate(followers, 1):
+        threading.Thread(target=lambda r=rank, s=stepper: codes.put(follow(s, theirs[r], r)), daemon=True).start()
+    leader = Leader(lead, own, pytest.fail)
+    llm = LLM.over(Engine(leader, prefix_cache=False))
+    params = SamplingParams(temperature=0, max_tokens=6, frequency_penalty=1.0, logit_bias={5: -10.0}, logprobs=2)
+    made = llm.generate([PROMPT, PROMPT[:3]], params)
+    plain = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=6))
+    assert list(plain[0].outputs[0].token_ids) == alone(lead.logits, PROMPT, SamplingParams(temperature=0), 6)[0]
+    leader.close()
+    assert [codes.get(timeout=10) for _ in followers] == [0, 0]
+    assert len(lead.noted) > 8 and len(made[1].outputs[0].token_ids) == 6
+    for follower in followers:
+        assert len(follower.noted) == len(lead.noted)
+        for mine, its in zip(lead.noted, follower.noted, strict=True):
+            assert all(same(getattr(mine[0], f.name), getattr(its[0], f.name)) for f in fields(Batch))
+            assert all(same(getattr(mine[1], f.name), getattr(its[1], f.name)) for f in fields(Sampling))
+        assert (follower.cache == lead.cache).all()
+
+
+@pytest.mark.parametrize("words", [b"", b"OutOfMemoryError: CUDA"])
+def test_the_rank_that_ends_is_named(words: bytes) -> None:
+    """What a follower says before it ends is told. Another that ends of it, as its connection breaks, is not blamed."""
+    own, theirs = pairs(4)
+    told: queue.Queue[str] = queue.Queue()
+    Leader(Noting(), own, told.put)
+    if not words:
+        theirs[3].sendall(b"RuntimeError: connection closed by peer")
+        theirs[3].close()
+    theirs[2].sendall(words)
+    theirs[2].close()
+    expected = "a step failed on rank 2: OutOfMemoryError: CUDA" if words else "rank 2 has died: nothing can be served"
+    assert told.get(timeout=10).startswith(expected)
+
+
+def test_a_step_that_fails_on_rank_0_ends_all() -> None:
+    own, _ = pairs(2)
+    told: queue.Queue[str] = queue.Queue()
+    engine = Engine(Leader(Noting(wrong=2), own, told.put))
+    engine.submit(PROMPT, SamplingParams(temperature=0, max_tokens=4))
+    deltas = [delta for _ in range(3) for delta in engine.step()]
+    assert told.get(timeout=10) == "a step failed on rank 0: MemoryError: no memory is left"
+    assert deltas[-1].finish_reason == "error"
