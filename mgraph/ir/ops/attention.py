@@ -92,13 +92,15 @@ def attention(
 
     named = tuple(zip(extra, more, strict=True))
     hidden = _hidden(q, k, causal, window, named)
-    scores = _capped(q, k, scale, softcap)
-    lse = scores.masked_fill(hidden, float("-inf")).logsumexp(-1)
+    scores = _capped(q, k, scale, softcap).masked_fill(hidden, float("-inf"))
     sinks = dict(named).get("sinks")
     if sinks is not None:
-        lse = torch.logaddexp(lse, promote(sinks).unflatten(0, (k.shape[1], -1))[..., None])
-    out = torch.einsum("bgrst,bgte->bgrse", _weights(scores, hidden, lse), promote(v))
-    return rounded(out.flatten(1, 2), q), lse.flatten(1, 2)
+        column = promote(sinks).unflatten(0, (k.shape[1], -1))[..., None, None]
+        scores = torch.cat([scores, column.expand_as(scores[..., :1])], -1)
+    # Not exp(scores - lse): what rounds in lse would be an error of the whole row, the larger the further it is from 0.
+    weights = scores.softmax(-1)[..., : k.shape[2]].masked_fill(hidden, 0.0)
+    out = torch.einsum("bgrst,bgte->bgrse", weights, promote(v))
+    return rounded(out.flatten(1, 2), q), scores.logsumexp(-1).flatten(1, 2)
 
 
 def attention_grad(

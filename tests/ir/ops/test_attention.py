@@ -150,3 +150,22 @@ def test_operands_that_do_not_fit_are_refused(
     types = [heads] * 3 + [TensorType(DType.F32, s) for s in shapes]
     with pytest.raises(ValueError, match=wrong):
         op_def("attention").result_types(types, {"scale": 1.0, "extra": extra})
+
+
+@pytest.mark.parametrize("sunk", [False, True])
+def test_a_row_of_large_scores_loses_no_precision(sunk: bool) -> None:
+    """Against float64: as good as torch's softmax, though the logarithm of the sum is far from 0."""
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 4, 16, 8) for _ in range(3))
+    sinks = torch.randn(4) + 60
+    operands, extra = ([q + 8, k + 8, v, sinks], ("sinks",)) if sunk else ([q + 8, k + 8, v], ())
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        scores = (q @ k.mT).masked_fill(~torch.ones(16, 16, dtype=torch.bool).tril(), -torch.inf)
+        columns = [each[None, :, None, None].expand(2, 4, 16, 1) for each in sinks]
+        return torch.cat([scores, *columns], -1).softmax(-1)[..., :16] @ v
+
+    exact = reference(*(t.double() for t in operands))
+    found = op_def("attention").body(*operands, scale=1.0, causal=True, extra=extra)[0]
+    own, best = ((each.double() - exact).norm() for each in (found, reference(*operands)))
+    assert own <= 1.1 * best
