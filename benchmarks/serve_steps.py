@@ -24,10 +24,11 @@ from pathlib import Path
 import numpy as np
 
 from mgraph.codegen.buckets import MOST_TOKENS, POLICIES, by_policy, default_histogram
+from mgraph.runtime.serving.choices import Sampler
+from mgraph.runtime.serving.dispatch import Bucket, Key, choose
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.parameters import SamplingParams
 from mgraph.runtime.serving.step import Batch, Done, Pending, Sampled, Sampling
-from mgraph.runtime.serving.step_graphs import Bucket, choose
 
 DIRECTORY = Path(__file__).parent / "traces"
 RESULTS = Path(__file__).parent / "results" / "serve_steps.json"
@@ -100,6 +101,11 @@ class Blank:
         self.asynchronous = True
         self.shapes: list[Shape] = []
 
+    @property
+    def launches(self) -> dict[str, int]:
+        """There are none."""
+        return {}
+
     def run(self, batch: Batch, sampling: Sampling) -> Pending:
         """Note the step's shape."""
         self.shapes.append(shape_of(batch))
@@ -127,7 +133,8 @@ def steps_of(trace: Sequence[Asked], slots: int, max_tokens: int) -> tuple[list[
 
 def in_graphs(shapes: Sequence[Shape], buckets: Sequence[Bucket]) -> tuple[float, float]:
     """The share of steps that buckets hold, and the share of padding among the tokens of these."""
-    found = [(one, choose(buckets, one.tokens, one.requests, one.rows).bucket) for one in shapes if one.rows]
+    keys = [(one, Key(one.tokens, one.requests, one.rows, Sampler.LIKELIEST)) for one in shapes]
+    found = [(one, choose(buckets, key).bucket) for one, key in keys]
     held = [(one.tokens, bucket.tokens) for one, bucket in found if bucket is not None]
     padded = sum(size for _, size in held)
     return len(held) / len(shapes), 1 - sum(real for real, _ in held) / padded if padded else 0.0

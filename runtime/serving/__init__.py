@@ -2,6 +2,8 @@
 
     step            the contract between the engine and what computes a step: arrays in, sampled tokens out
     package_stepper what computes the steps of a package        ranks   where several processes share it
+    choices         which entry samples, and what it is handed
+    dispatch, step_graphs   which CUDA graph a step takes, or why none; the graphs
 
     parameters      what a request asks for, checked
     blocks          the pages of the cache: who holds which, and which hold the beginning of a text that may come again

@@ -89,6 +89,14 @@ class _State(Collector):
             ("num_preemptions", "Sequences that had to give their blocks back.", counts.preemptions),
             ("steps", "Steps of the model.", self._engine.steps),
         )
+        launches = CounterMetricFamily(
+            "mgraph_steps_by_launch",
+            "Steps by how they were launched: as a graph, or why not.",
+            labels=("model_name", "launch"),
+        )
+        for launch, count in self._engine.stepper.launches.items():
+            launches.add_metric([self._model, launch], count)
+        yield launches
         for name, about, value in gauges:
             gauge = GaugeMetricFamily(f"mgraph_{name}", about, labels=["model_name"])
             gauge.add_metric([self._model], value)

@@ -23,8 +23,10 @@ from mgraph.errors import OptionError
 from mgraph.runtime import checkpoint
 from mgraph.runtime.mesh import ALONE, Mesh, bind_axes
 from mgraph.runtime.package import Package, State, load_package
+from mgraph.runtime.serving.choices import sampled
+from mgraph.runtime.serving.dispatch import Bucket
 from mgraph.runtime.serving.step import Batch, Done, Pending, Sampled, Sampling
-from mgraph.runtime.serving.step_graphs import CHOICE, Bucket, Capture, CudaCapture, StepGraphs, known
+from mgraph.runtime.serving.step_graphs import Capture, CudaCapture, StepGraphs, known
 from mgraph.runtime.state import create_state
 from mgraph.runtime.weights import load_weights
 
@@ -80,6 +82,7 @@ class PackageStepper:
         """Of the cache, on this rank."""
         self._captures = cuda_graphs and self.device.type == "cuda"
         self.graphs: StepGraphs | None = None
+        self._steps = 0
         self.num_blocks = 0
         self.resize(num_blocks or min(mesh.gather(self._blocks_that_fit(self.block_bytes))))
 
@@ -93,12 +96,13 @@ class PackageStepper:
             self.state[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=self.device)
         self.graphs = self.graphs_of(CudaCapture()) if self._captures else None
 
-    def graphs_of(self, capture: Capture) -> StepGraphs:
-        """Graphs for the buckets of the package's plan that hold no more than a step may have."""
-        listed = self.package.manifest.get("graph_plan", {}).get("buckets", [])
-        buckets = [Bucket(*b) for b in listed if b[0] <= self.max_tokens and b[1] <= self.max_requests]
+    def graphs_of(self, capture: Capture, buckets: Sequence[Bucket] | None = None) -> StepGraphs:
+        """Graphs for these buckets, or those of the package's plan that hold no more than a step may have."""
+        if buckets is None:
+            listed = self.package.manifest.get("graph_plan", {}).get("buckets", [])
+            buckets = [Bucket(*b) for b in listed if b[0] <= self.max_tokens and b[1] <= self.max_requests]
         width = -(-self.max_length // self.block_size)
-        return StepGraphs(self._call, buckets, width, self.block_size, self.device, capture)
+        return StepGraphs(self._call, self._sample, buckets, width, self.block_size, self.device, capture)
 
     def _blocks_that_fit(self, block_bytes: int) -> int:
         """As many as memory allows, and no more than all requests of a step can use."""
@@ -108,9 +112,15 @@ class PackageStepper:
             free = int(MEMORY_PART * torch.cuda.mem_get_info(self.device)[0])
         return max(2, min(wanted, free // block_bytes))
 
+    @property
+    def launches(self) -> Mapping[str, int]:
+        """Steps by how they were launched: as `graph`, or why not."""
+        return {"there are no graphs": self._steps} if self.graphs is None else self.graphs.launches
+
     @torch.no_grad()
     def run(self, batch: Batch, sampling: Sampling) -> Pending:
         """Start a step. Tokens may be `unknown` where the one before has sampled them."""
+        self._steps += 1
         results = None if self.graphs is None else self.graphs.run(batch, sampling)
         if results is None:
             results = self._op_by_op(batch, sampling)
@@ -136,28 +146,7 @@ class PackageStepper:
         return list(self.package.call(entry, self.state, *inputs).values())
 
     def _sample(self, logits: Tensor, sampling: Sampling) -> Sequence[Tensor]:
-        """The results of the cheapest entry that does what the rows ask for."""
-        changed = sampling.prompts is not None or sampling.bias is not None
-        if not (changed or sampling.alternatives or sampling.temperature.any()):
-            return self._call("likeliest", logits, self._on_device(sampling.targets))
-        choice = [self._on_device(getattr(sampling, name)) for name in CHOICE]
-        if not changed:
-            return self._call("sample", logits, *choice)
-        penalties = [self._on_device(getattr(sampling, n)) for n in ("repetition", "presence", "frequency")]
-        bias = torch.zeros_like(logits) if sampling.bias is None else self._on_device(sampling.bias)
-        return self._call("sample_changed", logits, *choice, *penalties, bias, *self._text(sampling))
-
-    def _text(self, sampling: Sampling) -> list[Tensor]:
-        """Tokens of penalised texts one after the other, the row of each, and whether the model wrote it."""
-        rows = len(sampling.temperature)
-        tokens, owners, written = [np.zeros(1, np.int64)], [np.full(1, rows)], [np.zeros(1, bool)]
-        for texts, mine in ((sampling.prompts, False), (sampling.outputs, True)):
-            for row, text in enumerate(texts or ()):
-                tokens.append(text)
-                owners.append(np.full(len(text), row))
-                written.append(np.full(len(text), mine))
-        known = self._known(self._on_device(np.concatenate(tokens).astype(np.int64)))
-        return [known, self._on_device(np.concatenate(owners)), self._on_device(np.concatenate(written))]
+        return sampled(self._call, logits, sampling, self._on_device, self._known)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """The tokens, with what the step before sampled in the places of unknown ones."""

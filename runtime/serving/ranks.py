@@ -78,6 +78,11 @@ class Leader:
         self._all_gone = threading.Event()
         threading.Thread(target=self._watch, name="followers", daemon=True).start()
 
+    @property
+    def launches(self) -> Mapping[str, int]:
+        """Of rank 0; the others do the same."""
+        return self.stepper.launches
+
     def run(self, batch: Batch, sampling: Sampling) -> Pending:
         """Start a step on all ranks."""
         message = pickle.dumps((batch, sampling), pickle.HIGHEST_PROTOCOL)

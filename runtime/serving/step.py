@@ -12,6 +12,7 @@ on its device; to one that does not, the engine gives known tokens only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -131,6 +132,11 @@ class Stepper(Protocol):
     """Blocks of the cache, block 0 included."""
     asynchronous: bool
     """Whether `run` returns before the step has ended and takes `unknown` tokens."""
+
+    @property
+    def launches(self) -> Mapping[str, int]:
+        """How many steps there were by how they were launched: `graph`, or why not as one."""
+        ...
 
     def run(self, batch: Batch, sampling: Sampling) -> Pending:
         """Start a step. The arrays are not changed afterwards."""

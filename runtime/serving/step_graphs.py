@@ -3,9 +3,13 @@
 A step is written into the fixed inputs of the smallest bucket of its kind that holds it, by one copy, and padded: more
 tokens, which belong to no request and write to block 0; more requests, which have no tokens; more rows of logits, which
 are those of token 0 again. The first step of a bucket runs as any other and brings up what libraries set up at first
-use, the second is captured. All graphs share one pool of memory.
+use, the second is captured. Steps that only write have buckets of their own.
 
-Steps that only write have buckets of their own. Whatever runs without a graph is counted by the reason.
+All steps write their logits to one place, where what samples reads them: that is captured apart, for each entry and
+number of rows, and shared by the buckets. All graphs share one pool of memory, in which nothing outlives a step but the
+results of what samples, a few numbers a row. So a graph costs little besides its launches.
+
+Which graph a step takes follows from its `Key`, and so does why it takes none, which is counted.
 """
 
 from __future__ import annotations
@@ -20,42 +24,15 @@ import torch
 from torch import Tensor
 
 from mgraph.errors import PackageError
+from mgraph.runtime.serving.choices import CHOICE, PENALTIES, Sampler, text_of
+from mgraph.runtime.serving.dispatch import Bucket, Key, Why, choose
 from mgraph.runtime.serving.step import Batch, Sampling
 
 _ALIGNMENT = 16
-CHOICE = ("temperature", "top_k", "top_p", "min_p", "seeds", "draws", "targets")
-"""The inputs of the entry `sample` beside the logits; the last alone is that of `likeliest`."""
-
-
-@dataclass(frozen=True, order=True)
-class Bucket:
-    """What a captured step holds; if it is `writing`, each request has one token."""
-
-    tokens: int
-    requests: int
-    writing: bool
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The bucket that a step is replayed in, or why it is launched op by op."""
-
-    bucket: Bucket | None
-    why: str = ""
-
-
-def choose(buckets: Sequence[Bucket], tokens: int, requests: int, rows: int) -> Decision:
-    """The smallest bucket of its kind that holds a step."""
-    writing = tokens == requests
-    alike = [b for b in buckets if b.writing == writing]
-    if not alike:
-        return Decision(None, "no bucket for single tokens" if writing else "no bucket for parts of prompts")
-    fitting = [b for b in alike if b.tokens >= tokens and b.requests >= requests]
-    if not fitting:
-        return Decision(None, "more tokens or requests than any bucket")
-    if rows > min(fitting).requests:
-        return Decision(None, "more rows of logits than requests")
-    return Decision(min(fitting))
+_Shapes = dict[str, tuple[tuple[int, ...], Any]]
+"""Shape and numpy dtype of inputs by name."""
+_Name = Bucket | tuple[int, Sampler, int]
+"""What there is a graph of: steps, or what samples so many rows, with texts of a length."""
 
 
 class Capture(Protocol):
@@ -86,7 +63,7 @@ class CudaCapture:
 class Inputs:
     """Fixed tensors on a device that are filled by one copy from the host."""
 
-    def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], Any]], device: torch.device) -> None:
+    def __init__(self, shapes: _Shapes, device: torch.device) -> None:
         """`shapes` gives shape and numpy dtype by name."""
         self._places: dict[str, tuple[int, int, Any]] = {}
         size = 0
@@ -123,19 +100,20 @@ class _Part:
 
 @dataclass
 class _Held:
-    """What there is for a bucket."""
+    """What there is for a bucket, or for what samples: its inputs and its graph."""
 
-    step: Inputs
-    choice: Inputs
-    parts: dict[str, _Part] = field(default_factory=dict)
+    inputs: Inputs
+    part: _Part = field(default_factory=_Part)
 
 
 class StepGraphs:
-    """The graphs of a package's steps. `call` runs an entry on the state; `width` is that of block tables."""
+    """The graphs of a package's steps. `call` runs an entry on the state, `sample` what samples op by op; `width` is
+    that of block tables."""
 
     def __init__(
         self,
         call: Callable[..., Sequence[Tensor]],
+        sample: Callable[[Tensor, Sampling], Sequence[Tensor]],
         buckets: Sequence[Bucket],
         width: int,
         block_size: int,
@@ -145,38 +123,46 @@ class StepGraphs:
         self.buckets = sorted(buckets)
         self.replayed = 0
         self.eager: Counter[str] = Counter()
-        """Steps that ran without a graph, by reason."""
-        self._call, self._width, self._block_size = call, width, block_size
+        """Steps that ran without a graph, or whose sampling did, by reason."""
+        self.failure = ""
+        """What a capture said that failed; there are none after it."""
+        self._call, self._sample_eagerly = call, sample
+        self._width, self._block_size = width, block_size
         self._device, self._capture = device, capture
-        self._held: dict[Bucket, _Held] = {}
-        most = max((b.requests for b in self.buckets), default=1)
-        self._last = torch.zeros(most, dtype=torch.int64, device=device)
-        self._broken = ""
+        self._held: dict[_Name, _Held] = {}
+        self._most = max((b.requests for b in self.buckets), default=1)
+        self._last = torch.zeros(self._most, dtype=torch.int64, device=device)
+        self._logits: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._biased = 0  # rows of it that may be other than 0
+
+    @property
+    def launches(self) -> Counter[str]:
+        """Steps by how they were launched: `graph`, or why not."""
+        return Counter({"graph": self.replayed}) + self.eager
 
     def run(self, batch: Batch, sampling: Sampling) -> Sequence[Tensor] | None:
-        """The results of a step's rows (tokens, log-probabilities, and the likeliest ones if asked for), or None where
-        it is to run without a graph."""
-        rows = len(batch.rows)
-        decision = choose(self.buckets, len(batch.tokens), len(batch.lengths), rows)
-        why = self._broken or decision.why
-        if not why and (sampling.prompts is not None or sampling.bias is not None):
-            why = "penalties or a bias"
-        if not why and not rows:
-            why = "no row of logits"
-        if why or decision.bucket is None:
+        """The results of a step's rows (tokens, log-probabilities, and the likeliest ones if asked for; nothing where
+        there is no row), or None where it is to run without a graph."""
+        key = Key.of(batch, sampling)
+        decision = choose(self.buckets, key)
+        why = Why.FAILED if self.failure else decision.why
+        if why is not None:
             self.eager[why] += 1
+        if self.failure or decision.bucket is None:
             return None
-        bucket = decision.bucket
-        held = self._held.get(bucket) or self._make(bucket)
-        held.step.fill(self.padded(batch, bucket))
-        held.choice.fill(_padded_choice(sampling, bucket.requests))
-        likeliest = not (sampling.alternatives or sampling.temperature.any())
-        entry, names = ("likeliest", CHOICE[-1:]) if likeliest else ("sample", CHOICE)
-        (logits,) = self._part(held, "step", lambda: self._step(held))
-        given = [held.choice.tensors[name] for name in names]
-        results = self._part(held, entry, lambda: self._call(entry, logits, *given))
-        self._last[: bucket.requests].copy_(results[0])
-        return [result[:rows].clone() for result in results]
+        self._replay_step(decision.bucket, batch, counted=why is None)
+        assert self._logits is not None, "the step has written them"
+        if key.sampler is Sampler.NONE:
+            return ()
+        rows = key.rows
+        if why is Why.LONG_TEXTS:
+            results = self._sample_eagerly(self._logits[:rows], sampling)
+        else:
+            results = self._replay_sampler(decision.bucket.requests, key.sampler, decision.text, sampling)
+            results = [result[:rows].clone() for result in results]
+        self._last[:rows].copy_(results[0])
+        return results
 
     def remember(self, tokens: Tensor) -> None:
         """What a step sampled that ran without a graph: the next one may ask for it."""
@@ -190,10 +176,38 @@ class StepGraphs:
         """What the rows of the step before sampled."""
         return self._last
 
-    def _make(self, bucket: Bucket) -> _Held:
+    def _replay_step(self, bucket: Bucket, batch: Batch, counted: bool) -> None:
+        held = self._held.get(bucket) or self._make(bucket, self._step_inputs(bucket))
+        held.inputs.fill(self.padded(batch, bucket))
+        launched = self._part(held.part, lambda: self._step(held.inputs, bucket.requests))
+        if counted and launched:
+            self.replayed += 1
+        elif counted:
+            self.eager[Why.FAILED if self.failure else Why.FIRST] += 1
+
+    def _replay_sampler(self, rows: int, sampler: Sampler, text: int, sampling: Sampling) -> Sequence[Tensor]:
+        name = rows, sampler, text
+        held = self._held.get(name) or self._make(name, _sampler_inputs(rows, sampler, text))
+        if sampler is Sampler.CHANGED:
+            self._write_bias(sampling)
+        held.inputs.fill(_padded_choice(sampling, rows, sampler, text))
+        results: Sequence[Tensor] = ()
+
+        def run() -> Sequence[Tensor]:
+            nonlocal results
+            results = self._sample(held.inputs.tensors, rows, sampler)
+            return results
+
+        return held.part.results if self._part(held.part, run) else results
+
+    def _make(self, name: _Name, inputs: _Shapes) -> _Held:
+        self._held[name] = _Held(Inputs(inputs, self._device))
+        return self._held[name]
+
+    def _step_inputs(self, bucket: Bucket) -> _Shapes:
         tokens, requests = bucket.tokens, bucket.requests
-        i64, i32, f32 = np.int64, np.int32, np.float32
-        step = {
+        i64, i32 = np.int64, np.int32
+        return {
             "tokens": ((tokens,), i64),
             "positions": ((tokens,), i64),
             "slots": ((tokens,), i64),
@@ -202,30 +216,53 @@ class StepGraphs:
             "blocks": ((requests, self._width), i32),
             "rows": ((requests,), i64),
         }
-        kinds = (f32, i32, f32, f32, i64, i64, i64)
-        choice = {name: ((requests,), kind) for name, kind in zip(CHOICE, kinds, strict=True)}
-        self._held[bucket] = _Held(Inputs(step, self._device), Inputs(choice, self._device))
-        return self._held[bucket]
 
-    def _step(self, held: _Held) -> Sequence[Tensor]:
-        tokens, *others = held.step.tensors.values()
-        return self._call("step", known(tokens, self._last), *others)
+    def _step(self, inputs: Inputs, rows: int) -> Sequence[Tensor]:
+        tokens, *others = inputs.tensors.values()
+        (logits,) = self._call("step", known(tokens, self._last), *others)
+        if self._logits is None:  # in the first step of all, which is not captured
+            self._logits = logits.new_empty(self._most, logits.shape[1])
+        self._logits[:rows].copy_(logits)
+        return ()
 
-    def _part(self, held: _Held, name: str, run: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
-        """The first run of a part is one like any other; the second captures it. Its results keep their place."""
-        part = held.parts.setdefault(name, _Part())
+    def _sample(self, given: Mapping[str, Tensor], rows: int, sampler: Sampler) -> Sequence[Tensor]:
+        assert self._logits is not None, "a step has written them"
+        logits = self._logits[:rows]
+        if sampler is not Sampler.CHANGED:
+            return self._call(sampler, logits, *given.values())
+        assert self._bias is not None, "it was written"
+        *choice, tokens, owners, written = given.values()
+        return self._call(sampler, logits, *choice, self._bias[:rows], known(tokens, self._last), owners, written)
+
+    def _write_bias(self, sampling: Sampling) -> None:
+        """Fill the one place that graphs read a bias from; what no row has is 0."""
+        assert self._logits is not None, "a step has written them"
+        if self._bias is None:
+            self._bias = torch.zeros_like(self._logits)
+        count = 0 if sampling.bias is None else len(sampling.bias)
+        if sampling.bias is not None:
+            host = torch.from_numpy(sampling.bias)
+            host = host.pin_memory() if self._device.type == "cuda" else host
+            self._bias[:count].copy_(host, non_blocking=True)
+        self._bias[count : self._biased].zero_()
+        self._biased = count
+
+    def _part(self, part: _Part, run: Callable[[], Sequence[Tensor]]) -> bool:
+        """The first run of a part is one like any other; the second captures it. Its results keep their place. False
+        where it was launched op by op."""
         part.runs += 1
-        if part.runs == 1 or self._broken:
-            return run()
+        if part.runs == 1 or self.failure:
+            run()
+            return False
         if part.replay is None:
             try:
                 part.replay, part.results = self._capture(run)
             except (RuntimeError, PackageError) as error:  # nothing has run, so nothing has to be undone
-                self._broken = f"the capture failed: {str(error).strip().splitlines()[0]}"
-                return run()
+                self.failure = str(error).strip().splitlines()[0]
+                run()
+                return False
         part.replay()
-        self.replayed += name == "step"
-        return part.results
+        return True
 
     def padded(self, batch: Batch, bucket: Bucket) -> dict[str, Any]:
         """The arrays of a step, as long as the bucket's."""
@@ -248,6 +285,27 @@ def known(tokens: Tensor, last: Tensor) -> Tensor:
     return torch.where(tokens < 0, last[(-1 - tokens).clamp(min=0, max=len(last) - 1)], tokens)
 
 
-def _padded_choice(sampling: Sampling, rows: int) -> dict[str, Any]:
-    more = rows - len(sampling.temperature)
-    return {name: np.pad(getattr(sampling, name), (0, more)) for name in CHOICE}
+def _sampler_inputs(rows: int, sampler: Sampler, text: int) -> _Shapes:
+    i64, i32, f32 = np.int64, np.int32, np.float32
+    if sampler is Sampler.LIKELIEST:
+        return {CHOICE[-1]: ((rows,), i64)}
+    kinds = (f32, i32, f32, f32, i64, i64, i64)
+    inputs: _Shapes = {name: ((rows,), kind) for name, kind in zip(CHOICE, kinds, strict=True)}
+    if sampler is Sampler.CHANGED:
+        inputs |= dict.fromkeys(PENALTIES, ((rows,), f32))
+        inputs |= {"tokens": ((text,), i64), "owners": ((text,), i64), "written": ((text,), np.bool_)}
+    return inputs
+
+
+def _padded_choice(sampling: Sampling, rows: int, sampler: Sampler, text: int) -> dict[str, Any]:
+    """The arrays of what samples, as long as its inputs. Rows beyond the step's are greedy and have no text."""
+    more = rows - len(sampling.targets)
+    padded: dict[str, Any] = {name: np.pad(getattr(sampling, name), (0, more)) for name in CHOICE}
+    if sampler is Sampler.CHANGED:
+        padded |= {name: np.pad(getattr(sampling, name), (0, more), constant_values=1) for name in PENALTIES}
+        tokens, owners, written = text_of(sampling)
+        owners[0] = rows
+        padded["tokens"] = np.pad(tokens, (0, text - len(tokens)))
+        padded["owners"] = np.pad(owners, (0, text - len(owners)), constant_values=rows)
+        padded["written"] = np.pad(written, (0, text - len(written)))
+    return padded

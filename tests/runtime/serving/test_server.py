@@ -390,6 +390,7 @@ def test_metrics_add_up(client: openai.OpenAI) -> None:
             assert sample.labels["model_name"] == "fake"
             values[sample.name] = values.get(sample.name, 0) + sample.value
     assert values["mgraph_generation_tokens_total"] == values["mgraph_request_generation_tokens_sum"] == made
+    assert 'mgraph_steps_by_launch_total{launch="nothing is launched",model_name="' in text
     assert values["mgraph_request_success_total"] == values["mgraph_e2e_request_latency_seconds_count"] == 6
     assert values["mgraph_time_to_first_token_seconds_count"] == 6
     assert values["mgraph_num_requests_running"] == values["mgraph_num_requests_waiting"] == 0

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from mgraph.compiler import compile_package
-from mgraph.errors import OptionError
 from mgraph.recipe import Recipe
+from mgraph.runtime.handshake import MeshError
+from mgraph.runtime.serving.choices import Sampler
+from mgraph.runtime.serving.dispatch import Bucket, Why
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.package_stepper import PackageStepper
 from mgraph.runtime.serving.parameters import SamplingParams
-from mgraph.runtime.serving.step_graphs import Bucket, Inputs, StepGraphs, choose, known
+from mgraph.runtime.serving.step_graphs import Inputs, known
 
 BUCKETS = [Bucket(2, 2, True), Bucket(4, 4, True), Bucket(16, 4, False)]
 
@@ -62,8 +64,11 @@ def answers(stepper: PackageStepper) -> list[list[tuple[int, ...]]]:
         SamplingParams(max_tokens=6, temperature=1.0, seed=5),
         SamplingParams(max_tokens=9, temperature=0.7, top_k=20, seed=6, logprobs=2),
         SamplingParams(max_tokens=5, temperature=0),
+        SamplingParams(max_tokens=7, temperature=0, frequency_penalty=1.5, repetition_penalty=1.3),
+        SamplingParams(max_tokens=6, temperature=0.9, seed=8, presence_penalty=1.0, logit_bias={65: 5.0}),
+        SamplingParams(max_tokens=4, temperature=0, allowed_token_ids=[3, 5, 7], logprobs=1),
     ]
-    for number, (length, params) in enumerate(zip((3, 11, 1, 18), kinds, strict=True)):
+    for number, (length, params) in enumerate(zip((3, 11, 1, 18, 9, 2, 5), kinds, strict=True)):
         said[engine.submit([(7 * i + number) % 256 for i in range(length)], params)] = []
     while engine.unfinished:
         for delta in engine.step():
@@ -77,9 +82,41 @@ def test_tokens_are_those_of_steps_without_buckets(package: Path) -> None:
     for name, tensor in padded.state.items():
         if name.startswith("cache."):
             tensor[:4] = float("nan")  # the block that padding is written to
-    graphs = padded.graphs = StepGraphs(padded._call, BUCKETS, 8, 4, torch.device("cpu"), again)
+    graphs = padded.graphs = padded.graphs_of(again, BUCKETS)
     assert answers(padded) == answers(plain)
-    assert graphs.replayed > 5 and not graphs.eager.keys() - {"no row of logits"}
+    assert graphs.replayed > 10 and graphs.eager == {Why.FIRST: 3}
+    assert sum(padded.launches.values()) == sum(plain.launches.values()) and padded.launches["graph"] == graphs.replayed
+    samplers = {(name[0], name[1]) for name in graphs._held if isinstance(name, tuple)}
+    assert samplers >= {(4, Sampler.SAMPLE), (4, Sampler.CHANGED)}, "all buckets of four rows share them"
+
+
+def test_a_bias_ends_with_its_request(package: Path) -> None:
+    """The place that graphs read it from is cleared."""
+    stepper = PackageStepper(package, num_blocks=64, max_tokens=16, max_requests=4)
+    stepper.graphs = stepper.graphs_of(again, BUCKETS)
+    engine = Engine(stepper, prefix_cache=False)
+    biased = SamplingParams(temperature=0, max_tokens=6, allowed_token_ids=[9])
+    punished = SamplingParams(temperature=0, max_tokens=6, frequency_penalty=1e-6)
+
+    def tokens(*params: SamplingParams) -> list[list[int]]:
+        said: dict[int, list[int]] = {engine.submit([1, 2, 3], one): [] for one in params}
+        while engine.unfinished:
+            for delta in engine.step():
+                said[delta.group] += delta.tokens
+        return list(said.values())
+
+    free = tokens(SamplingParams(temperature=0, max_tokens=6))
+    assert tokens(biased, biased) == [[9] * 6] * 2
+    assert tokens(punished) == free and stepper.graphs._biased == 0
+
+
+def test_texts_that_no_graph_holds_are_sampled_alone(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mgraph.runtime.serving.dispatch.TEXTS", (4, 8))
+    plain = PackageStepper(package, num_blocks=64, max_tokens=16, max_requests=4)
+    short = PackageStepper(package, num_blocks=64, max_tokens=16, max_requests=4)
+    short.graphs = short.graphs_of(again, BUCKETS)
+    assert answers(short) == answers(plain)
+    assert short.launches[Why.LONG_TEXTS] > 3 and short.launches["graph"] > 3
 
 
 def test_the_plan_is_in_the_package(package: Path) -> None:
@@ -89,21 +126,12 @@ def test_the_plan_is_in_the_package(package: Path) -> None:
     assert set(stepper.graphs_of(again).buckets) == {Bucket(*b) for b in plan["buckets"] if b[0] <= 128}
 
 
-def test_a_package_of_several_ranks_is_refused(package: Path, tmp_path: Path) -> None:
+def test_a_package_of_several_ranks_needs_them(package: Path, tmp_path: Path) -> None:
     shutil.copytree(package, tmp_path / "spread")
     manifest = json.loads((package / "manifest.json").read_text())
     (tmp_path / "spread" / "manifest.json").write_text(json.dumps({**manifest, "mesh": {"tp": 2}}))
-    with pytest.raises(OptionError, match="for a mesh of tp=2, and one process serves"):
+    with pytest.raises(MeshError, match="mesh tp=2 needs 2 processes, and 1 were started"):
         PackageStepper(tmp_path / "spread", num_blocks=8)
-
-
-def test_what_runs_without_a_graph_says_why() -> None:
-    assert choose(BUCKETS, 3, 3, 3).bucket == Bucket(4, 4, True)
-    assert choose(BUCKETS, 3, 2, 2).bucket == Bucket(16, 4, False)
-    assert choose(BUCKETS, 17, 2, 1).why == "more tokens or requests than any bucket"
-    assert choose(BUCKETS, 9, 1, 9).why == "more rows of logits than requests"
-    assert choose(BUCKETS[:1], 9, 1, 1).why == "no bucket for parts of prompts"
-    assert choose(BUCKETS[2:], 1, 1, 1).why == "no bucket for single tokens"
 
 
 def test_a_capture_that_fails_is_said_and_everything_goes_on(package: Path) -> None:
@@ -112,9 +140,10 @@ def test_a_capture_that_fails_is_said_and_everything_goes_on(package: Path) -> N
 
     plain = PackageStepper(package, num_blocks=64, max_tokens=16, max_requests=4)
     broken = PackageStepper(package, num_blocks=64, max_tokens=16, max_requests=4)
-    broken.graphs = StepGraphs(broken._call, BUCKETS, 8, 4, torch.device("cpu"), failing)
+    broken.graphs = broken.graphs_of(failing, BUCKETS)
     assert answers(broken) == answers(plain)
-    assert "the capture failed: operation not permitted when stream is capturing" in broken.graphs.eager
+    assert broken.graphs.failure == "operation not permitted when stream is capturing"
+    assert broken.launches[Why.FAILED] > 10 and "graph" not in broken.launches
 
 
 def test_inputs_lie_in_one_buffer() -> None:

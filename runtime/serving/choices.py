@@ -1,0 +1,80 @@
+"""How rows of logits become tokens: which entry of the package does what they ask for, and what that is handed.
+
+The entries are those of `mgraph/passes/serve_entries.py`, each of which does what the ones before it do, and more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mgraph.runtime.serving.step import I64, Sampling
+
+CHOICE = ("temperature", "top_k", "top_p", "min_p", "seeds", "draws", "targets")
+"""The inputs of the entry `sample` beside the logits; the last alone is that of `likeliest`."""
+PENALTIES = ("repetition", "presence", "frequency")
+"""Inputs that `sample_changed` has besides; then come a bias and the tokens of penalised texts."""
+
+
+class Sampler(StrEnum):
+    """An entry that makes tokens of logits, the cheapest first."""
+
+    NONE = "none"
+    """There is no row."""
+    LIKELIEST = "likeliest"
+    SAMPLE = "sample"
+    CHANGED = "sample_changed"
+
+
+def sampler_of(sampling: Sampling) -> Sampler:
+    """The cheapest entry that does what all rows ask for."""
+    if not len(sampling.targets):
+        return Sampler.NONE
+    if sampling.prompts is not None or sampling.bias is not None:
+        return Sampler.CHANGED
+    return Sampler.SAMPLE if sampling.alternatives or sampling.temperature.any() else Sampler.LIKELIEST
+
+
+def text_of(sampling: Sampling) -> tuple[I64, I64, NDArray[np.bool_]]:
+    """Tokens of penalised texts one after the other, the row of each, and whether the model wrote it.
+
+    The first is no token of any: its row is N.
+    """
+    rows = len(sampling.targets)
+    tokens, owners, written = [np.zeros(1, np.int64)], [np.full(1, rows)], [np.zeros(1, bool)]
+    for texts, mine in ((sampling.prompts, False), (sampling.outputs, True)):
+        for row, text in enumerate(texts or ()):
+            tokens.append(text)
+            owners.append(np.full(len(text), row))
+            written.append(np.full(len(text), mine))
+    return np.concatenate(tokens), np.concatenate(owners), np.concatenate(written)
+
+
+def text_length(sampling: Sampling) -> int:
+    """The length of `text_of`."""
+    return 1 + sum(len(text) for texts in (sampling.prompts, sampling.outputs) for text in texts or ())
+
+
+def sampled(
+    call: Callable[..., Sequence[Tensor]],
+    logits: Tensor,
+    sampling: Sampling,
+    on_device: Callable[[Any], Tensor],
+    known: Callable[[Tensor], Tensor],
+) -> Sequence[Tensor]:
+    """The results of the entry for logits [N, V], launched op by op; `known` fills in unknown tokens of the text."""
+    sampler = sampler_of(sampling)
+    if sampler is Sampler.LIKELIEST:
+        return call(sampler, logits, on_device(sampling.targets))
+    choice = [on_device(getattr(sampling, name)) for name in CHOICE]
+    if sampler is Sampler.SAMPLE:
+        return call(sampler, logits, *choice)
+    penalties = [on_device(getattr(sampling, name)) for name in PENALTIES]
+    bias = logits.new_zeros(logits.shape) if sampling.bias is None else on_device(sampling.bias)
+    tokens, owners, written = (on_device(array) for array in text_of(sampling))
+    return call(sampler, logits, *choice, *penalties, bias, known(tokens), owners, written)
