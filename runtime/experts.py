@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgraph.runtime.moe import grouped_mm, moe_order, moe_route
+from mgraph.runtime.moe import grouped_mm, moe_order, moe_route, of_experts
 from mgraph.runtime.ops import glu, glu_grad, wide
 
 
@@ -64,5 +64,5 @@ def expert_glu_grad(
     grad = (products * share).to(gate.dtype)
     dgate, dup = glu_grad(grad, gate, up, act=act, alpha=alpha, limit=limit, offset=offset)
     dweights = torch.empty_like(weights)
-    dweights.view(-1)[order] = torch.linalg.vecdot(products, y).to(weights.dtype)
+    dweights.view(-1)[order] = of_experts(torch.linalg.vecdot(products, y), offsets).to(weights.dtype)
     return dgate, dup, (y * share).to(gate.dtype), dweights

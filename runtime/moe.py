@@ -2,7 +2,8 @@
 
 T tokens, E experts, K experts a token, R = T*K rows sorted by expert. `offsets` i32[E] holds the cumulative end of each
 expert's rows; an expert may have none. One sort per layer, gathers instead of scatters, and one fused product for all
-experts where torch has one.
+experts where torch has one. A pair whose index is E is of no expert here (`others`): its row is behind all others, may
+hold anything, and is not read by what is handed `offsets` beside `order`.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def moe_route_grad(
     return torch.zeros_like(values).scatter_(1, indices, picked).to(logits.dtype)
 
 
-def moe_order(indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
+def moe_order(indices: Tensor, *, num_experts: int, others: bool = False) -> tuple[Tensor, Tensor]:
     """Pairs of token and choice by expert, then by token: order i64 [T*K], cumulative ends i32 [E]; indices [T, K]."""
     # A GPU sorts byte by byte: two of them take a quarter of the time of eight.
     chosen = indices.flatten().to(torch.int16 if num_experts < 2**15 else torch.int64)
@@ -109,24 +110,35 @@ def moe_order(indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(by_expert, experts, right=True, out_int32=True)
 
 
-def moe_dispatch(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def moe_dispatch(
+    x: Tensor, indices: Tensor, *, num_experts: int, others: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Each token once per expert of its, sorted by expert: rows [T*K, N], and `moe_order`."""
     order, offsets = moe_order(indices, num_experts=num_experts)
     return x.index_select(0, order // indices.shape[1]), order, offsets
 
 
-def moe_dispatch_grad(drows: Tensor, order: Tensor, more: Tensor | None = None, *, top_k: int) -> Tensor:
-    """Gradient of `moe_dispatch` for x: the sum of a token's rows, those of drows and of more [T*K, N]."""
+def moe_dispatch_grad(drows: Tensor, order: Tensor, *extra: Tensor, top_k: int, others: bool = False) -> Tensor:
+    """Gradient of `moe_dispatch` for x: the sum of a token's rows, those of drows and of more [T*K, N].
+
+    `extra`: offsets with `others`, then more, if there is any.
+    """
     places = inverse(order).view(-1, top_k)
-    if more is None:
-        dx: Tensor = F.embedding_bag(places, drows, mode="sum")
+    terms = [drows, *extra[others:]]
+    if others:
+        terms = [of_experts(rows, extra[0]) for rows in terms]
+    if len(terms) == 1:
+        dx: Tensor = F.embedding_bag(places, terms[0], mode="sum")
         return dx
-    first, second = (F.embedding_bag(places, wide(rows), mode="sum") for rows in (drows, more))
+    first, second = (F.embedding_bag(places, wide(rows), mode="sum") for rows in terms)
     return first.add_(second).to(drows.dtype)
 
 
-def moe_combine(rows: Tensor, weights: Tensor, order: Tensor, *, dtype: torch.dtype) -> Tensor:
+def moe_combine(
+    rows: Tensor, weights: Tensor, order: Tensor, offsets: Tensor | None = None, *, dtype: torch.dtype
+) -> Tensor:
     """`y[t] = sum over k of weights[t, k] * rows[r]` for the rows r of token t, [T, N]; products are in `dtype`."""
+    rows = rows if offsets is None else of_experts(rows, offsets)
     places = inverse(order).view(weights.shape)
     if rows.dtype == weights.dtype == dtype:
         return F.embedding_bag(places, rows, per_sample_weights=weights, mode="sum")
@@ -134,12 +146,22 @@ def moe_combine(rows: Tensor, weights: Tensor, order: Tensor, *, dtype: torch.dt
     return wide(products).sum(1).to(rows.dtype)
 
 
-def moe_combine_grad(dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+def moe_combine_grad(
+    dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor, offsets: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Gradients of `moe_combine` for rows and weights."""
     grad = dy.index_select(0, order // weights.shape[1])
-    dots = torch.linalg.vecdot(wide(grad), wide(rows)).index_select(0, inverse(order)).view(weights.shape)
+    dots = torch.linalg.vecdot(wide(grad), wide(rows))
+    dots = dots if offsets is None else of_experts(dots, offsets)
+    dots = dots.index_select(0, inverse(order)).view(weights.shape)
     drows = grad.mul_(weights.flatten()[order, None].to(grad.dtype))
     return drows, dots.to(weights.dtype)
+
+
+def of_experts(rows: Tensor, offsets: Tensor) -> Tensor:
+    """rows [R, N] or [R] with 0 for those of no expert, from offsets[-1] on (i32 [E], cumulative ends)."""
+    real = torch.arange(rows.shape[0], device=rows.device) < offsets[-1]
+    return rows.where(real.view(-1, *[1] * (rows.dim() - 1)), 0.0)
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -225,11 +247,10 @@ def grouped_outer_(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor) 
 
 
 def expert_counts(indices: Tensor, *, num_experts: int) -> Tensor:
-    """How often each expert was chosen: indices i64[T, K] -> i64[E]."""
+    """How often each expert was chosen: indices i64[T, K] -> i64[E]; E itself, for what was dropped, is not counted."""
     chosen = indices.flatten()
-    return torch.zeros(num_experts, dtype=torch.int64, device=indices.device).index_add_(
-        0, chosen, torch.ones_like(chosen)
-    )
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=indices.device)
+    return counts.index_add_(0, chosen, torch.ones_like(chosen))[:-1]
 
 
 def expert_bias_update_(biases: list[Tensor], loads: list[Tensor], finite: Tensor, *, rate: float) -> None:

@@ -5,14 +5,14 @@
     %out = moe_combine(%y, %weights, %order)
 ==>
     %x_sent, %weights_sent, %own = expert_send(%x, %weights, %indices)      f32[R, 64], f32[R, 2], i64[R, 2]
-    %rows, %order, %offsets = moe_dispatch(%x_sent, %own)                   f32[2*R, 64]
-    %open = clear_tail(%rows, %offsets)
-    %y = grouped_matmul(%open, %w, %offsets)
-    %cleared = clear_tail(%y, %offsets)
-    %combined = moe_combine(%cleared, %weights_sent, %order)                f32[R, 64]
+    %rows, %order, %offsets = moe_dispatch(%x_sent, %own) {others = true}   f32[2*R, 64]
+    %y = grouped_matmul(%rows, %w, %offsets)
+    %combined = moe_combine(%y, %weights_sent, %order, %offsets)            f32[R, 64]
     %out = expert_return(%combined, %indices)                               f32[B*S, 64]
 
 R, the rows that a rank receives, is a ragged dim of the module. On one rank nothing is sent: R is the number of tokens.
+Some of a token's experts are others' (`others`): their rows come last, and are neither computed nor read. So nothing
+needs to clear them, as a model with a capacity does (`clear_tail`).
 It is before autodiff, so that the ways of gradients follow from these; `expert-parallel` then sends over an axis.
 """
 
@@ -106,6 +106,9 @@ class _Function:
                     self._send(builder, node, combine, known)
                 elif node.op == "moe_combine" and node.operands[2] in self.dispatches:
                     self._return(builder, node)
+                elif node.op == "clear_tail" and node.operands[0] in self.inside:
+                    builder.replace(node.result, builder.value(node.operands[0]))
+                    self.inside[node.result] = self.inside[node.operands[0]]
                 else:
                     self._within(builder, node)
             known.update(node.results)
@@ -119,12 +122,12 @@ class _Function:
         names = [*(f"{v.name}_sent" for v in tensors), "own"]
         *sent, own = builder.emit("expert_send", (*tensors, indices), {**way.attrs, "choices": True}, names=names)
         way.weights = sent[1] if len(sent) == 2 else None
-        rows, order, offsets = node.results
-        made = builder.emit("moe_dispatch", (sent[0], own), node.attrs, names=("rows", "order", "offsets"))
+        rows, order, _ = node.results
+        attrs = {**node.attrs, "others": True}
+        made = builder.emit("moe_dispatch", (sent[0], own), attrs, names=("rows", "order", "offsets"))
         way.offsets = made[2]
-        builder.replace(rows, builder.one("clear_tail", made[0], made[2], name="open_rows"))
-        builder.replace(order, made[1])
-        builder.replace(offsets, made[2])
+        for old, new in zip(node.results, made, strict=True):
+            builder.replace(old, new)
         self.dispatches[order] = way
         way.rows = rows.tensor.shape[0]
         self.inside[rows] = self.inside[order] = way
@@ -135,8 +138,7 @@ class _Function:
         if way.weights is None:
             way.weights = builder.emit("expert_send", (weights, way.indices), way.attrs, names=["weights_sent"])[0]
         assert way.offsets is not None, "sent before"
-        cleared = builder.one("clear_tail", rows, way.offsets, name="cleared")
-        combined = builder.one("moe_combine", cleared, way.weights, order, name="combined", **node.attrs)
+        combined = builder.one("moe_combine", rows, way.weights, order, way.offsets, name="combined", **node.attrs)
         returned = builder.emit("expert_return", (combined, way.indices), way.attrs, names=[node.result.name])[0]
         builder.replace(node.result, returned)
 

@@ -100,15 +100,12 @@ class _Ways:
     def rewritten(self) -> Function:
         """The function with collectives."""
         builder = rebuild(self.source, self.options.name)
-        made = self.source.producers()
         for node in self.source.nodes:
             with builder.at(node):
                 if node.op == _SENT:
                     self._send(builder, node)
                 elif node.op == _BACK:
                     self._return(builder, node)
-                elif node.op == "clear_tail" and _is_dispatched(made, node.operands[0]):
-                    builder.replace(node.result, node.operands[0])  # only the gradient of rows is cleared
                 else:
                     builder.keep(node)
         return builder.build(self.source.results)
@@ -167,7 +164,3 @@ class _Ways:
             attrs = {"num_experts": node.attrs["num_experts"], "ranks": self.ranks}
             self._places[indices] = builder.emit("expert_places", (indices,), attrs, types=[type_], names=["places"])[0]
         return self._places[indices]
-
-
-def _is_dispatched(made: dict[Value, Node], rows: Value) -> bool:
-    return rows in made and made[rows].op == "moe_dispatch"

@@ -16,7 +16,8 @@ and backward
     %dx = moe_dispatch_grad(%a + %b, %order)
 
 Of a layer there then are gate and up beside what its other ops keep: neither its rows, nor what is activated, nor what
-the experts give is kept for the gradient. A router in the same function makes the order along with its choice.
+the experts give is kept for the gradient. Where what rows were taken from was not kept either (tokens that came from
+other ranks), it is, in the place of the rows. A router in the same function makes the order along with its choice.
 
 The backward is rewritten first, since only then does nothing read the rows. It is in a function of its own, as a rule,
 and is handed all it reads: what a parameter stands for is found by the calls of both functions.
@@ -35,7 +36,8 @@ from mgraph.ir.ops.glu import GLU_ATTRS
 from mgraph.ir.types import DType
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.dce import DeadCode
-from mgraph.passes.sources import Sources
+from mgraph.passes.handed import Exchange, exchanged, obstacle
+from mgraph.passes.sources import Made, Sources
 
 _LOW = (DType.BF16, DType.F16)
 _PRODUCT, _OUTER = "grouped_matmul", "grouped_outer"
@@ -64,9 +66,12 @@ class FuseExperts(Pass):
 
     def run(self, module: Module, report: Report) -> Module:
         """Rewrite every function; a module without a match is returned as it is."""
-        backward = {name: _Backward(module, f, report).rewritten() for name, f in module.functions.items()}
-        if any(backward[name] is not f for name, f in module.functions.items()):
-            module = DeadCode().run(replace(module, functions=backward), Report())
+        for name in tuple(module.functions):
+            work = _Backward(module, module.functions[name], report)
+            function = work.rewritten()
+            if function is not module.functions[name]:
+                module = exchanged(module.with_function(function), name, work.exchanges)
+        module = DeadCode().run(module, Report()) if report.matches else module
         forward = {name: _Forward(f, report).rewritten() for name, f in module.functions.items()}
         changed = any(forward[name] is not f for name, f in module.functions.items())
         return replace(module, functions=forward) if changed else module
@@ -213,7 +218,8 @@ class _Backward(_Rewriting):
 
     def __init__(self, module: Module, function: Function, report: Report) -> None:
         super().__init__(function, report)
-        self.sources = Sources(module, function)
+        self.sources, self.module = Sources(module, function), module
+        self.exchanges: list[Exchange] = []
 
     def rewritten(self) -> Function:
         """The function with what matches rewritten."""
@@ -226,7 +232,7 @@ class _Backward(_Rewriting):
         return self.result()
 
     def _fuse(self, combine: Node) -> None:
-        dy, out, weights, order = combine.operands
+        dy, out, weights, order = combine.operands[:4]
         drows, dweights = combine.results
         _need(drows.tensor.dtype in _LOW, "dtype", f"rows are {drows.tensor.dtype.text}, not bf16 or f16")
         back = self.reader(drows, _PRODUCT)
@@ -308,16 +314,22 @@ class _Backward(_Rewriting):
         if made is None or made.node is None or made.node.op != "moe_dispatch":
             raise _Miss("maker", f"{value!r} is not made by moe_dispatch")
         x = made.node.operands[0]
-        here = self.sources.here(made, x)
-        _need(here is not None, "kept", f"{x!r} of {made.function.name} is not kept for this function")
-        assert here is not None
-        base, views = here
+        base, views = self.sources.here(made, x) or (self._handed(value, made, x, outers), [])
         nodes = []
         for view in views:
             new = self.fresh(view.result.name, view.result)
             nodes.append(_made(view, view.op, (base,), (new,), view.attrs))
             base = new
         return outers, base, [replace(node, phase=unit.phase) for node in nodes]
+
+    def _handed(self, rows: Value, made: Made, x: Value, outers: Sequence[Node]) -> Value:
+        """What rows are taken from, a new parameter in the place of that for the rows."""
+        self.only(rows, *outers)
+        why = obstacle(self.module, self.function, rows, made)
+        _need(not why, "kept", f"{x!r} of {made.function.name} is not kept for this function, and {why}")
+        new = self.fresh(x.name, x)
+        self.exchanges.append(Exchange(rows, made, x, new))
+        return new
 
     def _sum_of(self, before: Sequence[Node]) -> tuple[Node, Node]:
         """The gradient of the dispatch, and the sum of the products that it takes."""

@@ -79,7 +79,8 @@ class FuseProducts(Pass):
         made: dict[Node, Node] = {}
         gone: set[Node] = set()
         for node in function.nodes:
-            total = node.operands[0] if node.op == "moe_dispatch_grad" and len(node.operands) == 2 else None
+            given = 2 + bool(node.attrs.get("others"))
+            total = node.operands[0] if node.op == "moe_dispatch_grad" and len(node.operands) == given else None
             sum_ = makers.get(total) if total is not None else None
             if total is None or sum_ is None or sum_.op != "aten.add.Tensor":
                 continue
@@ -90,7 +91,7 @@ class FuseProducts(Pass):
                 report.near_miss(function.name, node.id, self.name, "users", f"`{sum_.id}` is read elsewhere, too")
                 continue
             first, second = sum_.operands
-            made[node] = replace(node, operands=(first, node.operands[1], second), made_by=self.name)
+            made[node] = replace(node, operands=(first, *node.operands[1:], second), made_by=self.name)
             gone.add(sum_)
             report.match(function.name, node.id, f"it takes the parts of {sum_.id}", [sum_.id, node.id], [node.id])
         return _replaced(function, made, gone)

@@ -93,7 +93,7 @@ class Row:
             model = f"{directory}/{model}.py:model"
         elif model.startswith("hf:"):
             model = write_config(model.removeprefix("hf:"), directory / model.removeprefix("hf:"))
-        return Recipe(model=model, mesh=self.mesh, arch="none", **{**dict(self.options), **more})
+        return Recipe(model=model, mesh=self.mesh, **{"arch": "none", **dict(self.options), **more})
 
 
 @dataclass(frozen=True)

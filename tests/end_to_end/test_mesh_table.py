@@ -102,6 +102,8 @@ EXPERTS: list[tuple[str, str, dict[str, Any]]] = [
     ("moe-tiny-losses", "ep=2,tp=2", {"sequence_parallel": True}),
     ("moe-tiny-losses", "dp=2,ep=2", {"overlap": True}),
     ("moe-tiny-losses", "ep=8", {"precision": "bf16"}),
+    *[("moe-tiny-losses", mesh, {"arch": "sm_90a", "precision": "bf16"}) for mesh in ("ep=2", "fsdp=2,ep=fsdp")],
+    ("moe-tiny-losses", "ep=2", {"arch": "sm_90a", "precision": "bf16", "recompute": "full", "dispatch": "allgather"}),
     ("moe-tiny-jitter", "ep=2,fsdp=2,tp=2", {}),
     ("moe-tiny-grouped", "fsdp=2,ep=fsdp", {"expert_bias_rate": 0.01}),
     ("hf:qwen3-moe", "ep=2", {}),

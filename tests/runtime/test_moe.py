@@ -61,6 +61,22 @@ def test_moe_rows(dtype: tuple[DType, torch.dtype]) -> None:
     check("moe_combine_grad", x, rows, weights, order)
 
 
+def test_rows_of_no_expert_are_not_read() -> None:
+    x, indices = numbers(9, 5), torch.randint(4, (9, 2))
+    check("moe_dispatch", x, indices, num_experts=3, others=True)
+    rows, order, offsets = rt.moe_dispatch(x, indices, num_experts=3, others=True)
+    weights, more, end = numbers(9, 2), numbers(18, 5), int(offsets[-1])
+    assert end < 18
+    wide = ({"dtype": DType.F32}, {"dtype": torch.float32})
+    rows[end:] = torch.nan
+    check("moe_combine", rows, weights, order, offsets, exact_dtype=wide)
+    check("moe_dispatch_grad", rows, order, offsets, top_k=2, others=True)
+    check("moe_dispatch_grad", rows, order, offsets, more, top_k=2, others=True)
+    drows, dweights = rt.moe_combine_grad(x, rows, weights, order, offsets)
+    expected = op_def("moe_combine_grad").body(x, rows, weights, order, offsets)
+    torch.testing.assert_close((drows[:end], dweights), (expected[0][:end], expected[1]))
+
+
 def test_grouped_outer() -> None:
     total, left, right = numbers(4, 5, 3), numbers(7, 5), numbers(7, 3)
     offsets = torch.tensor([2, 2, 6, 7], dtype=torch.int32)

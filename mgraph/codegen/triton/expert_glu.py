@@ -11,7 +11,8 @@ activated is written, or gate and up beside it where a gradient needs them.
                       dweights[t, k]   = g[r] . y[r]
 
 so neither rows of dy nor the rows that were summed exist, and y is made again. Sums are in f32, of bf16 or f16; gate,
-up and y are rounded where they would be if they were written.
+up and y are rounded where they would be if they were written. Of rows of no expert, past the last offset, only dweights
+is written, as 0.
 """
 
 from __future__ import annotations
@@ -121,11 +122,10 @@ def forward(name: str, problem: ExpertGlu, cut: Tuning | None = None) -> KernelS
     source = f"tl.load(order_ptr + row, mask=inside, other=0) // {problem.choices}"
     factors = [Factor("x", w, problem.inner, problem.width, problem.transposed, source) for w in ("wg", "wu")]
     low = f".to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
-    real = f"expert < {problem.experts}"
     lines = [
         *product_lines(factors, ("gates", "ups"), tiles),
-        f"gates = tl.where({real}, gates, 0.0){low}",
-        f"ups = tl.where({real}, ups, 0.0){low}",
+        f"gates = gates{low}",
+        f"ups = ups{low}",
         "gate = gates.to(tl.float32)",
         "up = ups.to(tl.float32)",
         *forward_lines(problem.unit),
@@ -164,6 +164,7 @@ def backward(name: str, problem: ExpertGlu, cut: Tuning | None = None) -> Kernel
     matrix = (problem.inner, problem.width) if problem.transposed else (problem.width, problem.inner)
     results = ("dgate", "dup", "weighted")
     args = ("dy", "weights", "order", "w", "gate", "up", "tiles", *results, "dots", "R")
+    dots = ("dots", "order", "offsets", "dweights", "R")
     wide = [TensorSpec(tensor, problem.dtype, ("R", problem.width)) for tensor in ("gate", "up", *results)]
     weights = TensorSpec("weights", problem.weights, ("T", problem.choices))
     return KernelSpec(
@@ -183,7 +184,7 @@ def backward(name: str, problem: ExpertGlu, cut: Tuning | None = None) -> Kernel
         launches=(
             tiles.launch(),
             Launch(name, args, tiles.grid(), tiles.cut.num_warps, tiles.cut.num_stages, aligned=True),
-            Launch(f"{name}_dots", ("dots", "order", "dweights", "R"), (("cdiv", "R", SUMMED),), 4, 1, aligned=False),
+            Launch(f"{name}_dots", dots, (("cdiv", "R", SUMMED),), 4, 1, aligned=False),
         ),
         dims=tiles.dims,
     )
@@ -197,7 +198,6 @@ def _backward_source(name: str, problem: ExpertGlu, tiles: Tiles, args: tuple[st
     lines = [
         "pair = tl.load(order_ptr + row, mask=inside, other=0)",
         *product_lines([factor], ["total"], tiles),
-        f"total = tl.where(expert < {problem.experts}, total, 0.0)",
         "weight = tl.load(weights_ptr + pair, mask=inside, other=0.0).to(tl.float32)",
         f"dots = tl.zeros([{tiles.cut.rows}], dtype=tl.float32)",
         # What follows needs many registers an element: it is done with some columns after the others.
@@ -260,17 +260,18 @@ def _dots_source(name: str, problem: ExpertGlu, tiles: Tiles) -> str:
     body = lines_of(
         f"row = tl.program_id(0) * {SUMMED} + tl.arange(0, {SUMMED})",
         "inside = row < R",
+        f"real = row < tl.load(offsets_ptr + {problem.experts - 1})",
         f"total = tl.zeros([{SUMMED}], dtype=tl.float32)",
         f"for block in range(0, {tiles.across}):",
-        "    total += tl.load(dots_ptr + tl.cast(block, tl.int64) * R + row, mask=inside, other=0.0)",
+        "    total += tl.load(dots_ptr + tl.cast(block, tl.int64) * R + row, mask=real, other=0.0)",
         "pair = tl.load(order_ptr + row, mask=inside, other=0)",
         f"tl.store(dweights_ptr + pair, total.to(tl.{TRITON_LANGUAGE_DTYPES[problem.weights]}), mask=inside)",
     )
     return f'''
 
 @triton.jit
-def {name}_dots(dots_ptr, order_ptr, dweights_ptr, R):
-    """dweights: the sums over tiles of columns, at their pairs."""
+def {name}_dots(dots_ptr, order_ptr, offsets_ptr, dweights_ptr, R):
+    """dweights: the sums over tiles of columns, at their pairs; 0 for a row of no expert."""
 {body}'''
 
 

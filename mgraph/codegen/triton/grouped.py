@@ -3,10 +3,10 @@
     product       y[r] = rows[r] @ w[e] (+ bias[e])                 e: the expert of row r, by `offsets`
     product_sum   y[r] = first[r] @ wa[e] + second[r] @ wb[e]
 
-Sums are in f32, of bf16 or f16; rows past the last offset give 0. A small launch lists the tiles: some rows of one
-expert each, as many as there are. What then runs takes tiles in an order in which those that run at a time share rows
-and matrices, so that both come from the cache; it has as many programs as there may be tiles, or some for each
-multiprocessor, which take one tile after the other.
+Sums are in f32, of bf16 or f16. Rows past the last offset are of no expert: nothing is computed for them, and what they
+hold is undefined. A small launch lists the tiles: some rows of one expert each, as many as there are. What then runs
+takes tiles in an order in which those that run at a time share rows and matrices, so that both come from the cache; it
+has as many programs as there may be tiles, or some for each multiprocessor, which take one tile after the other.
 
 Other templates make their sources of the same parts: `Tiles`, and the lines of a product.
 """
@@ -81,15 +81,15 @@ class Tiles:
     @property
     def dims(self) -> dict[str, Expression]:
         """`bound`: the most tiles of rows that there may be. Each expert's last may be short."""
-        return {"bound": ("add", ("cdiv", "R", self.cut.rows), self.experts + 1)}
+        return {"bound": ("add", ("cdiv", "R", self.cut.rows), self.experts)}
 
     def scratch(self) -> TensorSpec:
-        """Expert, first row, end, and the number of tiles, for each; expert E has the rows past the last offset."""
+        """Expert, first row, end, and the number of tiles, for each."""
         return TensorSpec("tiles", "i32", ("bound", 4))
 
     def launch(self) -> Launch:
         """The launch that lists them."""
-        args = ("offsets", "tiles", "R", "bound")
+        args = ("offsets", "tiles", "bound")
         return Launch(self.function, args, (("cdiv", "bound", LISTED),), 4, 1, aligned=True)
 
     def grid(self) -> tuple[Expression, ...]:
@@ -99,12 +99,11 @@ class Tiles:
 
     def source(self) -> str:
         """The source of the launch that lists them."""
-        columns = power(self.experts + 1)
+        columns = power(self.experts)
         body = lines_of(
             f"expert = tl.arange(0, {columns})",
-            f"end = tl.load(offsets_ptr + expert, mask=expert < {self.experts}, other=R)",
-            f"begin = tl.load(offsets_ptr + expert - 1, mask=(expert > 0) & (expert <= {self.experts}), other=0)",
-            f"begin = tl.where(expert > {self.experts}, R, begin)",
+            f"end = tl.load(offsets_ptr + expert, mask=expert < {self.experts}, other=0)",
+            f"begin = tl.load(offsets_ptr + expert - 1, mask=(expert > 0) & (expert < {self.experts}), other=0)",
             f"count = tl.cdiv(end - begin, {self.cut.rows})",
             "last = tl.cumsum(count, axis=0)",
             f"tile = tl.program_id(0) * {LISTED} + tl.arange(0, {LISTED})",
@@ -121,7 +120,7 @@ class Tiles:
         )
         return f'''
 @triton.jit
-def {self.function}(offsets_ptr, tiles_ptr, R, bound):
+def {self.function}(offsets_ptr, tiles_ptr, bound):
     """Expert, first row, end of rows, and the number of all tiles, for each tile of {self.cut.rows} rows of one expert.
     """
 {body}
@@ -140,7 +139,7 @@ def {self.function}(offsets_ptr, tiles_ptr, R, bound):
             "expert = tl.load(tiles_ptr + along * 4)",
             f"row = tl.load(tiles_ptr + along * 4 + 1) + tl.arange(0, {cut.rows})",
             "inside = row < tl.load(tiles_ptr + along * 4 + 2)",
-            f"matrix = tl.minimum(expert, {self.experts - 1}).to(tl.int64)",
+            "matrix = expert.to(tl.int64)",
             f"column = block * {cut.columns} + tl.arange(0, {cut.columns})",
             *body,
         ]
@@ -324,7 +323,6 @@ def _product_source(
         mask = f", mask=column < {problem.width}, other=0.0" if problem.width % tiles.cut.columns else ""
         lines.append(f"bias = tl.load(bias_ptr + matrix * {problem.width} + column{mask})")
         lines.append("total += bias.to(tl.float32)[None, :]")
-    lines.append(f"total = tl.where(expert < {problem.experts}, total, 0.0)")
     lines += store_lines(tiles, ("y", f"total.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"))
     return f'''
 @triton.jit

@@ -156,7 +156,7 @@ def _spec(name: str, problem: Router, cut: Tuning, *, order: bool) -> KernelSpec
     if order:
         outputs = (*outputs, *_order_of(("mul", "T", problem.choices), problem.experts))
         launches.append(_place_launch(name, programs, cut, "T"))
-        source += _place_source(name, problem.experts, problem.choices, cut, "T")
+        source += _place_source(name, problem.experts, problem.choices, cut, "T", problem.experts)
     return KernelSpec(
         name=name,
         source=source,
@@ -170,39 +170,42 @@ def _spec(name: str, problem: Router, cut: Tuning, *, order: bool) -> KernelSpec
 
 @dataclass(frozen=True)
 class Order:
-    """One instance of `moe_order`: experts, and experts a token, which may be one twice."""
+    """One instance of `moe_order`: experts, experts a token, which may be one twice, and whether some pairs are of no
+    expert (`others`)."""
 
     experts: int
     choices: int
+    others: bool = False
 
 
 def order_problem_of(node: Node) -> Order | str:
     """The instance that a node `moe_order` is, or why there is no kernel for it."""
-    choices, experts = node.operands[0].tensor.shape[1], node.attrs["num_experts"]
+    choices, experts = node.operands[0].tensor.shape[1], node.results[1].tensor.shape[0]
     if not isinstance(experts, int) or experts > MOST_EXPERTS:
         return f"there are {experts} experts; the kernel takes a known number up to {MOST_EXPERTS}"
     if not isinstance(choices, int):
         return f"the number {choices} of experts a token is not known"
-    return Order(experts, choices)
+    return Order(experts, choices, bool(node.attrs.get("others", False)))
 
 
 def order(name: str, problem: Order, cut: Tuning | None = None) -> KernelSpec:
     """The site `order, offsets = name(indices)`: indices i64 [T, K] → order i64 [T * K], offsets i32 [E]. Each pair is
-    taken as a token of one expert, since a token may have chosen one twice."""
-    cut = cut or tuning(problem.experts)
+    taken as a token of one expert, since a token may have chosen one twice; those of no expert have one more."""
+    groups = problem.experts + problem.others
+    cut = cut or tuning(groups)
     programs = _programs("pairs", cut)
     args = ("indices", "counts", "ranks", "pairs")
     return KernelSpec(
         name=name,
-        source=_rank_source(name, problem.experts, cut) + _place_source(name, problem.experts, 1, cut, "pairs"),
+        source=_rank_source(name, groups, cut) + _place_source(name, groups, 1, cut, "pairs", problem.experts),
         twin=f'''
 def {name}(indices):
     """Pairs t * {problem.choices} + k by expert, then by token; where the rows of each expert end."""
-    return rt.moe_order(indices, num_experts={problem.experts})
+    return rt.moe_order(indices, num_experts={problem.experts}{", others=True" if problem.others else ""})
 ''',
         inputs=(TensorSpec("indices", "i64", ("T", problem.choices)),),
         outputs=_order_of("pairs", problem.experts),
-        scratch=_counts(programs, problem.experts, ("pairs",)),
+        scratch=_counts(programs, groups, ("pairs",)),
         launches=(
             Launch(f"{name}_rank", args, (programs,), cut.num_warps, 1, aligned=False),
             _place_launch(name, programs, cut, "pairs"),
@@ -459,11 +462,11 @@ def {name}_rank(indices_ptr, counts_ptr, ranks_ptr, pairs):
 '''
 
 
-def _place_source(name: str, experts: int, choices: int, cut: Tuning, tokens: str) -> str:
+def _place_source(name: str, experts: int, choices: int, cut: Tuning, tokens: str, real: int) -> str:
+    """`real` of the experts have an offset."""
     columns = power(experts)
     chunk = max(1, 4096 // columns)
     masked = columns > experts
-    mask = f", mask=expert < {experts}" if masked else ""
     inside = f"(row < rows)[:, None]{f' & (expert < {experts})[None, :]' if masked else ''}"
     body = lines_of(
         f"expert = tl.arange(0, {columns})",
@@ -479,7 +482,7 @@ def _place_source(name: str, experts: int, choices: int, cut: Tuning, tokens: st
         "total = tl.sum(all_, axis=0)",
         "end = tl.cumsum(total, axis=0)",
         "if tl.program_id(0) == 0:",
-        f"    tl.store(offsets_ptr + expert, end{mask})",
+        f"    tl.store(offsets_ptr + expert, end{f', mask=expert < {real}' if columns > real else ''})",
         "begin = end - total + tl.sum(earlier, axis=0)",
         *_share(tokens, cut),
         f"last = tl.minimum(first + share, tiles) * {cut.tokens * choices}",

@@ -7,11 +7,13 @@
 
 in f32, each result rounded once. `order` says which pair t * K + k a row is of; a small launch turns it round, so that
 `place` says which row a pair has. A program is then at one token: what the token has is read or written once, the sums
-are in the order of k, and each row, of which all columns lie together, is read and written once, wherever it lies.
+are in the order of k, and each row, of which all columns lie together, is read and written once, wherever it lies. With
+offsets, rows past the last one are of no expert: they are neither read nor written, and count for 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mgraph.codegen.triton.kernel import ITEM_BYTES, TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, TensorSpec
@@ -34,7 +36,8 @@ PLACES = 256
 @dataclass(frozen=True)
 class MoeRows:
     """One instance: columns of a row, rows a token, the dtype of rows and tokens, that of the weights (none of the
-    dispatch), that of the products (of `moe_combine` alone), and whether there are `more` rows to add."""
+    dispatch), that of the products (of `moe_combine` alone), whether there are `more` rows to add, and how many experts
+    there are where some rows are of none of them (else 0)."""
 
     width: int
     choices: int
@@ -42,6 +45,7 @@ class MoeRows:
     weights: str = ""
     products: str = "f32"
     more: bool = False
+    experts: int = 0
 
     @property
     def aligned(self) -> bool:
@@ -67,10 +71,14 @@ def problem_of(node: Node) -> MoeRows | str:
         return f"a token has {choices} rows; the kernel takes up to {MOST_CHOICES}"
     dtype = node.attrs.get("dtype", DType.F32)
     products = dtype.text if isinstance(dtype, DType) else str(dtype)
-    more = node.op == "moe_dispatch_grad" and len(node.operands) > 2
+    offsets = next((v.tensor for v in node.operands if v.tensor.dtype is DType.I32), None)
+    experts = 0 if offsets is None else offsets.shape[0]
+    if not isinstance(experts, int):
+        return f"the number {experts} of experts is not known"
+    more = node.op == "moe_dispatch_grad" and node.operands[-1].tensor == rows
     if products not in TRITON_LANGUAGE_DTYPES:
         return f"the products are {products}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
-    return MoeRows(width, choices, rows.dtype.text, weights.dtype.text if weights else "", products, more)
+    return MoeRows(width, choices, rows.dtype.text, weights.dtype.text if weights else "", products, more, experts)
 
 
 @dataclass(frozen=True)
@@ -105,17 +113,19 @@ def _power(number: int) -> int:
 
 
 def combine(name: str, problem: MoeRows, cut: Tuning | None = None) -> KernelSpec:
-    """The site `y = name(rows, weights, order)`: rows [T*K, width], weights [T, K], order i64 [T*K] → y [T, width]."""
-    options = f"dtype=torch.{TRITON_LANGUAGE_DTYPES[problem.products]}"
-    twin = _twin(name, f"moe_combine(rows, weights, order, {options})", "y[t] = sum of weights[t, k] * rows[r]")
+    """The site `y = name(rows, weights, order[, offsets])`: rows [T*K, width], weights [T, K], order i64 [T*K], offsets
+    i32 [E] → y [T, width]."""
+    options = f"{_also(problem)}, dtype=torch.{TRITON_LANGUAGE_DTYPES[problem.products]}"
+    twin = _twin(name, f"moe_combine(rows, weights, order{options})", "y[t] = sum of weights[t, k] * rows[r]")
     return _sum(name, problem, cut, twin, ("rows", "weights"), "y")
 
 
 def dispatch_grad(name: str, problem: MoeRows, cut: Tuning | None = None) -> KernelSpec:
-    """The site `dx = name(drows, order)` or `name(drows, order, more)`: drows and more [T*K, width], order i64 [T*K] →
-    dx [T, width]."""
-    also, added = (", more", " + more[r]") if problem.more else ("", "")
-    call = f"moe_dispatch_grad(drows, order{also}, top_k={problem.choices})"
+    """The site `dx = name(drows, order[, offsets][, more])`: drows and more [T*K, width], order i64 [T*K], offsets i32
+    [E] → dx [T, width]."""
+    more, added = (", more", " + more[r]") if problem.more else ("", "")
+    others = ", others=True" if problem.experts else ""
+    call = f"moe_dispatch_grad(drows, order{_also(problem)}{more}, top_k={problem.choices}{others})"
     return _sum(name, problem, cut, _twin(name, call, f"dx[t] = sum of drows[r]{added}"), ("drows",), "dx")
 
 
@@ -125,36 +135,38 @@ def _sum(
     cut = cut or sum_tuning(problem)
     grid = ("mul", "T", -(-problem.width // cut.columns))
     more = ("more",) if problem.more else ()
+    args = (*inputs, *more, *_offsets(problem), "places", output)
     return KernelSpec(
         name=name,
         source=_places_source(name) + _sum_source(name, problem, cut, inputs[0], output),
         twin=twin,
         inputs=(
             *(_tensor(tensor, problem) for tensor in inputs),
-            _order(problem),
+            *_order(problem),
             *(_tensor(tensor, problem) for tensor in more),
         ),
         outputs=(TensorSpec(output, problem.dtype, ("T", problem.width)),),
         scratch=(TensorSpec("places", "i32", ("R",)),),
         launches=(
             _places_launch(name),
-            Launch(f"{name}_tokens", (*inputs, *more, "places", output), (grid,), cut.num_warps, 1, problem.aligned),
+            Launch(f"{name}_tokens", args, (grid,), cut.num_warps, 1, problem.aligned),
         ),
         dims=_dims(problem),
     )
 
 
 def combine_grad(name: str, problem: MoeRows, cut: Tuning | None = None) -> KernelSpec:
-    """The site `drows, dweights = name(dy, rows, weights, order)`: dy [T, width], the others as in `combine`; drows and
-    dweights are like rows and weights."""
+    """The site `drows, dweights = name(dy, rows, weights, order[, offsets])`: dy [T, width], the others as in
+    `combine`; drows and dweights are like rows and weights."""
     cut = cut or gradient_tuning(problem)
-    args = ("dy", "rows", "weights", "places", "drows", "dweights")
-    call = "moe_combine_grad(dy, rows, weights, order)"
+    inputs = ("dy", "rows", "weights")
+    args = (*inputs, *_offsets(problem), "places", "drows", "dweights")
+    call = f"moe_combine_grad(dy, rows, weights, order{_also(problem)})"
     return KernelSpec(
         name=name,
-        source=_places_source(name) + _gradient_source(name, problem, cut),
+        source=_places_source(name) + _gradient_source(name, problem, cut, args),
         twin=_twin(name, call, "Gradient of y[t] = sum of weights[t, k] * rows[r]"),
-        inputs=(*(_tensor(tensor, problem) for tensor in args[:3]), _order(problem)),
+        inputs=(*(_tensor(tensor, problem) for tensor in inputs), *_order(problem)),
         outputs=(_tensor("drows", problem), _tensor("dweights", problem)),
         scratch=(TensorSpec("places", "i32", ("R",)),),
         launches=(
@@ -171,8 +183,19 @@ def _tensor(name: str, problem: MoeRows) -> TensorSpec:
     return TensorSpec(name, problem.dtype, ("T" if name == "dy" else "R", problem.width))
 
 
-def _order(problem: MoeRows) -> TensorSpec:
-    return TensorSpec("order", "i64", ("R",))
+def _order(problem: MoeRows) -> tuple[TensorSpec, ...]:
+    offsets = (TensorSpec("offsets", "i32", (problem.experts,)),) if problem.experts else ()
+    return TensorSpec("order", "i64", ("R",)), *offsets
+
+
+def _offsets(problem: MoeRows) -> tuple[str, ...]:
+    """Arguments of a launch."""
+    return ("offsets",) if problem.experts else ()
+
+
+def _also(problem: MoeRows) -> str:
+    """What follows the order in a call."""
+    return ", offsets" if problem.experts else ""
 
 
 def _dims(problem: MoeRows) -> dict[str, tuple[str, str, int]]:
@@ -199,11 +222,13 @@ def {name}_places(order_ptr, places_ptr, R):
 def _sum_source(name: str, problem: MoeRows, cut: Tuning, rows: str, output: str) -> str:
     width, choices, columns = problem.width, problem.choices, cut.columns
     blocks = -(-width // columns)
-    mask = f", mask=column < {width}" if width % columns else ""
+    whole = f"column < {width}" if width % columns else ""
+    mask = f", mask={whole}" if whole else ""
+    inside = f", mask={f'({whole}) & ' if whole else ''}(place < end), other=0.0" if problem.experts else mask
     token, block = "tl.program_id(0)", ""
     if blocks > 1:
         token, block = f"tl.program_id(0) // {blocks}", f"tl.program_id(0) % {blocks} * {columns} + "
-    terms = [f"value = tl.load({rows}_ptr + element{mask}).to(tl.float32)"]
+    terms = [f"value = tl.load({rows}_ptr + element{inside}).to(tl.float32)"]
     operands, formula = [f"{rows}_ptr"], f"{rows}[places[t, k]]"
     if problem.weights:
         operands, formula = [*operands, "weights_ptr"], f"weights[t, k] * {formula}"
@@ -214,7 +239,10 @@ def _sum_source(name: str, problem: MoeRows, cut: Tuning, rows: str, output: str
         ]
     if problem.more:
         operands, formula = [*operands, "more_ptr"], f"{formula} + more[places[t, k]]"
-        terms.append(f"value += tl.load(more_ptr + element{mask}).to(tl.float32)")
+        terms.append(f"value += tl.load(more_ptr + element{inside}).to(tl.float32)")
+    end = ""
+    if problem.experts:
+        operands, end = [*operands, "offsets_ptr"], f"    end = tl.load(offsets_ptr + {problem.experts - 1})\n"
     body = "".join(f"        {line}\n" for line in [*terms, "total += value"])
     return f'''
 @triton.jit
@@ -226,33 +254,36 @@ def {name}_tokens({", ".join(operands)}, places_ptr, {output}_ptr):
     token = {token}
     column = {block}tl.arange(0, {columns})
     total = tl.zeros([{columns}], dtype=tl.float32)
-    for choice in tl.static_range({choices}):
+{end}    for choice in tl.static_range({choices}):
         pair = token * {choices} + choice
-        element = tl.load(places_ptr + pair).to(tl.int64) * {width} + column
+        place = tl.load(places_ptr + pair).to(tl.int64)
+        element = place * {width} + column
 {body}    target = {output}_ptr + token.to(tl.int64) * {width} + column
     tl.store(target, total.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}){mask})
 '''
 
 
-def _gradient_source(name: str, problem: MoeRows, cut: Tuning) -> str:
+def _gradient_source(name: str, problem: MoeRows, cut: Tuning, args: Sequence[str]) -> str:
     width, choices, columns = problem.width, problem.choices, cut.columns
     padded = _power(choices)
     real = f"choice < {choices}"
     few, ragged = padded > choices, width % columns != 0
     of_choice = f", mask={real}, other=0" if few else ""
     of_column = f", mask=column < {width}, other=0.0" if ragged else ""
-    inside = " & ".join([f"({real})[:, None]"] * few + [f"(column < {width})[None, :]"] * ragged)
+    kept = f"(row < end){f' & ({real})' if few else ''}" if problem.experts else real
+    inside = [f"({kept})[:, None]"] * bool(few or problem.experts) + [f"(column < {width})[None, :]"] * ragged
     dtype = TRITON_LANGUAGE_DTYPES[problem.dtype]
     body = [
         f"dy = tl.load(dy_ptr + token.to(tl.int64) * {width} + column{of_column}).to(tl.float32)",
         f"element = row[:, None] * {width} + column[None, :]",
-        *([f"inside = {inside}"] if inside else []),
+        *([f"inside = {' & '.join(inside)}"] if inside else []),
         f"rows = tl.load(rows_ptr + element{', mask=inside, other=0.0' if inside else ''}).to(tl.float32)",
         "drows = dy[None, :] * weight[:, None]",
         f"tl.store(drows_ptr + element, drows.to(tl.{dtype}){', mask=inside' if inside else ''})",
     ]
     lines = [
         "token = tl.program_id(0)",
+        *([f"end = tl.load(offsets_ptr + {problem.experts - 1})"] if problem.experts else []),
         f"choice = tl.arange(0, {padded})",
         f"pair = token * {choices} + choice",
         f"row = tl.load(places_ptr + pair{of_choice}).to(tl.int64)",
@@ -272,7 +303,7 @@ def _gradient_source(name: str, problem: MoeRows, cut: Tuning) -> str:
     text = "".join(f"    {line}\n" for line in lines)
     return f'''
 @triton.jit
-def {name}_tokens(dy_ptr, rows_ptr, weights_ptr, places_ptr, drows_ptr, dweights_ptr):
+def {name}_tokens({", ".join(f"{arg}_ptr" for arg in args)}):
     """The gradients of the rows and weights of one token, of which r = places[t, k] are the rows.
 
     drows[r]       = dy[t] * weights[t, k]

@@ -1,7 +1,8 @@
 """Experts in few ops: rows are taken where tokens lie, and units are activated where they are made.
 
 Shapes and names as in `moe`: T tokens, E experts, K experts a token, N width, F width of a unit, R rows; row r stands
-for pair `order[r] = t·K + k`, and the rows of expert e end at `offsets[e]`. What a row past the last offset has is 0.
+for pair `order[r] = t·K + k`, and the rows of expert e end at `offsets[e]`. Rows past the last offset are of no expert
+(`others` of `moe`).
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ def _outer_product(node: Node) -> Dim:
 _COMMON: Mapping[str, Any] = {"bytes": traffic, "compute_dtype": "f32"}
 _UNIT: Mapping[str, Any] = {"top_k": REQUIRED, **GLU_ATTRS, "transpose_w": False}
 
-define_op("moe_order", moe_order, infer=_infer_order, attrs={"num_experts": REQUIRED}, bytes=traffic)
+define_op("moe_order", moe_order, infer=_infer_order, attrs={"num_experts": REQUIRED, "others": False}, bytes=traffic)
 define_op(
     "moe_route_order",
     moe_route_order,

@@ -2,6 +2,9 @@
 
 Shapes: T tokens, E experts, K experts a token, N width, R rows (T·K where every token is dispatched). A row is one
 (token, choice) pair, and `order` maps rows, sorted by expert, to pairs: row r stands for pair `order[r] = t·K + k`.
+
+A pair may be of no expert here: its index is E (`others`). Its row is behind those of all experts, from `offsets[E-1]`
+on, and may hold anything: an op that is handed `offsets` beside `order` reads no such row, as if it were 0.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ if TYPE_CHECKING:
     Types = Sequence[TensorType]
 
 
-def moe_order(indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
+def moe_order(indices: Tensor, *, num_experts: int, others: bool = False) -> tuple[Tensor, Tensor]:
     """Pairs of token and choice by expert, then by token: `moe_dispatch` without its rows.
 
-    indices i64[T, K] → order i64[T·K], offsets i32[E].
+    indices i64[T, K] → order i64[T·K], offsets i32[E]. With `others` an index may be E.
     """
     import torch
 
@@ -38,22 +41,28 @@ def moe_order(indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(by_expert, experts, right=True, out_int32=True)
 
 
-def moe_dispatch(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def moe_dispatch(
+    x: Tensor, indices: Tensor, *, num_experts: int, others: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Copy each token once for each of its experts, sorted by expert (stably: then by token).
 
     x [T, N], indices i64[T, K] → rows [T·K, N], order i64[T·K], offsets i32[E]. `rows[r] = x[order[r] // K]`; the rows
     of expert e end at `offsets[e]` and begin where those of e - 1 end, so an expert without tokens has an empty range.
+    With `others` an index may be E.
     """
     order, offsets = moe_order(indices, num_experts=num_experts)
     return x[order // indices.shape[1]], order, offsets
 
 
-def moe_dispatch_grad(drows: Tensor, order: Tensor, more: Tensor | None = None, *, top_k: int) -> Tensor:
+def moe_dispatch_grad(drows: Tensor, order: Tensor, *extra: Tensor, top_k: int, others: bool = False) -> Tensor:
     """Gradient of `moe_dispatch`: dx [T, N] sums the K rows of a token of drows [T·K, N], in at least f32.
 
-    With `more` [T·K, N], those of drows + more.
+    `extra` is offsets i32[E] with `others`, then perhaps more [T·K, N]: the rows are those of drows + more.
     """
-    rows = promote(drows) if more is None else promote(drows) + promote(more)
+    more = extra[others:]
+    rows = promote(drows) + promote(more[0]) if more else promote(drows)
+    if others:
+        rows = of_experts(rows, extra[0])
     pairs = rows[order.argsort()].unflatten(0, (-1, top_k))
     return rounded(pairs.sum(1), drows)
 
@@ -72,19 +81,30 @@ def _infer_dispatch(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
 
 def _dispatch_gradient(request: GradientRequest) -> Sequence[Value | None]:
     node = request.node
-    attrs = {"top_k": node.operands[1].tensor.shape[1]}
-    dx = request.builder.emit("moe_dispatch_grad", (request.cotangent, node.results[1]), attrs, names=("dx",))
-    return (*dx, None)
+    attrs: dict[str, object] = {"top_k": node.operands[1].tensor.shape[1]}
+    operands = [request.cotangent, node.results[1]]
+    if node.attrs.get("others"):
+        operands, attrs = [*operands, node.results[2]], {**attrs, "others": True}
+    return (*request.builder.emit("moe_dispatch_grad", operands, attrs, names=("dx",)), None)
 
 
 def _infer_dispatch_grad(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     rows, width = types[0].shape
     tokens = divide(rows, attrs["top_k"])
-    if len(types) > 2 and types[2] != types[0]:
-        raise ValueError(f"moe_dispatch_grad: drows {types[0]} and more {types[2]} do not fit")
+    more = types[2 + bool(attrs.get("others")) :]
+    if more and more[0] != types[0]:
+        raise ValueError(f"moe_dispatch_grad: drows {types[0]} and more {more[0]} do not fit")
     if tokens is None:
         raise ValueError(f"moe_dispatch_grad: {rows} rows are not {attrs['top_k']} a token")
     return (TensorType(types[0].dtype, (tokens, width)),)
+
+
+def of_experts(rows: Tensor, offsets: Tensor) -> Tensor:
+    """rows [R, N] or [R] with 0 for those of no expert, from offsets[-1] on (i32[E], cumulative ends)."""
+    import torch
+
+    real = torch.arange(rows.shape[0], device=rows.device) < offsets[-1]
+    return rows.where(real.unflatten(0, (-1, *[1] * (rows.dim() - 1))), rows.new_zeros(()))
 
 
 def _ranges(offsets: Tensor) -> list[tuple[int, int, int]]:
@@ -156,30 +176,35 @@ def _grouped_gradient(request: GradientRequest) -> Sequence[Value | None]:
     return drows, dw, None, builder.one("grouped_sum", grad, offsets, name="dbias") if request.needs[3] else None
 
 
-def moe_combine(rows: Tensor, weights: Tensor, order: Tensor, *, dtype: DType) -> Tensor:
+def moe_combine(rows: Tensor, weights: Tensor, order: Tensor, offsets: Tensor | None = None, *, dtype: DType) -> Tensor:
     """`y[t] = Σ over k of weights[t, k] · rows[r]`, r the row that stands for pair t·K + k.
 
-    rows [T·K, N], weights [T, K], order i64[T·K] → y [T, N] in rows' dtype. The products are rounded to `dtype` (that
-    of the written-out product) and their sum once more to rows' dtype.
+    rows [T·K, N], weights [T, K], order i64[T·K], optional offsets i32[E] → y [T, N] in rows' dtype. The products are
+    rounded to `dtype` (that of the written-out product) and their sum once more to rows' dtype.
     """
+    rows = rows if offsets is None else of_experts(rows, offsets)
     pairs = promote(rows[order.argsort()]).unflatten(0, tuple(weights.shape))
     products = (pairs * promote(weights)[..., None]).to(to_torch_dtype(dtype))
     return rounded(promote(products).sum(1), rows)
 
 
-def moe_combine_grad(dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+def moe_combine_grad(
+    dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor, offsets: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Gradient of `moe_combine`: for pair p = t·K + k of row r, `drows[r] = dy[t] · weights[t, k]` and
     `dweights[t, k] = Σ dy[t] · rows[r]`. drows [T·K, N] in rows' dtype, dweights [T, K] in weights'.
     """
     tokens, top_k = weights.shape
     grad = promote(dy)[order // top_k]
+    if offsets is not None:
+        grad, rows = of_experts(grad, offsets), of_experts(rows, offsets)
     drows = grad * promote(weights).flatten()[order][:, None]
     dots = (grad * promote(rows)).sum(-1)[order.argsort()]
     return rounded(drows, rows), rounded(dots.reshape(tokens, top_k), weights)
 
 
 def _infer_combine(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
-    rows, weights, order = types
+    rows, weights, order = types[:3]
     if len(rows.shape) != 2 or weights.numel != rows.shape[0] or order.shape != rows.shape[:1]:
         raise ValueError(f"moe_combine: rows {rows}, weights {weights} and order {order} do not fit")
     return (TensorType(rows.dtype, (weights.shape[0], rows.shape[1])),)
@@ -187,7 +212,8 @@ def _infer_combine(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
 
 def _combine_gradient(request: GradientRequest) -> Sequence[Value | None]:
     operands = (request.cotangent, *request.node.operands)
-    return (*request.builder.emit("moe_combine_grad", operands, names=("drows", "dweights")), None)
+    made = request.builder.emit("moe_combine_grad", operands, names=("drows", "dweights"))
+    return *made, *(None for _ in request.node.operands[2:])
 
 
 def _product(node: Node) -> Dim:
@@ -202,7 +228,7 @@ define_op(
     "moe_dispatch",
     moe_dispatch,
     infer=_infer_dispatch,
-    attrs={"num_experts": REQUIRED},
+    attrs={"num_experts": REQUIRED, "others": False},
     gradient=_dispatch_gradient,
     bytes=traffic,
 )
@@ -210,7 +236,7 @@ define_op(
     "moe_dispatch_grad",
     moe_dispatch_grad,
     infer=_infer_dispatch_grad,
-    attrs={"top_k": REQUIRED},
+    attrs={"top_k": REQUIRED, "others": False},
     flops=per_element(1),
     bytes=traffic,
     compute_dtype="f32",

@@ -64,7 +64,7 @@ def offsets_of(case: str) -> tuple[Tensor, int]:
 
 
 def multiplied(rows: Tensor, w: Tensor, case: str, transposed: bool) -> Tensor:
-    """Each expert's rows by its matrix, in float64; rows past the last end give 0."""
+    """Each expert's rows by its matrix, in float64; rows past the last end, which nothing reads, are 0."""
     wide = w.double().transpose(1, 2) if transposed else w.double()
     out = torch.zeros(rows.shape[0], wide.shape[2], dtype=torch.float64)
     for e, (start, end) in enumerate(ranges(ENDS[case])):
@@ -185,8 +185,11 @@ def all_cases(which: tuple[str, ...]) -> list[Checked]:
     return found
 
 
-def check(spec: KernelSpec, got: tuple[Tensor, ...], want: list[Tensor]) -> None:
+def check(spec: KernelSpec, got: tuple[Tensor, ...], want: list[Tensor], inputs: tuple[Tensor, ...]) -> None:
+    (end,) = [int(t[-1]) for given, t in zip(spec.inputs, inputs, strict=True) if given.name == "offsets"]
     for tensor, result, ideal in zip(spec.outputs, got, want, strict=True):
+        if tensor.shape[0] == "R":  # rows of no expert are left alone
+            result, ideal = result[:end], ideal[:end]
         assert result.dtype is DTYPES[tensor.dtype] and result.shape == ideal.shape, (spec.name, tensor.name)
         error = (result.double() - ideal).norm()
         assert error <= BOUNDS[tensor.dtype] * ideal.norm() + 1e-6, (spec.name, tensor.name, error / ideal.norm())
@@ -203,20 +206,20 @@ def test_kernels_in_the_interpreter(ends: str, tmp_path: Path) -> None:
     specs = list({spec.name: spec for spec, _, _ in checked}.values())
     cases: list[Case] = [(spec.name, tuple(t.clone() for t in inputs)) for spec, inputs, _ in checked]
     for (spec, inputs, want), (got, after) in zip(checked, interpret(specs, cases, tmp_path), strict=True):
-        check(spec, got, want)
+        check(spec, got, want, inputs)
         written = {tensor.alias for tensor in spec.outputs}
         for tensor, before, now in zip(spec.inputs, inputs, after, strict=True):
             assert tensor.name in written or torch.equal(before, now), (spec.name, tensor.name)
 
 
-@pytest.mark.parametrize("case", ["balanced", "empty", "hot"])
+@pytest.mark.parametrize("case", ["balanced", "empty", "hot", "past"])
 def test_twins(case: str) -> None:
     checked = all_cases((case,))
     twins = types.ModuleType("twins")
     exec(reference_text([spec for spec, _, _ in checked]), twins.__dict__)
     for spec, inputs, want in checked:
         got = getattr(twins, spec.name)(*inputs)
-        check(spec, got if isinstance(got, tuple) else (got,), want)
+        check(spec, got if isinstance(got, tuple) else (got,), want, inputs)
 
 
 QWEN = ExpertGlu(128, 8, 2048, 768, Glu(768, 1, "bf16", "silu"), keep=True, weights="f32")

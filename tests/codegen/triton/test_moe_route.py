@@ -137,7 +137,8 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     cases += [("broken_low", (broken.bfloat16(),)), ("broken", (broken,))]
     twice = torch.tensor([[2, 2], [0, 2], [1, 0], [2, 1], [3, 3]])
     specs.append(moe_route.order("order", Order(5, 2), Tuning(2, 1, 1)))
-    cases.append(("order", (twice,)))
+    specs += [moe_route.order(f"others_{e}", Order(e, 2, others=True), Tuning(2, 1, 1)) for e in (2, 3)]
+    cases += [("others_2", (twice.clamp(max=2),)), ("others_3", (twice,)), ("order", (twice,))]
     found = interpret(specs, cases, tmp_path)
     for (name, inputs), (_, after) in zip(cases, found, strict=True):
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(inputs, after, strict=True)), name
@@ -148,7 +149,10 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
             error = (got[0].double() - ideal[0]).norm() / ideal[0].norm()
             assert got[0].dtype is DTYPES[problem.logits] and error <= BOUNDS[problem.logits]
     placed_, ends = found[-1][0]
-    for (_, indices, order, offsets), _ in found[-3:-1]:
+    for experts, (of_others, _) in zip((2, 3), found[-3:-1], strict=True):
+        all_placed, all_ends = placed(experts + 1, twice.clamp(max=experts))
+        assert [t.tolist() for t in of_others] == [all_placed.tolist(), all_ends[:experts].tolist()]
+    for (_, indices, order, offsets), _ in found[-5:-3]:
         # Whatever scores are, a token has as many experts as it should, and each pair has a row.
         assert all(len(set(row)) == 2 and set(row) <= set(range(8)) for row in indices.tolist())
         assert sorted(order.tolist()) == list(range(6)) and offsets[-1] == 6

@@ -71,3 +71,24 @@ def test_combine(check_op: Any, tokens: int, top_k: int) -> None:
         return torch.stack(out)
 
     check_op("moe_combine", (rows, weights, order), {"dtype": DType.F32}, reference)
+
+
+def test_rows_of_no_expert(check_op: Any) -> None:
+    """They come last and count for nothing, with gradients, whatever stands there."""
+    indices = torch.tensor([[2, 3], [3, 3], [0, 2]])  # 3: of no expert of the three
+    x = torch.randn(3, 4, requires_grad=True)
+    order, ends = torch.tensor([4, 0, 5, 1, 2, 3]), torch.tensor([1, 1, 3], dtype=torch.int32)
+
+    def dispatched(x: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        real = torch.tensor([1.0, 1, 1, 0, 0, 0])[:, None]  # so that nothing flows back through the others
+        rows = x[order // 2]
+        return rows * real + (rows * (1 - real)).detach(), order, ends
+
+    check_op("moe_dispatch", (x, indices), {"num_experts": 3, "others": True}, dispatched)
+    rows, weights = torch.randn(6, 4, requires_grad=True), torch.randn(3, 2, requires_grad=True)
+
+    def combined(rows: Tensor, weights: Tensor, *_: Tensor) -> Tensor:
+        first = weights[0, 0] * rows[1]
+        return torch.stack([first, torch.zeros_like(first), weights[2, 0] * rows[0] + weights[2, 1] * rows[2]])
+
+    check_op("moe_combine", (rows, weights, order, ends), {"dtype": DType.F32}, combined)
