@@ -186,10 +186,19 @@ def _fits(extents: Sequence[Any], shape: Shape, dims: dict[str, int]) -> bool:
 
 
 def _strides(shape: Shape, like: Shape | None) -> Shape:
-    """The strides of a new tensor: contiguous, or as torch gives them to one like another."""
-    if like is None:
-        return torch.empty(shape, device="meta").stride()
-    return torch.empty_like(torch.empty_strided(shape, like, device="meta")).stride()
+    """The strides of a new tensor without gaps: contiguous, or with its dims in the order of one like another.
+
+    Counted here: of tensors without values torch asks its symbolic shapes, whose import takes a second.
+    """
+    order: Sequence[int] = range(len(shape))
+    if like is not None:
+        order = sorted(order, key=[-stride for stride in like].__getitem__)
+    strides = [1] * len(shape)
+    step = 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
 
 
 def _layout(item: Mapping[str, Any], arguments: Collection[str]) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
+import subprocess
+import sys
 import types
 import warnings
 from pathlib import Path
@@ -280,6 +283,33 @@ def test_strides_and_names_and_results_in_place(package: Path) -> None:
         site(x, torch.ones(4, 16), total)
     with pytest.raises(PackageError, match="total, which is written in place, is not contiguous"):
         site(x, torch.ones(5, 16), torch.ones(4)[::2])
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 8), (1, 3, 5, 8), (4, 1, 1, 8), (3,), ()], ids=str)
+def test_new_tensors_lie_as_torch_lays_them(shape: tuple[int, ...]) -> None:
+    """For every order of the dims in memory, without gaps and with: `torch.empty_like` is the reference. The stride of
+    a dim of one means nothing."""
+    for order in itertools.permutations(range(len(shape))):
+        for gap in (0, 3):
+            laid = [shape[dim] for dim in order]
+            whole = torch.empty([*laid[:-1], *(size + gap for size in laid[-1:])])
+            like = whole[..., : laid[-1]] if laid else whole
+            like = like.permute([order.index(dim) for dim in range(len(shape))])
+            told = zip(runtime._strides(shape, like.stride()), torch.empty_like(like).stride(), shape, strict=True)
+            assert all(mine == theirs for mine, theirs, size in told if size > 1), (order, gap)
+    assert runtime._strides(shape, None) == torch.empty(shape).stride()
+
+
+def test_a_launch_is_planned_without_symbolic_shapes() -> None:
+    """Their import takes a second of every start."""
+    code = (
+        "import sys, torch\n"
+        "from mgraph.runtime.kernels import _strides\n"
+        "_strides((2, 3), (1, 2))\n"
+        "print('sympy' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_the_stride_of_a_dim_of_one_means_nothing(package: Path) -> None:
