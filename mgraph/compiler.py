@@ -17,7 +17,6 @@ from typing import Any
 
 from mgraph.adapters import parse_adapter
 from mgraph.capture import CaptureReport, CheckpointForm, ModelSpec, capture_with_report
-from mgraph.codegen.buckets import MOST_REQUESTS, MOST_TOKENS, by_policy, default_histogram, read_histogram
 from mgraph.codegen.kernel_sites import kernel_sites
 from mgraph.codegen.package import PackageInfo, check_target, emit_package
 from mgraph.codegen.profile import read_profile
@@ -46,6 +45,7 @@ from mgraph.passes.pipeline import (
 from mgraph.passes.spec import OptionValue, print_spec
 from mgraph.passes.verify import TwinCheck
 from mgraph.recipe import MESH_AXES, Recipe
+from mgraph.serving_plan import serving_plan
 
 RAISE = "raise-norm,raise-rope,raise-attention,raise-glu,raise-moe,raise-loss,cse,dce"
 FUSE, REGIONS = "fuse-rope,fuse-norm,fuse-loss,fuse-experts,fuse-products,", "fuse-regions,"
@@ -75,6 +75,8 @@ class Compilation:
     """What was compiled: of a memory budget, what was chosen."""
     fit: tuple[str, ...] = ()
     """With a memory budget: the plan that was chosen, and those that were looked at."""
+    serving: tuple[str, ...] = ()
+    """Of a package for serving: its CUDA graphs, and its memory."""
     package: Path | None = None
 
     def write_graphs(self, directory: Path) -> str:
@@ -228,7 +230,7 @@ def _run_passes(
     say(f"capture {recipe.model}")
     module, captured, form = capture_with_report(spec)
     fit: tuple[str, ...] = ()
-    if recipe.memory_budget:
+    if recipe.memory_budget and recipe.purpose == "train":
         say(f"fit into {recipe.memory_budget}")
         with collector_spared():
             recipe, fit = fitted(recipe, *_tried(module, recipe))
@@ -304,6 +306,9 @@ def _compile(
 ) -> Compilation:
     ahead = [KernelsAhead(builder)] if recipe.archs else []
     done, verifier = _run_passes(recipe, (*extra, *ahead), say)
+    plan = serving_plan(recipe, done.module) if recipe.purpose == "serve" else None
+    if plan is not None:
+        done.serving = plan.lines()
     say("emit the package")
     begun = time.perf_counter()
     pipeline = print_pipeline(pipeline_of(done.recipe))
@@ -331,21 +336,12 @@ def _compile(
         read_profile(recipe.profile_name),
         {"B": recipe.batch, "S": recipe.seq},
         parse_providers(recipe.provider),
-        _graph_plan(recipe),
+        {} if plan is None else plan.facts(),
     )
     with collector_spared():
         done.package = emit_package(done.module, info, recipe.directory, force=force, builder=builder)
     done.seconds["emit"] = time.perf_counter() - begun
     return done
-
-
-def _graph_plan(recipe: Recipe) -> dict[str, Any]:
-    """The CUDA graphs of a package for serving, and what they are expected to waste."""
-    if recipe.purpose != "serve":
-        return {}
-    sizes = MOST_TOKENS, MOST_REQUESTS
-    workload = read_histogram(Path(recipe.graph_workload)) if recipe.graph_workload else default_histogram(*sizes)
-    return by_policy(recipe.graph_policy, workload, recipe.graphs, *sizes).facts()
 
 
 def _adapters(done: Compilation) -> dict[str, dict[str, Any]]:

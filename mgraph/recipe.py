@@ -117,7 +117,9 @@ class Recipe:
         "", "with recompute selective: bytes of saved activations of a microbatch, e.g. 20GiB"
     )
     memory_budget: str = option(
-        "", "bytes that a rank may need in all, e.g. 40GiB: recompute and offload are chosen such that it fits"
+        "",
+        "bytes that a rank may need in all, e.g. 40GiB: recompute and offload are chosen such that it fits, or when "
+        "serving the CUDA graphs and the cache",
     )
     batch: int = option(8, "sequences of the microbatch that budgets and providers are chosen for", within=(1, 2**31))
     seq: int = option(128, "tokens per sequence that budgets and providers are chosen for", within=(1, 2**31))
@@ -194,8 +196,6 @@ class Recipe:
             )
             problem = f"recompute is {self.recompute}, and activation_budget is {self.activation_budget or 'not given'}"
             raise OptionError(problem, where="--activation-budget", hint=hint)
-        if self.memory_budget and self.purpose == "serve":
-            raise OptionError("memory_budget is for training", where="--memory-budget", hint="leave it out")
         assert min(self.budget, self.kept_budget, self.loss_budget) >= 0, "budgets are numbers of bytes"
         for arch in self.archs:
             if arch not in ARCHS:

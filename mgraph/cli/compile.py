@@ -68,7 +68,7 @@ def report_lines(done: Compilation) -> list[str]:
     for result in done.results:
         seconds = result.measured["seconds"]
         lines.append(f"  {result.name:<16}{seconds:8.3f} s {seconds / in_passes:5.0%}  {_summary(result)}".rstrip())
-    lines += done.fit[1:]
+    lines += (*done.fit[1:], *done.serving)
     if done.twin:
         lines += ["", f"every pass on the reduced twin: {done.twin}", *verify_table(done.results).splitlines(), ""]
     lines.append(f"{'passes':<18}{in_passes:8.3f} s")

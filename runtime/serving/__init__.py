@@ -19,6 +19,7 @@
     llm             the engine for a program: `LLM(...).generate`, `stream`, `chat`
     background      the engine in a thread of its own, for programs with an event loop
     protocol        bodies of HTTP requests, checked        answers, exchange, streaming     those of responses
+    workload        what steps there were, for the plan of graphs
     gate, metrics   what every HTTP request passes; numbers for Prometheus
     server, program the application, and the process that runs it until a signal
 

@@ -11,7 +11,7 @@ were in it and forgets what the cache held; an engine whose steps fail again and
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -117,6 +117,8 @@ class Engine:
         self.failure: Exception | None = None
         """Why the engine is dead."""
         self.steps = 0
+        self.shapes: Counter[tuple[int, int]] = Counter()
+        """Steps by their numbers of tokens and requests."""
         self.generated = 0
         """Tokens in all."""
         self._builder = BatchBuilder(stepper.block_size, stepper.max_length, stepper.vocab_size)
@@ -230,6 +232,7 @@ class Engine:
         self.steps += 1
         try:
             batch, sampling, rows = self._builder.build(works, self._before)
+            self.shapes[len(batch.tokens), len(works)] += 1
             self._before = {row.request.number: at for at, row in enumerate(rows) if row.target < 0}
             pending = self.stepper.run(batch, sampling)
         except Exception as error:  # of the model, its kernels, the device: whatever it is, others go on

@@ -105,8 +105,11 @@ class PackageStepper:
         return StepGraphs(self._call, self._sample, buckets, width, self.block_size, self.device, capture)
 
     def _blocks_that_fit(self, block_bytes: int) -> int:
-        """As many as memory allows, and no more than all requests of a step can use."""
+        """As many as memory and the package's budget allow, and no more than all requests of a step can use."""
         wanted = 1 + self.max_requests * -(-self.max_length // self.block_size)
+        plan = self.package.manifest.get("graph_plan", {})
+        if plan.get("budget"):
+            wanted = min(wanted, plan["memory"]["blocks"])
         free = CPU_CACHE
         if self.device.type == "cuda":
             free = int(MEMORY_PART * torch.cuda.mem_get_info(self.device)[0])

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mgraph.errors import MgraphError, OptionError
 from mgraph.runtime import mesh
 from mgraph.runtime.options import Settings, about, read
-from mgraph.runtime.serving import opening
+from mgraph.runtime.serving import opening, workload
 
 if TYPE_CHECKING:
     from mgraph.runtime.serving.server import Serving
@@ -78,6 +78,9 @@ class ServeOptions(Settings):
     drain_timeout: float = field(
         default=60.0, metadata=about("seconds that requests under way have after SIGTERM", low=0)
     )
+    record_workload: Path | None = field(
+        default=None, metadata=about("write here at the end what steps there were, for mgraph compile --graph-workload")
+    )
     device: str = field(
         default="auto", metadata=about("where to run; auto is cuda if there is one", choices=("auto", "cpu", "cuda"))
     )
@@ -122,6 +125,8 @@ def serve(package_dir: Path, arguments: Sequence[str] | None, program: str) -> i
         print(options.prompt + continuation(package_dir, options))
         return 0
     needed()
+    if options.record_workload is not None:
+        workload.check_target(options.record_workload)
     listening = listen(options.host, options.port)
     try:
         engine, template = opening.open_engine(package_dir, options.weights, **options.opening())
@@ -138,7 +143,10 @@ def serve(package_dir: Path, arguments: Sequence[str] | None, program: str) -> i
         )
         if ranks > 1:
             say(f"{ranks} ranks; process {os.getpid()} is rank 0, which drains them at SIGTERM")
-        return run(serving, listening, options.drain_timeout)
+        code = run(serving, listening, options.drain_timeout)
+        if options.record_workload is not None:
+            workload.write(options.record_workload, engine.shapes)
+        return code
     finally:
         listening.close()
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mgraph.codegen.buckets import read_histogram
 from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.serving.parameters import SamplingParams
 from tests.end_to_end.builds import Build, build
@@ -115,10 +116,12 @@ def check_same(client: openai.OpenAI, packages: dict[str, Path]) -> None:
     assert "".join(texts) == expected and len(texts) > 5
 
 
-def test_two_ranks_serve_what_one_does_and_drain(packages: dict[str, Path]) -> None:
+def test_two_ranks_serve_what_one_does_and_drain(packages: dict[str, Path], tmp_path: Path) -> None:
     """A stream that is under way at SIGTERM is finished, and then all ranks end with 0."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = launch + serve(packages["2"], packages["weights"])[1:]
+    command = (
+        launch + serve(packages["2"], packages["weights"])[1:] + ["--record-workload", str(tmp_path / "steps.json")]
+    )
     with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         first = next(line for line in process.stderr if "rank 0" in line)
@@ -133,6 +136,8 @@ def test_two_ranks_serve_what_one_does_and_drain(packages: dict[str, Path]) -> N
             pieces += [chunk.choices[0].text for chunk in stream]
         assert len(pieces) > 20
         assert process.wait(30) == 0, process.stderr.read()
+    steps = read_histogram(tmp_path / "steps.json")
+    assert steps[1, 1] > 50 and steps[max(steps)] == 1 and max(steps)[1] == len(PROMPTS)
 
 
 def test_a_rank_that_dies_ends_the_server(packages: dict[str, Path]) -> None:

@@ -1,0 +1,105 @@
+"""The CUDA graphs of what is served, within a budget: what they take is counted, and no other choice pads less."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgraph.codegen.buckets import Bucket, match
+from mgraph.compiler import build_module, compile_package
+from mgraph.errors import OptionError
+from mgraph.ir.graph import Module
+from mgraph.recipe import Recipe
+from mgraph.runtime.serving import package_stepper
+from mgraph.runtime.serving.dispatch import TEXTS
+from mgraph.runtime.serving.package_stepper import PackageStepper
+from mgraph.serving_plan import LONGEST_TEXT, STEP_TOKENS, ServingPlan, serving_plan
+
+SETTINGS: dict[str, Any] = {"model": "dense-tiny", "purpose": "serve", "arch": "none", "max_length": 64}
+WORKLOAD = {(1, 1): 5.0, (3, 3): 2.0, (7, 7): 4.0, (40, 2): 1.0, (100, 3): 2.0, (120, 1): 0.5, (400, 5): 0.25}
+
+
+@pytest.fixture(scope="module")
+def module() -> Module:
+    return build_module(Recipe(**SETTINGS)).module
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> str:
+    file = tmp_path / "workload.json"
+    file.write_text(json.dumps([[t, r, w] for (t, r), w in WORKLOAD.items()]))
+    return str(file)
+
+
+def planned(module: Module, budget: int = 0, **settings: Any) -> ServingPlan:
+    return serving_plan(Recipe(**SETTINGS, memory_budget=f"{budget}B" if budget else "", **settings), module)
+
+
+def padding(buckets: tuple[Bucket, ...]) -> float:
+    """Expected padding; infinite where a step fits no bucket."""
+    found = [(tokens, weight, match(buckets, tokens, requests)) for (tokens, requests), weight in WORKLOAD.items()]
+    return sum(float("inf") if b is None else weight * (b.tokens - tokens) for tokens, weight, b in found)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_no_other_graphs_within_the_budget_pad_less(module: Module, workload: str, count: int) -> None:
+    free = planned(module, graph_workload=workload).memory
+    fixed = free.total - free.graphs * free.graph
+    budget = fixed + count * free.graph + free.graph // 2
+    found = planned(module, budget, graph_workload=workload)
+    assert found.memory.graphs == len(found.buckets.buckets) == count and found.memory.total <= budget
+    possible = [Bucket(n, n, True) for n in (1, 3, 7)] + [Bucket(n, 128, False) for n in (40, 100, 120, 400)]
+    every = itertools.combinations(possible, count)
+    assert padding(found.buckets.buckets) == pytest.approx(min(padding(tuple(sorted(c))) for c in every))
+    real = sum(tokens * weight for (tokens, _), weight in WORKLOAD.items())
+    assert found.buckets.waste == pytest.approx(1 - real / (real + padding(found.buckets.buckets)))
+    assert (
+        f"{count} graphs of up to 400 tokens" in found.lines()[0] and "100.0% of the expected steps" in found.lines()[0]
+    )
+
+
+def test_what_the_budget_leaves_is_the_cache(module: Module) -> None:
+    free = planned(module).memory
+    budget = free.total + 10 * free.cache // free.blocks + 1
+    assert planned(module, budget).memory.blocks == free.blocks + 10
+    assert free.blocks == 1 + 64 // 16 and planned(module, budget).memory.graphs == 24
+    few = free.total - free.graphs * free.graph - free.pool - free.logits
+    without = planned(module, few)
+    assert without.memory.graphs == 0 and without.lines()[0] == "no step is a graph"
+    with pytest.raises(OptionError, match=r"needs at least .*: weights .*, a step of 2048 tokens .*, a cache for one"):
+        planned(module, few - 1)
+
+
+def test_smaller_graphs_where_the_largest_do_not_fit(module: Module) -> None:
+    free = planned(module).memory
+    budget = free.total - free.graphs * free.graph - free.pool // 20
+    found = planned(module, budget)
+    assert 0 < found.buckets.buckets[-1].tokens < 512 and found.memory.pool < free.pool
+    assert found.memory.total <= budget and 0 < found.buckets.captured < 1
+
+
+def test_the_server_has_what_was_planned(module: Module, tmp_path: Path) -> None:
+    free = planned(module).memory
+    budget = free.total + 3 * free.cache // free.blocks
+    path = compile_package(Recipe(**SETTINGS, memory_budget=f"{budget}B", output=str(tmp_path / "package"))).package
+    assert path is not None
+    stepper = PackageStepper(path)
+    assert stepper.num_blocks == free.blocks + 3 and free.cache == free.blocks * stepper.block_bytes
+    held = [tensor.nbytes for name, tensor in stepper.state.items() if not name.startswith("cache.")]
+    assert free.weights == sum(held)
+
+
+def test_ranks_share_what_they_need() -> None:
+    alone, shared = (
+        serving_plan(recipe, build_module(recipe).module).memory
+        for recipe in (Recipe(**SETTINGS), Recipe(**SETTINGS, mesh="tp=2"))
+    )
+    assert shared.cache == alone.cache // 2 and alone.weights / 2 < shared.weights < 0.6 * alone.weights
+
+
+def test_bounds_are_those_of_the_server() -> None:
+    assert STEP_TOKENS == package_stepper.MAX_TOKENS and TEXTS[-1] == LONGEST_TEXT
