@@ -254,9 +254,38 @@ def _cast(node: Node) -> Iterator[ShardingRule]:
         yield ShardingRule(f"dim {dim}", (Shard(dim),), (Shard(dim),))
 
 
+def _grouped(node: Node) -> Iterator[ShardingRule]:
+    """The columns of a product of experts' rows, or what is summed over; there a bias would be added by each rank."""
+    turned = bool(node.attrs.get("transpose_w", False))
+    inner, outer = (Shard(2), Shard(1)) if turned else (Shard(1), Shard(2))
+    columns = Shard(1)
+    bias = (columns,) * (len(node.operands) - 3)
+    yield ShardingRule("columns", (None, outer, None, *bias), (columns,))
+    if not bias:
+        yield ShardingRule("summed", (columns, inner, None), (Partial(),))
+
+
+def _summed_rows(node: Node) -> Iterator[ShardingRule]:
+    """Sums of experts' rows, and the gradient of their weights: linear in the rows, of which there may be partial
+    sums."""
+    if node.op == "moe_combine_grad":  # of dy and rows
+        taken = (None, Partial(), *[None] * (len(node.operands) - 2))
+        yield ShardingRule("partial rows", taken, (None, Partial()))
+        return
+    rows = shape_of(node, 0)
+    places = tuple(Partial() if v.tensor.shape == rows else None for v in node.operands)  # perhaps more of them
+    yield ShardingRule("partial rows", places, (Partial(),))
+
+
 _OWN: dict[str, Callable[[Node], Iterator[ShardingRule]]] = {
     "attention": _attention,
     "attention_grad": _attention,
+    "grouped_matmul": _grouped,
+    "clear_tail": _summed_rows,
+    "moe_combine": _summed_rows,
+    "moe_combine_grad": _summed_rows,
+    "moe_dispatch_grad": _summed_rows,
+    "unpack_rows": _summed_rows,
     "kv_append": _paged,
     "rope_kv_append": _paged,
     "paged_attention": _paged,

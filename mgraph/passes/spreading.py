@@ -1,7 +1,8 @@
 """Spreads functions over one mesh axis: chooses how each node runs on parts, and brings its operands there.
 
 States are placed before. A function is spread as its first call passes its operands; other calls bring theirs there.
-Inputs and results of functions are whole or split, never partial.
+Inputs and results of functions are whole or split; of partial sums those that are read as such where they are made
+(what experts give, of which the backward sums products) stay so.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _WEIGHT = 1e30
 """The cost of gathering what has no named dim, where activations are to be gathered: any other way is better."""
 _EACH = ("adamw", "zero", "all_reduce", "all_reduce_start", "wait")
 """Ops that treat each operand alone: result i lies as operand i."""
+_LINEAR = ("all_gather", "all_to_all", "expert_return", "expert_send", "reduce_scatter")
+"""Ops that send each operand over another axis alone, so that of partial sums they give partial sums."""
 
 
 class Spreader:
@@ -73,6 +76,8 @@ class _Function:
         self.mapping = dict(owner.mapping)
         for value, placement in zip(function.inputs(), inputs, strict=True):
             self.mapping[value] = self._placed(value, placement)
+        self._read = {v for v in self.mapping.values() if isinstance(owner.on(v), Partial)}
+        """Partial sums that are read as such, or that another function left so."""
         self._moved: dict[tuple[Value, Placement | None], Value] = {}
         self._index: Value | None = None
         self._totals = {n.operands[1]: n.operands[0] for n in function.nodes if n.op == "accumulate"}
@@ -124,9 +129,12 @@ class _Function:
         return Shard(shape.index(self.owner.sequence))
 
     def _settled(self, value: Value) -> Placement | None:
-        """Where a value goes at the edge of a function: partial sums are reduced."""
-        here = self.owner.on(value)
-        return self._scattered(value) if isinstance(here, Partial) else here
+        """Where a value goes at the edge of a function: partial sums are reduced, but for those that are read as such
+        and that nothing needed whole so far."""
+        here, sum_ = self.owner.on(value), self._scattered(value)
+        if not isinstance(here, Partial) or (value in self._read and (value, sum_) not in self._moved):
+            return here
+        return sum_
 
     def _move(self, value: Value, here: Placement | None, placement: Placement | None) -> Value:
         axis = self.owner.axis
@@ -187,6 +195,10 @@ class _Function:
             self._keep(node, operands, [self.owner.on(v) for v in node.results])  # spread before
         elif node.op in _EACH:
             self._keep(node, operands, [self.owner.on(v) for v in operands[: len(node.results)]])
+        elif node.op in _LINEAR:
+            sent = [v if isinstance(self.owner.on(v), Partial) else self.to(v, None) for v in operands]
+            places = [self.owner.on(v) for v in sent[: len(node.results)]]
+            self._keep(node, sent, [*places, *[None] * (len(node.results) - len(places))])
         elif node.op == "accumulate":
             place = self.owner.on(operands[0])
             self._keep(node, (operands[0], self.to(operands[1], place)), [place])
@@ -204,6 +216,7 @@ class _Function:
         return self._moved.get((value, self._scattered(value)), value)
 
     def _brought(self, operands: Sequence[Value], places: Sequence[Placement | None]) -> tuple[Value, ...]:
+        self._read |= {v for v, place in zip(operands, places, strict=True) if isinstance(place, Partial)}
         return tuple(self.to(v, place) for v, place in zip(operands, places, strict=True))
 
     def _keep(self, node: Node, operands: Sequence[Value], places: Sequence[Placement | None]) -> None:
@@ -231,6 +244,7 @@ class _Function:
         body = self.owner.called(callee(node), [self.owner.on(v) for v in operands])
         places = [self.owner.on(v) for v in body.inputs()]
         self._keep(node, self._brought(operands, places), [self.owner.on(v) for v in body.results])
+        self._read |= {v for v in map(self.mapping.__getitem__, node.results) if isinstance(self.owner.on(v), Partial)}
 
     def _biased(self, node: Node, rule: ShardingRule) -> None:
         """A bias is added once: to the sum of the partial products."""

@@ -9,16 +9,18 @@ import pytest
 from mgraph.errors import OptionError, PassError
 from mgraph.ir.builder import rebuild
 from mgraph.ir.graph import Module, StateKind
-from mgraph.ir.types import Shard
+from mgraph.ir.types import Partial, Shard
 from mgraph.ir.verifier import verify
 from mgraph.passes.adamw import AdamW
 from mgraph.passes.autodiff import Autodiff
 from mgraph.passes.base import Report
 from mgraph.passes.pipeline import run_pipeline
+from mgraph.passes.placing import rules_of
 from mgraph.passes.tensor_parallel import TensorParallel
 from mgraph.passes.verify import TwinCheck
 from mgraph.placement_rules import chosen
 from tests.families.configs import write_config
+from tests.passes.raising import module_of
 from tests.passes.spread import trained, worst_difference
 from tests.sampling import sampled
 
@@ -101,12 +103,33 @@ def test_what_the_axis_does_not_divide_is_refused(dense: Module, size: int, mess
     assert "models/" in str(caught.value.where)
 
 
-def test_experts_stay_whole_and_say_why() -> None:
+def test_experts_are_split_along_their_inner_width() -> None:
+    """Each rank has a part of every expert; what they give is a partial sum until it is back with its token."""
     report = Report()
-    before = trained("moe-tiny")
-    after = TensorParallel().run(before, report)
-    assert {m.pattern for m in report.near_misses} == {"tensor parallel inner columns"}
-    assert all(s.type.on("tp") is None for n, s in after.state.items() if "experts" in n)
+    after = TensorParallel().run(trained("moe-tiny"), report)
+    assert not report.near_misses
+    for name, dim in (("gate", 2), ("up", 2), ("down", 1)):
+        assert after.state[f"layers.0.ffn.{name}.weight"].type.on("tp") == Shard(dim)
+        assert after.state[f"layers.0.ffn.{name}.weight.grad"].type.on("tp") == Shard(dim)
+    forward = after.functions["layer.fwd"]
+    combine = next(node for node in forward.nodes if node.op == "moe_combine")
+    assert [v.tensor.on("tp") for v in (*combine.operands, combine.result)] == [Partial(), None, None, Partial()]
+    reduced = [node.operands[0] for node in forward.nodes if node.op == "all_reduce"]
+    assert len(reduced) == 2 and all(len(v.tensor.shape) == 2 or v.tensor.shape[-1] == 64 for v in reduced)
+
+
+def test_experts_that_add_a_bias_stay_whole_and_say_why() -> None:
+    """Each rank would add it."""
+    text = """
+func @f(%rows: f32[6, 8], %ends: i32[2], %up: f32[2, 8, 4], %down: f32[2, 4, 8], %bias: f32[2, 8]) {
+  %h: f32[6, 4] = grouped_matmul(%rows, %up, %ends)
+  %y: f32[6, 8] = grouped_matmul(%h, %down, %ends, %bias)
+  return %y
+}
+"""
+    first, second = module_of(text).functions["f"].nodes
+    assert [rule.name for rule in rules_of(first, 2)] == ["columns", "summed"]
+    assert [rule.name for rule in rules_of(second, 2)] == ["columns"]
 
 
 class Forgetful(TensorParallel):
