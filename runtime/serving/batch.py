@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mgraph.runtime.serving.constraints import Constraints
+from mgraph.runtime.serving.parameters import ALL
 from mgraph.runtime.serving.request import Request
 from mgraph.runtime.serving.scheduler import Work
 from mgraph.runtime.serving.step import F32, I32, I64, Batch, Sampling, unknown
@@ -109,8 +110,12 @@ class BatchBuilder:
             prompts=prompts,
             outputs=outputs,
             bias=self._bias(rows),
-            alternatives=max([count for count in asked if count], default=0),
+            alternatives=max(map(self._count, asked), default=0),
         )
+
+    def _count(self, asked: int | None) -> int:
+        """Of alternatives."""
+        return self._vocab_size if asked == ALL else asked or 0
 
     def _bias(self, rows: Sequence[Row]) -> F32 | None:
         """Dense, [N, V], and only where a row needs it: it is as large as the logits."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mgraph.runtime.serving.step import I64, Sampling
+from mgraph.runtime.serving.step import I64, MOST_ALTERNATIVES, Sampling
 
 CHOICE = ("temperature", "top_k", "top_p", "min_p", "seeds", "draws", "targets")
 """The inputs of the entry `sample` beside the logits; the last alone is that of `likeliest`."""
@@ -60,6 +60,14 @@ def text_length(sampling: Sampling) -> int:
     return 1 + sum(len(text) for texts in (sampling.prompts, sampling.outputs) for text in texts or ())
 
 
+def with_all(results: Sequence[Tensor], logits: Tensor, sampling: Sampling) -> Sequence[Tensor]:
+    """Results of rows that ask for more of the likeliest tokens than the entries give: with all of them in order."""
+    if sampling.alternatives <= MOST_ALTERNATIVES:
+        return results
+    top, ids = logits.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+    return [*results[:2], ids, top]
+
+
 def sampled(
     call: Callable[..., Sequence[Tensor]],
     logits: Tensor,
@@ -71,10 +79,10 @@ def sampled(
     sampler = sampler_of(sampling)
     if sampler is Sampler.LIKELIEST:
         return call(sampler, logits, on_device(sampling.targets))
-    choice = [on_device(getattr(sampling, name)) for name in CHOICE]
-    if sampler is Sampler.SAMPLE:
-        return call(sampler, logits, *choice)
-    penalties = [on_device(getattr(sampling, name)) for name in PENALTIES]
-    bias = logits.new_zeros(logits.shape) if sampling.bias is None else on_device(sampling.bias)
-    tokens, owners, written = (on_device(array) for array in text_of(sampling))
-    return call(sampler, logits, *choice, *penalties, bias, known(tokens), owners, written)
+    given = [on_device(getattr(sampling, name)) for name in CHOICE]
+    if sampler is Sampler.CHANGED:
+        given += [on_device(getattr(sampling, name)) for name in PENALTIES]
+        given.append(logits.new_zeros(logits.shape) if sampling.bias is None else on_device(sampling.bias))
+        tokens, owners, written = (on_device(array) for array in text_of(sampling))
+        given += [known(tokens), owners, written]
+    return with_all(call(sampler, logits, *given), logits, sampling)

@@ -23,7 +23,7 @@ from mgraph.runtime.serving.batch import BatchBuilder, Row
 from mgraph.runtime.serving.blocks import BlockPool
 from mgraph.runtime.serving.constraints import Constraints
 from mgraph.runtime.serving.continuation import Continuation
-from mgraph.runtime.serving.parameters import SEEDS, RequestError, SamplingParams
+from mgraph.runtime.serving.parameters import ALL, SEEDS, RequestError, SamplingParams
 from mgraph.runtime.serving.request import Request
 from mgraph.runtime.serving.scheduler import Scheduler, Work
 from mgraph.runtime.serving.step import Pending, Sampled, Stepper
@@ -288,7 +288,8 @@ class Engine:
 
     def _score(self, sampled: Sampled, at: int, count: int) -> Score:
         token = int(sampled.tokens[at])
-        pairs = zip(sampled.top_tokens[at][:count].tolist(), sampled.top_logprobs[at][:count].tolist(), strict=True)
+        part = slice(None) if count == ALL else slice(count)
+        pairs = zip(sampled.top_tokens[at][part].tolist(), sampled.top_logprobs[at][part].tolist(), strict=True)
         top = tuple((t, self._text(t), _finite(p)) for t, p in pairs)
         return Score(token, self._text(token), _finite(float(sampled.logprobs[at])), top)
 

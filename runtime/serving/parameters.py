@@ -16,6 +16,9 @@ GREEDY_BELOW = 1e-5
 LEAST_TEMPERATURE = 0.01
 """Temperatures between the two are raised to it: logits divided by less could overflow."""
 
+ALL = -1
+"""As a number of alternatives: the whole vocabulary."""
+
 MOST_CHOICES = 128
 MOST_STOPS = 64
 BIAS_LIMIT = 100.0
@@ -68,7 +71,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on after the tokenizer's end of text."""
     logprobs: int | None = None
-    """Give the log-probability of each token, and those of this many of the likeliest."""
+    """Give the log-probability of each token, and those of this many of the likeliest; -1: of the whole vocabulary."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt; the first has none."""
     logit_bias: Mapping[int, float] | None = None
@@ -146,8 +149,8 @@ _RANGES: Mapping[str, tuple[type, float, float, bool]] = {
     "seed": (int, -1, SEEDS - 1, False),
     "max_tokens": (int, 1, 2**31 - 1, False),
     "min_tokens": (int, 0, 2**31 - 1, False),
-    "logprobs": (int, 0, MOST_ALTERNATIVES, False),
-    "prompt_logprobs": (int, 0, MOST_ALTERNATIVES, False),
+    "logprobs": (int, ALL, MOST_ALTERNATIVES, False),
+    "prompt_logprobs": (int, ALL, MOST_ALTERNATIVES, False),
 }
 """Field -> its type, least and greatest value, and whether the least itself is left out. None overflows in f32."""
 

@@ -50,6 +50,7 @@ class Scheduler:
         assert max_tokens >= max_requests >= 1, "each running request must get one token of a step"
         self.pool, self.max_tokens, self.max_requests = pool, max_tokens, max_requests
         self.chunk = chunk or max_tokens
+        self._rows = 0  # of prompts, that are left in a step
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         """Both in the order of arrival."""
@@ -75,6 +76,8 @@ class Scheduler:
     def plan(self) -> list[Work]:
         """The work of the next step, single tokens first; empty where there is none."""
         works: list[Work] = []
+        # Logits are large: those of prompts are of so many rows a step, whatever its tokens.
+        self._rows = max(self.max_requests - len(self.running), self.max_requests // 2, 1)
         writing = [r for r in self.running if r.decodes and not r.complete]
         budget = self.max_tokens - len(writing)
         preempted = False
@@ -84,7 +87,7 @@ class Scheduler:
             if request.needs_known and request.in_flight:
                 continue
             todo = request.length - request.computed
-            count = 1 if request.decodes else min(todo, budget, self.chunk)
+            count = 1 if request.decodes else self._rows_allow(request, min(todo, budget, self.chunk))
             if count == 0:
                 continue
             preempted |= not self._make_room(request, count)
@@ -132,6 +135,8 @@ class Scheduler:
         begun = {work.request for work in works}
         while self.waiting and budget > 0 and len(self.running) < self.max_requests:
             request = self.waiting[0]
+            if request.params.prompt_logprobs is not None and not self._rows:
+                return
             if request.complete or request.in_flight:
                 return  # preempted with its token under way: its results come first
             leader = request.leader
@@ -148,7 +153,7 @@ class Scheduler:
             self.pool.hold(found)
             request.blocks, request.remembered, request.content = found, len(found), content
             request.computed = len(found) * self.pool.block_size
-            count = min(request.length - request.computed, budget, self.chunk)
+            count = self._rows_allow(request, min(request.length - request.computed, budget, self.chunk))
             request.blocks = found + self.pool.take(self.pool.needed(request.computed + count) - len(found))
             promised += self.pool.needed(request.length) - len(request.blocks)
             request.status = Status.RUNNING
@@ -171,13 +176,23 @@ class Scheduler:
             self.counts.prefix_queries += len(request.prompt)
             self.counts.prefix_hits += request.cached
 
+    def _targets(self, request: Request, stop: int) -> range:
+        """The positions before `stop` after which the log-probability of the prompt's token is wanted and not asked."""
+        if request.params.prompt_logprobs is None:
+            return range(0)
+        return range(max(request.computed, request.prompt_rows), min(stop, len(request.prompt) - 1))
+
+    def _rows_allow(self, request: Request, count: int) -> int:
+        """How many of the next `count` tokens there are rows for."""
+        targets = self._targets(request, request.computed + count)
+        return targets[self._rows] - request.computed if len(targets) > self._rows else count
+
     def _work(self, request: Request, count: int) -> Work:
         """`count` more tokens of a request that has the blocks for them."""
         start, stop = request.computed, request.computed + count
-        targets = range(0)
-        if request.params.prompt_logprobs is not None:
-            targets = range(max(start, request.prompt_rows), min(stop, len(request.prompt) - 1))
-            request.prompt_rows = max(request.prompt_rows, min(stop, len(request.prompt) - 1))
+        targets = self._targets(request, stop)
+        self._rows -= len(targets)
+        request.prompt_rows = max(request.prompt_rows, targets.stop)
         samples = stop == request.length
         work = Work(request, start, stop, samples, targets, request.sampled)
         request.computed = stop

@@ -24,7 +24,7 @@ I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 
 MOST_ALTERNATIVES = 20
-"""How many of the likeliest tokens a row can be asked for."""
+"""How many of the likeliest tokens a row can be asked for, unless it is asked for all."""
 
 
 def unknown(row: int) -> int:
@@ -92,7 +92,7 @@ class Sampling:
     bias: F32 | None
     """[N, V] Added to the logits, or None where no row needs it; -inf forbids a token."""
     alternatives: int
-    """M, how many of the likeliest tokens each row must return, 0 to 20."""
+    """M, how many of the likeliest tokens each row must return: 0 to 20, or V."""
 
 
 @dataclass(frozen=True)

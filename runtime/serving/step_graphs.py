@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mgraph.errors import PackageError
-from mgraph.runtime.serving.choices import CHOICE, PENALTIES, Sampler, text_of
+from mgraph.runtime.serving.choices import CHOICE, PENALTIES, Sampler, text_of, with_all
 from mgraph.runtime.serving.dispatch import Bucket, Key, Why, choose
 from mgraph.runtime.serving.step import Batch, Sampling
 
@@ -160,7 +160,7 @@ class StepGraphs:
             results = self._sample_eagerly(self._logits[:rows], sampling)
         else:
             results = self._replay_sampler(decision.bucket.requests, key.sampler, decision.text, sampling)
-            results = [result[:rows].clone() for result in results]
+            results = [result[:rows].clone() for result in with_all(results, self._logits, sampling)]
         self._last[:rows].copy_(results[0])
         return results
 

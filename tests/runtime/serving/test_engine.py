@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from mgraph.runtime.serving.engine import LEAST_LOGPROB, Delta, Engine, EngineDead
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
 from mgraph.runtime.serving.request import Happening
+from mgraph.runtime.serving.step import Batch, Pending, Sampling
 from mgraph.runtime.tokenizer import ByteTokenizer
 from tests.runtime.serving.fake_stepper import FakeStepper, alone, log_softmax, spoken_logits
 
@@ -313,6 +314,50 @@ def test_alternatives_hold_the_likeliest() -> None:
     assert [t for t, _, _ in delta.scores[0].top] == order
     assert [p for _, _, p in delta.scores[0].top] == pytest.approx(dense[order].tolist(), abs=1e-5)
     assert delta.prompt_scores[0].token == 4 and len(delta.prompt_scores[0].top) == 2
+
+
+def test_all_of_the_vocabulary() -> None:
+    """-1 gives every token; whoever asks for fewer in the same step gets these."""
+    stepper = FakeStepper()
+    engine = Engine(stepper)
+    everything = engine.submit([3, 4], SamplingParams(max_tokens=1, logprobs=-1, prompt_logprobs=-1, seed=5))
+    some = engine.submit([3, 4], SamplingParams(max_tokens=1, logprobs=2, seed=5))
+    deltas = {d.group: d for d in (engine.step(), engine.step())[0]}
+    dense = log_softmax(stepper.logits([3, 4]))
+    top = deltas[everything].scores[0].top
+    assert [t for t, _, _ in top] == (-dense).argsort(kind="stable").tolist()
+    assert [p for _, _, p in top] == pytest.approx(sorted(dense.tolist(), reverse=True), abs=1e-5)
+    assert len(deltas[everything].prompt_scores[0].top) == VOCAB and deltas[some].scores[0].top == top[:2]
+
+
+@pytest.mark.parametrize("num_blocks", [12, 40])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_log_probabilities_of_prompts_come_in_parts(num_blocks: int, asynchronous: bool) -> None:
+    """A step has few rows of logits, however many tokens; the values are those of one piece. Nobody starves."""
+    widths: list[int] = []
+
+    class Measuring(FakeStepper):
+        def run(self, batch: Batch, sampling: Sampling) -> Pending:
+            widths.append(len(batch.rows))
+            return super().run(batch, sampling)
+
+    stepper = Measuring(num_blocks=num_blocks, max_tokens=32, asynchronous=asynchronous)
+    engine = Engine(stepper)
+    source = random.Random(num_blocks)
+    prompts = [[source.randrange(VOCAB) for _ in range(length)] for length in (30, 2, 25, 40, 1, 11)]
+    wanted = [0, 0, None, 0, 0, None]
+    groups = [
+        engine.submit(prompt, SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=asked))
+        for prompt, asked in zip(prompts, wanted, strict=True)
+    ]
+    found = run_all(engine)
+    for group, prompt, asked in zip(groups, prompts, wanted, strict=True):
+        tokens, _ = alone(stepper.logits, prompt, SamplingParams(temperature=0), 4)
+        assert found[group, 0].tokens == tokens
+        dense = [log_softmax(stepper.logits(prompt[:at]))[prompt[at]] for at in range(1, len(prompt))]
+        assert found[group, 0].prompt_scores == pytest.approx([] if asked is None else dense, abs=1e-5)
+    assert max(widths) <= 2 * stepper.max_requests < 30
+    given_back(engine)
 
 
 def test_what_json_cannot_write_is_not_given() -> None:

@@ -37,6 +37,7 @@ WRONG: list[tuple[str, Any]] = [
     ("logprobs", 21),
     ("logprobs", -2),
     ("prompt_logprobs", 21),
+    ("prompt_logprobs", -2),
     ("stop", ""),
     ("stop", ["a", ""]),
     ("stop", 3),

@@ -20,7 +20,7 @@ from mgraph.recipe import Recipe
 from mgraph.runtime.handshake import MeshError
 from mgraph.runtime.serving.choices import Sampler
 from mgraph.runtime.serving.dispatch import Bucket, Why
-from mgraph.runtime.serving.engine import Engine
+from mgraph.runtime.serving.engine import Engine, Score
 from mgraph.runtime.serving.package_stepper import PackageStepper
 from mgraph.runtime.serving.parameters import SamplingParams
 from mgraph.runtime.serving.step_graphs import Inputs, known
@@ -88,6 +88,24 @@ def test_tokens_are_those_of_steps_without_buckets(package: Path) -> None:
     assert sum(padded.launches.values()) == sum(plain.launches.values()) and padded.launches["graph"] == graphs.replayed
     samplers = {(name[0], name[1]) for name in graphs._held if isinstance(name, tuple)}
     assert samplers >= {(4, Sampler.SAMPLE), (4, Sampler.CHANGED)}, "all buckets of four rows share them"
+
+
+def test_all_of_the_vocabulary(package: Path) -> None:
+    """Of a step that is replayed too: probabilities of all tokens, in order."""
+    stepper = PackageStepper(package, num_blocks=64, max_tokens=16, max_requests=4)
+    stepper.graphs = stepper.graphs_of(again, BUCKETS)
+    engine = Engine(stepper, prefix_cache=False)
+    engine.submit([1, 2, 3], SamplingParams(temperature=0, max_tokens=4, logprobs=-1, prompt_logprobs=-1))
+    scores: list[Score] = []
+    while engine.unfinished:
+        for delta in engine.step():
+            scores += (*delta.prompt_scores, *delta.scores)
+    assert len(scores) == 6 and stepper.launches["graph"] >= 2
+    for score in scores:
+        values = [value for _, _, value in score.top]
+        assert sorted(token for token, _, _ in score.top) == list(range(256)) and values == sorted(values, reverse=True)
+        assert np.exp(values).sum() == pytest.approx(1, abs=1e-5)
+        assert score.logprob == pytest.approx(next(v for t, _, v in score.top if t == score.token), abs=1e-6)
 
 
 def test_a_bias_ends_with_its_request(package: Path) -> None:
