@@ -24,6 +24,7 @@ from typing import Any
 from mgraph.codegen.buckets import (
     MOST_REQUESTS,
     MOST_TOKENS,
+    Bucket,
     BucketPlan,
     affordable,
     by_policy,
@@ -81,6 +82,13 @@ class ServingPlan:
     buckets: BucketPlan
     memory: ServeMemory
     budget: int
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> ServingPlan:
+        """Of what the manifest says."""
+        buckets = tuple(Bucket(*bucket) for bucket in facts["buckets"])
+        plan = BucketPlan(buckets, facts["waste"], facts["captured"])
+        return cls(plan, ServeMemory(**facts["memory"]), facts["budget"])
 
     def facts(self) -> dict[str, Any]:
         """What the manifest says."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mgraph.cli import memory
 from mgraph.codegen.buckets import Bucket, match
 from mgraph.compiler import build_module, compile_package
 from mgraph.errors import OptionError
@@ -82,7 +83,7 @@ def test_smaller_graphs_where_the_largest_do_not_fit(module: Module) -> None:
     assert found.memory.total <= budget and 0 < found.buckets.captured < 1
 
 
-def test_the_server_has_what_was_planned(module: Module, tmp_path: Path) -> None:
+def test_the_server_has_what_was_planned(module: Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     free = planned(module).memory
     budget = free.total + 3 * free.cache // free.blocks
     path = compile_package(Recipe(**SETTINGS, memory_budget=f"{budget}B", output=str(tmp_path / "package"))).package
@@ -91,6 +92,9 @@ def test_the_server_has_what_was_planned(module: Module, tmp_path: Path) -> None
     assert stepper.num_blocks == free.blocks + 3 and free.cache == free.blocks * stepper.block_bytes
     held = [tensor.nbytes for name, tensor in stepper.state.items() if not name.startswith("cache.")]
     assert free.weights == sum(held)
+    assert ServingPlan.of(stepper.package.manifest["graph_plan"]) == planned(module, budget)
+    memory.run(path, 0, 64, 0, "", 1, "text")
+    assert planned(module, budget).lines()[1] in capsys.readouterr().out
 
 
 def test_ranks_share_what_they_need() -> None:

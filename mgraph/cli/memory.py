@@ -26,6 +26,7 @@ from mgraph.ir.local import declared_sizes
 from mgraph.ir.mesh import mesh_sizes
 from mgraph.passes.activations import extents
 from mgraph.passes.recompute import size_text
+from mgraph.serving_plan import ServingPlan
 
 FORMATS = ("text", "json", "svg", "html")
 _KINDS = {
@@ -73,6 +74,9 @@ def run(path: Path, batch_size: int, seq_len: int, ranks: int, entry: str, limit
         sys.stdout.write(json.dumps(_data(found, shown), indent=1) + "\n")
     elif form == "text":
         sys.stdout.write("\n".join(_text(found, shown, limit)))
+        plan = package.manifest.get("graph_plan", {})
+        if "memory" in plan:
+            sys.stdout.write("".join(f"\n{line}" for line in ("when it serves:", *ServingPlan.of(plan).lines())) + "\n")
     else:
         from mgraph.cli.memory_picture import Bands, to_html, to_svg
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,8 +77,8 @@ def ranks(command: Sequence[str], count: int = 2) -> Iterator[list[subprocess.Po
             process.wait()
 
 
-def serve(package: Path, weights: Path) -> list[str]:
-    return [sys.executable, str(package / "serve.py"), "--weights", str(weights), "--port", "0", "--device", "cpu"]
+def serve(package: Path, weights: Path, device: str = "cpu") -> list[str]:
+    return [sys.executable, str(package / "serve.py"), "--weights", str(weights), "--port", "0", "--device", device]
 
 
 def address_of(process: subprocess.Popen[str]) -> str:
@@ -163,6 +164,24 @@ def _until_it_ends(client: openai.OpenAI, asked: dict[str, Any]) -> None:
             client.completions.create(**asked)
     except openai.OpenAIError:
         return
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_serve_what_a_cpu_does(packages: dict[str, Path]) -> None:
+    """Twice, so that steps are replayed as graphs, collectives included."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = launch + serve(packages["2"], packages["weights"], "cuda")[1:]
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True
+    ) as server:
+        address = address_of(server)
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            for _ in range(3):
+                check_same(client, packages)
+        metrics = urllib.request.urlopen(f"{address}/metrics").read().decode()
+        graphs = re.search(r'mgraph_steps_by_launch_total{launch="graph".*} (\S+)', metrics)
+        assert graphs is not None and float(graphs[1]) > 50
+        server.send_signal(signal.SIGINT)
 
 
 @pytest.mark.full
