@@ -121,7 +121,9 @@ def pipeline_text(recipe: Recipe) -> str:
     if (ranks := recipe.mesh_axes().get("tp")) and ranks > 1:
         specs += [print_spec("pad", {"size": ranks, **dict.fromkeys(recipe.padded, True)})] if recipe.pad else []
         specs += [print_spec("repeat-heads", {"size": ranks})]
-    specs += [print_spec("expert-dispatch", {"size": recipe.expert_ranks})] if recipe.expert_axes() else []
+    if recipe.expert_axes():
+        ways: dict[str, OptionValue] = {"size": recipe.expert_ranks, "chunks": recipe.ep_chunks}
+        specs += [print_spec("expert-dispatch", ways)]
     specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]
     specs += [print_spec("expert-bias", {"rate": recipe.expert_bias_rate})] if recipe.expert_bias_rate else []
     derive = ",".join(specs)
@@ -129,9 +131,10 @@ def pipeline_text(recipe: Recipe) -> str:
     for axis in (axis for axis in _SHARDING if axis in recipe.mesh_axes()):
         shard += f"{_sharding(recipe, axis)},"
         if axis in recipe.expert_axes()[-1:]:
-            ways: dict[str, OptionValue] = {"over": recipe.expert_axes(), "gather": recipe.dispatch == "allgather"}
-            shard += print_spec("expert-parallel", ways) + ","
-    schedule = "overlap-gradients," if recipe.overlap else ""
+            over: dict[str, OptionValue] = {"over": recipe.expert_axes(), "gather": recipe.dispatch == "allgather"}
+            shard += print_spec("expert-parallel", over) + ","
+    schedule = "overlap-experts," if recipe.expert_ranks > 1 else ""
+    schedule += "overlap-gradients," if recipe.overlap else ""
     fuse, graphs = (FUSE, ",cuda-graphs") if recipe.archs else ("", "")
     if recipe.loss_budget:
         fuse = (fuse or "fuse-loss,") + print_spec("chunk-loss", {"budget": recipe.loss_budget}) + ","

@@ -46,6 +46,7 @@ _OF_AXIS = {
     "sequence_parallel": "tp",
     "pad": "tp",
     "dispatch": "ep",
+    "ep_chunks": "ep",
 }
 """Fields that say how an axis is used."""
 
@@ -73,6 +74,12 @@ class Recipe:
         "alltoall",
         "how tokens go over ep: each to the ranks that have its experts, or all to all ranks",
         ("alltoall", "allgather"),
+    )
+    ep_chunks: int = option(
+        1,
+        "with ep: in how many messages a layer's tokens go, one on its way while the experts work on another; it must "
+        "divide --seq-len",
+        within=(1, 64),
     )
     place: tuple[str, ...] = option(
         (), "where parameters lie over a mesh axis, instead of as their use says: 'PATTERN|PATTERN: S(1)@tp' or R@tp"

@@ -24,6 +24,7 @@ _MAY_ALIAS = {
     "reduce_scatter",
     "repeated_part",
     "reshape",
+    "split_rows",
     "aten._unsafe_view.default",
     "aten.dropout.default",
     "aten.einsum.default",

@@ -450,6 +450,8 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "repeated_part": _runtime(),
     "repeated_part_grad": _runtime(),
     "reshape": _reshape,
+    "join_rows": lambda site: f"torch.cat({site.tensors(site.node.operands, '')})",
+    "split_rows": lambda site: f"{site.operands[0]}.chunk({site.node.attrs['parts']})",
     "rms_norm": _runtime(),
     "rms_norm_grad": _runtime(),
     "rope": _runtime(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -51,7 +52,7 @@ def parse_fact(text: str) -> Relation:
 
 
 def multiples(facts: Iterable[str], sizes: Mapping[str, int | None]) -> dict[str, int]:
-    """Named dims that a fact `S % n == 0` says are multiples of n, a number or an axis of `sizes`."""
+    """Named dims that facts `S % n == 0` say are multiples of n, a number or an axis of `sizes`; of several, of all."""
     found: dict[str, int] = {}
     for text in facts:
         fact = parse_fact(text)
@@ -59,7 +60,7 @@ def multiples(facts: Iterable[str], sizes: Mapping[str, int | None]) -> dict[str
             dim, by = fact.left.args
             number = int(by) if by.is_Integer else sizes.get(str(by))
             if dim.is_Symbol and number is not None:
-                found[str(dim)] = number
+                found[str(dim)] = math.lcm(number, found.get(str(dim), 1))
     return found
 
 

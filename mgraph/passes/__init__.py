@@ -51,6 +51,7 @@ PASSES: dict[str, str] = {
     "fuse-products": "mgraph.passes.fuse_products:FuseProducts",
     "fuse-regions": "mgraph.passes.fuse_regions:FuseRegions",
     # schedule
+    "overlap-experts": "mgraph.passes.overlap_experts:OverlapExperts",
     "overlap-gradients": "mgraph.passes.overlap_gradients:OverlapGradients",
     "offload": "mgraph.passes.offload:Offload",
     "in-place": "mgraph.passes.in_place:InPlace",

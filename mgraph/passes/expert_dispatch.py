@@ -10,6 +10,10 @@
     %combined = moe_combine(%y, %weights_sent, %order, %offsets)            f32[R, 64]
     %out = expert_return(%combined, %indices)                               f32[B*S, 64]
 
+With `chunks` this is done for some tokens after the others, which `overlap-experts` lets run beside one another:
+
+    %x_0, %x_1 = split_rows(%x) {parts = 2}        …        %out = join_rows(%out_0, %out_1)
+
 R, the rows that a rank receives, is a ragged dim of the module. On one rank nothing is sent: R is the number of tokens.
 Some of a token's experts are others' (`others`): their rows come last, and are neither computed nor read. So nothing
 needs to clear them, as a model with a capacity does (`clear_tail`).
@@ -18,26 +22,30 @@ It is before autodiff, so that the ways of gradients follow from these; `expert-
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from mgraph.errors import PassError
 from mgraph.ir.builder import FunctionBuilder, rebuild
 from mgraph.ir.dims import Dim, Extent, NamedDim, as_dim, symbol
-from mgraph.ir.graph import Function, Module, Node, Value
+from mgraph.ir.graph import Fact, Function, Module, Node, Value
 from mgraph.ir.types import TensorType
 from mgraph.passes.base import Pass, Report, Stage, Tier
 
+SEQUENCE = "S"
+"""The named dim of the tokens of a sequence."""
 RECEIVED = "R"
 """The ragged dim of the rows that a rank receives."""
 
 
 @dataclass(frozen=True)
 class ExpertDispatch(Pass):
-    """Give the experts of every layer their own ways, for an axis of `size` ranks that are to share them."""
+    """Give the experts of every layer their own ways, for an axis of `size` ranks that are to share them, on which
+    tokens go in `chunks` messages."""
 
     size: int = 2
+    chunks: int = 1
 
     name: ClassVar[str] = "expert-dispatch"
     stage: ClassVar[Stage] = Stage.DERIVE
@@ -48,6 +56,8 @@ class ExpertDispatch(Pass):
     def __post_init__(self) -> None:
         if self.size < 1:
             raise PassError(f"the axis has size {self.size}", hint="a size of at least 1")
+        if self.chunks < 1:
+            raise PassError(f"tokens go in {self.chunks} chunks", hint="at least 1")
 
     def on_twin(self, real: Module) -> Pass:
         """For two ranks."""
@@ -63,11 +73,18 @@ class ExpertDispatch(Pass):
                 _check(node, self.size)
                 report.match(name, node.id, f"{node.attrs['num_experts']} experts")
             if found:
-                functions[name] = _Function(function, dims, self.name).rewritten()
+                functions[name] = _Function(function, dims, self.name, self.chunks).rewritten()
         if not report.matches:
             hint = "a mesh without ep, or a model whose experts are found (mgraph explain PKG raise-moe says why not)"
             raise PassError("the model has no experts that ranks could share", "--mesh", hint)
-        return replace(module, dims=dims, functions=functions)
+        facts = module.facts
+        if self.chunks > 1:
+            if SEQUENCE not in dims:
+                raise PassError(
+                    f"the model has no dim {SEQUENCE} of the tokens of a sequence", "--ep-chunks", "without it"
+                )
+            facts = (*facts, Fact(f"{SEQUENCE} % {self.chunks} == 0"))
+        return replace(module, dims=dims, facts=facts, functions=functions)
 
 
 def _check(node: Node, size: int) -> None:
@@ -87,10 +104,11 @@ class _Function:
     source: Function
     dims: dict[str, NamedDim]
     made_by: str
-    dispatches: dict[Value, _Way] = field(default_factory=dict)
-    """By the order of each dispatch."""
-    inside: dict[Value, _Way] = field(default_factory=dict)
-    """Values that have a row for each pair of a token and an expert."""
+    chunks: int = 1
+    dispatches: dict[Value, list[_Way]] = field(default_factory=dict)
+    """By the order of each dispatch: the ways of its chunks."""
+    inside: dict[Value, list[tuple[_Way, Value]]] = field(default_factory=dict)
+    """Values that have a row for each pair of a token and an expert, and those of each expert: what they are now."""
 
     def rewritten(self) -> Function:
         """The function with a way there and back around all experts."""
@@ -107,67 +125,84 @@ class _Function:
                 elif node.op == "moe_combine" and node.operands[2] in self.dispatches:
                     self._return(builder, node)
                 elif node.op == "clear_tail" and node.operands[0] in self.inside:
-                    builder.replace(node.result, builder.value(node.operands[0]))
                     self.inside[node.result] = self.inside[node.operands[0]]
                 else:
                     self._within(builder, node)
             known.update(node.results)
         return builder.build(self.source.results)
 
+    def _parts(self, builder: FunctionBuilder, value: Value) -> Sequence[Value]:
+        """A value of tokens by chunks."""
+        value = builder.value(value)
+        if self.chunks == 1:
+            return [value]
+        return builder.emit("split_rows", (value,), {"parts": self.chunks}, names=[value.name] * self.chunks)
+
     def _send(self, builder: FunctionBuilder, node: Node, combine: Node, known: set[Value]) -> None:
         x, indices = node.operands
         weights = combine.operands[1]
-        way = _Way(_received(self.dims, indices.tensor.shape[0]), indices, int(str(node.attrs["num_experts"])))
         tensors = [v for v in (x, weights) if v is x or v in known or v.is_state]
-        names = [*(f"{v.name}_sent" for v in tensors), "own"]
-        *sent, own = builder.emit("expert_send", (*tensors, indices), {**way.attrs, "choices": True}, names=names)
-        way.weights = sent[1] if len(sent) == 2 else None
-        rows, order, _ = node.results
-        attrs = {**node.attrs, "others": True}
-        made = builder.emit("moe_dispatch", (sent[0], own), attrs, names=("rows", "order", "offsets"))
-        way.offsets = made[2]
-        for old, new in zip(node.results, made, strict=True):
-            builder.replace(old, new)
-        self.dispatches[order] = way
-        way.rows = rows.tensor.shape[0]
-        self.inside[rows] = self.inside[order] = way
+        parts = [self._parts(builder, v) for v in (*tensors, indices)]
+        ways: list[_Way] = []
+        made: list[Sequence[Value]] = []
+        for *given, chosen in zip(*parts, strict=True):
+            way = _Way(_received(self.dims, chosen.tensor.shape[0]), chosen, int(str(node.attrs["num_experts"])))
+            names = [*(f"{v.name}_sent" for v in tensors), "own"]
+            *sent, own = builder.emit("expert_send", (*given, chosen), {**way.attrs, "choices": True}, names=names)
+            way.weights = sent[1] if len(sent) == 2 else None
+            attrs = {**node.attrs, "others": True}
+            made.append(builder.emit("moe_dispatch", (sent[0], own), attrs, names=("rows", "order", "offsets")))
+            way.offsets, way.rows = made[-1][2], node.results[0].tensor.shape[0]
+            ways.append(way)
+        self.dispatches[node.results[1]] = ways
+        for index, value in enumerate(node.results):
+            self.inside[value] = [(way, results[index]) for way, results in zip(ways, made, strict=True)]
 
     def _return(self, builder: FunctionBuilder, node: Node) -> None:
         rows, weights, order = node.operands
-        way = self.dispatches[order]
-        if way.weights is None:
-            way.weights = builder.emit("expert_send", (weights, way.indices), way.attrs, names=["weights_sent"])[0]
-        assert way.offsets is not None, "sent before"
-        combined = builder.one("moe_combine", rows, way.weights, order, way.offsets, name="combined", **node.attrs)
-        returned = builder.emit("expert_return", (combined, way.indices), way.attrs, names=[node.result.name])[0]
-        builder.replace(node.result, returned)
+        ways = self.dispatches[order]
+        if ways[0].weights is None:
+            for way, part in zip(ways, self._parts(builder, weights), strict=True):
+                way.weights = builder.emit("expert_send", (part, way.indices), way.attrs, names=["weights_sent"])[0]
+        returned: list[Value] = []
+        for chunk, way in enumerate(ways):
+            assert way.offsets is not None and way.weights is not None, "sent before"
+            operands = (self.inside[rows][chunk][1], way.weights, self.inside[order][chunk][1], way.offsets)
+            combined = builder.one("moe_combine", *operands, name="combined", **node.attrs)
+            attrs = way.attrs
+            returned += builder.emit("expert_return", (combined, way.indices), attrs, names=[node.result.name])
+        if self.chunks > 1:
+            returned = [builder.one("join_rows", *returned, name=node.result.name)]
+        builder.replace(node.result, returned[0])
 
     def _within(self, builder: FunctionBuilder, node: Node) -> None:
         """A node that may work on rows: these are others now, and so are its results."""
-        way = next((self.inside[v] for v in node.operands if v in self.inside), None)
-        kept = builder.keep(node)
-        if way is None:
+        ways = next(([way for way, _ in self.inside[v]] for v in node.operands if v in self.inside), None)
+        if ways is None:
+            builder.keep(node)
             return
         types = [v.type for v in node.results]
-        old, new = way.rows, way.new_rows
+        old = ways[0].rows
         if not all(isinstance(t, TensorType) and t.shape[:1] == (old,) for t in types) or node.op == "call":
             raise PassError(
                 f"{node.op} %{node.id} reads the rows of experts in a way that ranks cannot share",
                 str(node.origin),
                 "a mesh without ep",
             )
-        results = []
-        for value in node.results:
-            shape = (new, *value.tensor.shape[1:])
-            results.append(Value(builder.fresh_like(value), TensorType(value.tensor.dtype, shape)))
-            builder.replace(value, results[-1])
-            self.inside[value] = way
-        builder.nodes[-1] = replace(kept, results=tuple(results), attrs=_changed(kept.attrs, old, new))
+        made: list[Sequence[Value]] = []
+        for chunk, way in enumerate(ways):
+            operands = [self.inside[v][chunk][1] if v in self.inside else builder.value(v) for v in node.operands]
+            shapes = [(way.new_rows, *v.tensor.shape[1:]) for v in node.results]
+            new = [TensorType(v.tensor.dtype, shape) for v, shape in zip(node.results, shapes, strict=True)]
+            attrs, names = _changed(node.attrs, old, way.new_rows), [v.name for v in node.results]
+            made.append(builder.emit(node.op, operands, attrs, types=new, names=names))
+        for index, value in enumerate(node.results):
+            self.inside[value] = [(way, results[index]) for way, results in zip(ways, made, strict=True)]
 
 
 @dataclass
 class _Way:
-    """What is known of the way to the experts of one dispatch."""
+    """What is known of the way to the experts of one dispatch, or of one chunk of it."""
 
     received: str
     indices: Value

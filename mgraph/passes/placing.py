@@ -274,7 +274,7 @@ def _summed_rows(node: Node) -> Iterator[ShardingRule]:
         return
     rows = shape_of(node, 0)
     places = tuple(Partial() if v.tensor.shape == rows else None for v in node.operands)  # perhaps more of them
-    yield ShardingRule("partial rows", places, (Partial(),))
+    yield ShardingRule("partial rows", places, (Partial(),) * len(node.results))
 
 
 _OWN: dict[str, Callable[[Node], Iterator[ShardingRule]]] = {
@@ -286,6 +286,8 @@ _OWN: dict[str, Callable[[Node], Iterator[ShardingRule]]] = {
     "moe_combine_grad": _summed_rows,
     "moe_dispatch_grad": _summed_rows,
     "unpack_rows": _summed_rows,
+    "join_rows": _summed_rows,
+    "split_rows": _summed_rows,
     "kv_append": _paged,
     "rope_kv_append": _paged,
     "paged_attention": _paged,

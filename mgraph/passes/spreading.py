@@ -44,7 +44,8 @@ class Spreader:
         self.sequence = None if sequence is None else symbol(sequence)
         others = {name: ranks for name, ranks in declared_sizes(module).items() if name != axis}
         before = Division.of(module, others)
-        self.division = replace(before, multiples={**before.multiples, **({sequence: size} if sequence else {})})
+        known = {sequence: math.lcm(size, before.multiples.get(sequence, 1))} if sequence else {}
+        self.division = replace(before, multiples={**before.multiples, **known})
         self.mapping: dict[Value, Value] = {}
         self.functions: dict[str, Function] = {}
         self.counts: Counter[str] = Counter()

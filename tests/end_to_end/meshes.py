@@ -25,7 +25,17 @@ from mgraph.recipe import MESH_AXES, Recipe
 from tests.all_ranks import Tensors, difference, joined, laid_out, places
 from tests.families.configs import write_config
 
-MESH_OPTIONS = ("place", "sequence_parallel", "pad", "zero", "keep_gathered", "wide_sums", "overlap", "dispatch")
+MESH_OPTIONS = (
+    "place",
+    "sequence_parallel",
+    "pad",
+    "zero",
+    "keep_gathered",
+    "wide_sums",
+    "overlap",
+    "dispatch",
+    "ep_chunks",
+)
 """Fields of the recipe that only say how a mesh is used."""
 DATA_AXES = ("dp", "ep", "fsdp")
 """Axes whose ranks see different rows."""

@@ -81,6 +81,8 @@ OPTIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("odd", "tp=4", {"pad": "heads,vocab", "place": ("embed.weight|head.weight: S(1)@tp",)}),
     ("odd", "tp=4", {"pad": "heads,vocab", "lora": ("*.q.*|*.o.*: rank=4, alpha=8",)}),
 ]
+FUSED = {"arch": "sm_90a", "precision": "bf16"}
+"""With the fused ops of a GPU."""
 EXPERTS: list[tuple[str, str, dict[str, Any]]] = [
     *[
         ("moe-tiny-losses", mesh, {"dispatch": dispatch})
@@ -100,17 +102,24 @@ EXPERTS: list[tuple[str, str, dict[str, Any]]] = [
     ("moe-tiny-losses", "fsdp=4,ep=fsdp", {"recompute": "full", "keep_gathered": True}),
     ("moe-tiny-losses", "ep=2", {"recompute": "full", "dispatch": "allgather"}),
     ("moe-tiny-losses", "ep=2,tp=2", {"sequence_parallel": True}),
-    ("moe-tiny-losses", "ep=2,tp=2", {"arch": "sm_90a", "precision": "bf16"}),
+    ("moe-tiny-losses", "ep=2,tp=2", FUSED),
     ("moe-tiny-losses", "ep=2,tp=2", {"recompute": "full", "sequence_parallel": True}),
-    ("moe-tiny-losses", "fsdp=2,tp=2,ep=fsdp", {"arch": "sm_90a", "precision": "bf16", "sequence_parallel": True}),
+    ("moe-tiny-losses", "fsdp=2,tp=2,ep=fsdp", {**FUSED, "sequence_parallel": True}),
+    *[("moe-tiny-losses", "ep=2", {"ep_chunks": n, "dispatch": d}) for n in (2, 3) for d in ("alltoall", "allgather")],
+    ("moe-tiny-losses", "dp=2,fsdp=2,ep=dp*fsdp", {"ep_chunks": 2, "recompute": "full"}),
+    (
+        "moe-tiny-grouped",
+        "ep=2,tp=2",
+        {"ep_chunks": 2, "sequence_parallel": True, **FUSED},
+    ),
     ("moe-tiny-losses", "ep=2,tp=4", {"place": ("*.gate.weight|*.up.weight|*.down.weight: R@tp",)}),
     *[("moe-tiny-grouped", mesh, {}) for mesh in ("ep=2", "ep=4", "ep=2,tp=2", "fsdp=2,tp=2,ep=fsdp")],
-    ("moe-tiny-grouped", "ep=2,tp=2", {"sequence_parallel": True, "arch": "sm_90a", "precision": "bf16"}),
+    ("moe-tiny-grouped", "ep=2,tp=2", {"sequence_parallel": True, **FUSED}),
     ("hf:gpt-oss", "ep=2,tp=2", {}),
     ("moe-tiny-losses", "dp=2,ep=2", {"overlap": True}),
     ("moe-tiny-losses", "ep=8", {"precision": "bf16"}),
-    *[("moe-tiny-losses", mesh, {"arch": "sm_90a", "precision": "bf16"}) for mesh in ("ep=2", "fsdp=2,ep=fsdp")],
-    ("moe-tiny-losses", "ep=2", {"arch": "sm_90a", "precision": "bf16", "recompute": "full", "dispatch": "allgather"}),
+    *[("moe-tiny-losses", mesh, FUSED) for mesh in ("ep=2", "fsdp=2,ep=fsdp")],
+    ("moe-tiny-losses", "ep=2", {**FUSED, "recompute": "full", "dispatch": "allgather"}),
     ("moe-tiny-jitter", "ep=2,fsdp=2,tp=2", {}),
     ("moe-tiny-grouped", "fsdp=2,ep=fsdp", {"expert_bias_rate": 0.01}),
     ("hf:qwen3-moe", "ep=2", {}),
@@ -153,6 +162,7 @@ PROCESSES: list[tuple[str, str, dict[str, Any]]] = [
     ("moe-tiny-losses", "dp=2,tp=2", {}),
     ("moe-tiny-losses", "ep=2", {}),
     ("moe-tiny-losses", "ep=4", {"dispatch": "allgather"}),
+    ("moe-tiny-grouped", "ep=2", {"ep_chunks": 2}),
     ("moe-tiny-losses", "dp=2,fsdp=2,ep=dp*fsdp", {}),
     ("moe-tiny-losses", "ep=2,tp=2", {"recompute": "full"}),
     ("moe-tiny-grouped", "ep=2,tp=2", {"sequence_parallel": True}),

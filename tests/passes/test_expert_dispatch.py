@@ -34,6 +34,17 @@ def test_one_rank_computes_what_it_did() -> None:
         assert torch.equal(tensor, made[1][name]), name
 
 
+def test_chunks_are_parts_of_the_sequences() -> None:
+    """Each has a way of its own, all of one ragged dim; the number must divide what a sequence may have."""
+    recipe = Recipe(model="moe-tiny", mesh="ep=1", arch="none", ep_chunks=3)
+    module = build_module(recipe).module
+    assert [fact.text for fact in module.facts] == ["S % 3 == 0"]
+    assert module.dims["R"].bound == symbol("B") * symbol("S") / 3 and "R1" not in module.dims
+    layer = module.functions["layer.fwd"]
+    ops = [node.op for node in layer.nodes]
+    assert [ops.count(op) for op in ("split_rows", "join_rows", "moe_dispatch", "expert_send")] == [3, 1, 3, 3]
+
+
 def test_rows_are_of_a_ragged_dim() -> None:
     module = compiled("ep=1", "")
     dim = module.dims["R"]

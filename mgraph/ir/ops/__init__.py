@@ -5,6 +5,7 @@ from __future__ import annotations
 from mgraph.ir.ops import (
     attention,
     balance,
+    chunks,
     collective,
     constant,
     control,
@@ -34,6 +35,7 @@ from mgraph.ir.ops import (
 __all__ = [
     "attention",
     "balance",
+    "chunks",
     "collective",
     "constant",
     "control",
