@@ -214,6 +214,11 @@ def is_first_of_machine() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+def share_of_threads() -> int:
+    """The CPUs that this process may use, divided among the processes of this machine."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def bind_axes(declared: Mapping[str, Any], world_size: int, program: str = "train.py") -> dict[str, int]:
     """Sizes of the declared axes, where `*` takes the share of `world_size` that the other axes leave. Those that are
     products of others are left out. Raises MeshError, which names the `program` of the package that was started."""

@@ -13,7 +13,6 @@ exit codes are in `--help`.
 from __future__ import annotations
 
 import math
-import os
 import signal
 import sys
 import time
@@ -118,7 +117,7 @@ def run(options: Options, package_dir: Path) -> None:
 
     where = mesh.start(prepare)
     where.declare(opened[0].manifest["mesh"])
-    torch.set_num_threads(options.threads or _share_of_threads())
+    torch.set_num_threads(options.threads or mesh.share_of_threads())
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
         trainer = where.together(lambda: Trainer.create(options, opened[0], where))
@@ -203,11 +202,6 @@ def _is_exported(option: str, target: Path, options: Options, package: Package) 
     out = _directory(options, package)
     found = checkpoint.latest(out / CHECKPOINTS) if options.resume else None
     return found is not None and found.step >= options.steps and is_exported(option, target, out, found.step)
-
-
-def _share_of_threads() -> int:
-    """The CPUs that this process may use, divided among the processes of this machine."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class StopSignal:

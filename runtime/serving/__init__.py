@@ -1,7 +1,8 @@
 """What serves a model: requests come in at any time, and each step of the model works on parts of many of them.
 
     step            the contract between the engine and what computes a step: arrays in, sampled tokens out
-    package_stepper what computes the steps of a package        ranks   where several processes share it
+    package_stepper what computes the steps of a package
+    ranks           where several processes share one        local_ranks     what starts them on a machine
     choices         which entry samples, and what it is handed
     dispatch, step_graphs   which CUDA graph a step takes, or why none; the graphs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -61,13 +62,7 @@ def open_engine(
             raise OptionError(f"there is no setting '{name}'", hint=did_you_mean(name, known))
     chosen = Settings(**settings)
     directory = None if weights is None else Path(weights)
-    if directory is None and not chosen.random_init:
-        raise OptionError(
-            "there are no weights to serve",
-            hint="give weights (--weights DIR), or random_init (--random-init) to serve parameters drawn anew",
-        )
-    if directory is not None and chosen.random_init:
-        raise OptionError("weights and random_init exclude each other", hint="leave one of them out")
+    check_weights(directory, chosen.random_init)
     stepper = open_stepper(Path(package), directory, chosen)
     tokenizer = load_tokenizer(_tokenizer_path(chosen, directory), stepper.vocab_size)
     template_file = None if chosen.chat_template is None else Path(chosen.chat_template)
@@ -82,6 +77,17 @@ def open_engine(
         max_tokens=chosen.step_tokens,
     )
     return engine, template
+
+
+def check_weights(weights: Path | None, random_init: bool) -> None:
+    """Raise OptionError where it is not said what is served."""
+    if weights is None and not random_init:
+        raise OptionError(
+            "there are no weights to serve",
+            hint="give weights (--weights DIR), or random_init (--random-init) to serve parameters drawn anew",
+        )
+    if weights is not None and random_init:
+        raise OptionError("weights and random_init exclude each other", hint="leave one of them out")
 
 
 def open_stepper(package: Path, weights: Path | None, settings: Settings) -> Stepper:
@@ -108,10 +114,11 @@ def open_stepper(package: Path, weights: Path | None, settings: Settings) -> Ste
         return device, axes, {n: v for n, v in given.items() if n not in OF_RANK_0} | loaded.facts()
 
     where = mesh.ALONE
-    if is_shared(package):
+    if ranks_of(package) > 1:
         if mesh.current().world_size > 1:
             raise OptionError("these processes share a package already", hint="one LLM for each start of torchrun")
         where = mesh.start(prepare)
+        torch.set_num_threads(mesh.share_of_threads())
     stepper = found.PackageStepper(
         opened[0] if opened else package,
         weights,
@@ -127,11 +134,12 @@ def open_stepper(package: Path, weights: Path | None, settings: Settings) -> Ste
     return led(stepper, where) if where.world_size > 1 else stepper
 
 
-def is_shared(package: Path) -> bool:
-    """Whether a package is for several processes. Raises PackageError where there is none."""
+def ranks_of(package: Path) -> int:
+    """How many processes a package is for. Raises PackageError where there is none."""
     from mgraph.runtime.serving.package_stepper import shared_axes
 
-    return bool(shared_axes(read_manifest(package.resolve())))
+    manifest = read_manifest(package.resolve())
+    return math.prod(int(manifest["mesh"][axis]) for axis in shared_axes(manifest))
 
 
 def ends_of_text(tokenizer: Tokenizer, weights: Path | None) -> tuple[int, ...]:

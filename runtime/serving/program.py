@@ -21,6 +21,7 @@ from mgraph.errors import MgraphError, OptionError
 from mgraph.runtime import mesh
 from mgraph.runtime.options import Settings, about, read
 from mgraph.runtime.serving import opening, workload
+from mgraph.runtime.serving.local_ranks import local_ranks
 
 if TYPE_CHECKING:
     from mgraph.runtime.serving.server import Serving
@@ -115,12 +116,22 @@ def serve(package_dir: Path, arguments: Sequence[str] | None, program: str) -> i
     """As `main`; gives the exit code. Raises MgraphError for wrong input."""
     about_it = "Serve this package behind HTTP, as OpenAI's API does, with a page at / to try it."
     options = read(ServeOptions, arguments, program, about_it, EXIT_CODES)
-    rank, ranks = mesh.environment()
-    if ranks > 1 and not opening.is_shared(package_dir):
-        problem = f"{ranks} processes were started, and {package_dir} is for one"
+    opening.check_weights(options.weights, options.random_init)
+    wanted, (rank, started) = opening.ranks_of(package_dir), mesh.environment()
+    if started > 1 and wanted == 1:
+        problem = f"{started} processes were started, and {package_dir} is for one"
         raise OptionError(problem, hint="python PKG/serve.py, or compile it with --mesh tp=N")
     if rank:
         opening.open_engine(package_dir, options.weights, **options.opening())  # which does not return
+    if wanted == 1 or started > 1:
+        return _serve(package_dir, options, started)
+    given = sys.argv[1:] if arguments is None else arguments
+    with local_ranks(package_dir, given, wanted):
+        return _serve(package_dir, options, wanted)
+
+
+def _serve(package_dir: Path, options: ServeOptions, ranks: int) -> int:
+    """What the one process or rank 0 does."""
     if options.prompt:
         print(options.prompt + continuation(package_dir, options))
         return 0
