@@ -1,6 +1,6 @@
 """Compiles the packages that `benchmarks.gpu.two_gpus` runs. Needs no GPU.
 
-python3 -m benchmarks.gpu.build_two_gpus DIRECTORY [--small]
+python3 -m benchmarks.gpu.build_two_gpus DIRECTORY [--small] [--only MESHES] [dense] [moe]
 """
 
 from __future__ import annotations
@@ -19,18 +19,26 @@ MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2": ("fsdp=2", {}),
     "tp2": ("tp=2", {}),
     "tp2-sequence": ("tp=2", {"sequence_parallel": True}),
+    "ep2": ("ep=2", {}),
+    "ep2-chunks": ("ep=2", {"ep_chunks": 2}),
 }
+EXPERTS_ALONE = ("ep2", "ep2-chunks")
+"""Meshes that a model without experts has not."""
 
 
 def main() -> None:
     """Compile every model for every mesh."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("models", nargs="*", default=["dense", "moe"])
     parser.add_argument("--small", action="store_true", help="small models in fp32, for the CPU")
-    options = parser.parse_args()
-    for model in ("dense", "moe"):
+    parser.add_argument("--only", default="", help="comma-separated beginnings of meshes")
+    options = parser.parse_intermixed_args()
+    for model in options.models:
         name = f"small_{model}" if options.small else model
         for mesh, (axes, more) in MESHES.items():
+            if not mesh.startswith(tuple(options.only.split(","))) or (model == "dense" and mesh in EXPERTS_ALONE):
+                continue
             recipe = Recipe(
                 model=f"{training_models.__file__}:{name}",
                 mesh=axes,

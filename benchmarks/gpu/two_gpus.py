@@ -1,4 +1,4 @@
-"""Training on two GPUs: tp2, fsdp2 and dp2 beside DDP, FSDP2 and DTensor's tensor parallelism, in one process group.
+"""Training on two GPUs: tp2, fsdp2, dp2, ep2 beside DDP, FSDP2 and DTensor's tensor parallelism, in one process group.
 
     torchrun --nproc-per-node 2 -m benchmarks.gpu.two_gpus PACKAGES RESULTS.jsonl [--small] [--steps N] [dense] [moe]
 
@@ -6,8 +6,10 @@ PACKAGES is what `benchmarks.gpu.build_two_gpus` made. Every variant trains the 
 parameters and gradients in bf16 and AdamW on f32 masters (`--small`: all in f32). Its losses must agree with those of
 one GPU that trains on the batches of both ranks (2 % in bf16, 1e-4 in f32). Then the median seconds of a step over
 blocks of steps, tokens/s in all, the share of the time in which communication runs and no computation does (from the
-kernels that the profiler saw), and peak memory; each is a row that is added to RESULTS. `--only` takes beginnings of
-variants. Exit status 1 on any complaint.
+kernels that the profiler saw), and peak memory; each is a row that is added to RESULTS. For experts that ranks share
+there are also the seconds of one microbatch, beside those of one GPU that has all experts: as many rows go through
+experts on each, so what is more is the way of the tokens. `--only` takes beginnings of variants. Exit status 1 on any
+complaint.
 """
 
 from __future__ import annotations
@@ -52,13 +54,16 @@ class Measured:
     tokens_per_second: float = 0.0
     exposed: float | None = None
     peak_bytes: int = 0
+    microbatch_seconds: float = 0.0
 
 
 # ours
 
 
-def packaged(path: Path, axes: Mapping[str, int], device: torch.device) -> tuple[Step, dict[str, Tensor]]:
-    """A package's step, and its state. Ranks along data axes take their batch, all others both."""
+def packaged(
+    path: Path, axes: Mapping[str, int], device: torch.device
+) -> tuple[Step, dict[str, Tensor], Callable[[Batch], Any]]:
+    """A package's step, its state, and a microbatch of it. Ranks along data axes take their batch, all others both."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if axes:
         devices = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -79,7 +84,7 @@ def packaged(path: Path, axes: Mapping[str, int], device: torch.device) -> tuple
             package.call("microbatch", state, *of_rank[index])
         return package.call("finish", state, lr)["loss"]
 
-    return step, state
+    return step, state, lambda batch: package.call("microbatch", state, *batch)
 
 
 # peers
@@ -150,7 +155,11 @@ OURS: dict[str, dict[str, int]] = {
     "fsdp2": {"fsdp": 2},
     "tp2": {"tp": 2},
     "tp2-sequence": {"tp": 2},
+    "ep2": {"ep": 2},
+    "ep2-chunks": {"ep": 2},
 }
+TIMED = 10
+"""Microbatches that are timed one after the other."""
 
 
 # measuring
@@ -204,20 +213,41 @@ def measure(shape: Shape, found: Measured, step: Step, steps: int, device: torch
     found.exposed = exposed_share(lambda: step(batches, 0), device)
 
 
+def microbatch_seconds(run: Callable[[Batch], Any], batch: Batch, device: torch.device) -> float:
+    """The median seconds of a microbatch."""
+    taken = []
+    for _ in range(TIMED):
+        dist.barrier()
+        _synchronize(device)
+        begun = time.perf_counter()
+        run(batch)
+        _synchronize(device)
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken)
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def variants(
-    name: str, shape: Shape, packages: Path, device: torch.device, forms: Sequence[bool]
+    name: str,
+    shape: Shape,
+    packages: Path,
+    device: torch.device,
+    forms: Sequence[bool],
+    timed: dict[str, Callable[[Batch], Any]],
 ) -> Iterable[tuple[str, Callable[[], Step]]]:
-    """What to measure, made when it is its turn: one GPU first, which the others must agree with."""
+    """What to measure, made when it is its turn: one GPU first, which the others must agree with. What runs one
+    microbatch of a package is put into `timed`."""
     weights: dict[str, Tensor] = {}
 
-    def one() -> Step:
-        step, state = packaged(packages / f"{name}-one", {}, device)
-        weights.update({n: t.detach().cpu().clone() for n, t in state.items()})
+    def ours(variant: str, axes: Mapping[str, int]) -> Step:
+        step, state, microbatch = packaged(packages / f"{name}-{variant}", axes, device)
+        if not axes:
+            weights.update({n: t.detach().cpu().clone() for n, t in state.items()})
+        timed[variant] = microbatch
         return step
 
     def peer(make: Callable[..., Step], *, compiled: bool) -> Step:
@@ -229,9 +259,10 @@ def variants(
             parameter.data = parameter.data.to(low)
         return make(model, device, compiled=compiled)
 
-    yield "one", one
+    yield "one", lambda: ours("one", {})
     for variant, axes in OURS.items():
-        yield variant, lambda v=variant, a=axes: packaged(packages / f"{name}-{v}", a, device)[0]  # type: ignore[misc]
+        if name == "moe" or "ep" not in axes:
+            yield variant, lambda v=variant, a=axes: ours(v, a)  # type: ignore[misc]
     for label, make in PEERS.items():
         if name == "moe" and make is tensor_parallel:
             continue  # DTensor has no plan for grouped products
@@ -269,14 +300,18 @@ def main() -> int:
     for name in options.models:
         shape = SHAPES[f"small-{name}" if options.small else name]
         expected: list[float] = []
+        timed: dict[str, Callable[[Batch], Any]] = {}
         for variant, make in variants(
-            name, shape, options.packages, device, (False,) if options.eager else (False, True)
+            name, shape, options.packages, device, (False,) if options.eager else (False, True), timed
         ):
             if variant != "one" and not variant.startswith(tuple(options.only.split(","))):
                 continue
             found = Measured(name, variant, [])
             try:
                 measure(shape, found, make(), options.steps, device)
+                if (run := timed.pop(variant, None)) is not None and variant.startswith(("one", "ep")):
+                    found.microbatch_seconds = microbatch_seconds(run, shape.batches(rank, 1, device)[0], device)
+                run = None  # it holds a state
             except Exception as error:  # a peer that does not run is a result, and the others go on
                 complaints.append(f"{name}, {variant}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
                 continue
@@ -287,6 +322,8 @@ def main() -> int:
                 complaints.append(f"{name}, {variant}: losses differ by {worst:.1e}, allowed {allowed:.0e}")
             if rank == 0:
                 exposed = "" if found.exposed is None else f"  exposed {found.exposed:.1%}"
+                if found.microbatch_seconds:
+                    exposed += f"  microbatch {found.microbatch_seconds * 1e3:.1f} ms"
                 print(
                     f"{name:6} {variant:20} {found.seconds * 1e3:9.1f} ms {found.tokens_per_second:12,.0f} tokens/s"
                     f"{exposed}  peak {found.peak_bytes / 2**30:.1f} GiB  losses within {worst:.1e}",
