@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mgraph.runtime import te_products
 from mgraph.runtime.ops import wide
 
 # The public name came after the private one; both take the same arguments.
@@ -164,7 +165,7 @@ def of_experts(rows: Tensor, offsets: Tensor) -> Tensor:
     return rows.where(real.view(-1, *[1] * (rows.dim() - 1)), 0.0)
 
 
-def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, by: str = "") -> Tensor:
     """Matrix products of consecutive groups of rows; `offsets` i32[E] holds the cumulative end of each group.
 
     With weight [E, K, N], rows [R, K] give [R, N]: `out[r] = rows[r] @ weight[e] + bias[e]` for the group e that r lies
@@ -172,8 +173,11 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | Non
     gradient) give [E, K, N]: `out[e] = rows[:, group e] @ weight[group e]`, without a bias.
 
     Operands may be transposed views. One fused call where torch has one for the dtype and strides, else one product
-    per group.
+    per group. `by="te"` takes Transformer Engine's, where that is installed and fits.
     """
+    if by == "te" and te_products.fits(rows, weight):
+        product = te_products.grouped_mm(rows, weight, offsets)
+        return product if bias is None else product.add_(_spread(bias, offsets, rows.shape[0]))
     aligned = all(_is_aligned(operand) for operand in (rows, weight))
     if aligned and rows.dtype in _GROUPED_DTYPES.get(rows.device.type, set()):
         fused: Tensor = _grouped_mm(rows, weight, offs=offsets)

@@ -46,8 +46,7 @@ EXTRAS = (
     Extra("gpu", "cuda-python", "cuda", "kernels are launched from their binaries"),
     Extra("hf", "transformers", "transformers", "models by their config.json (hf:…)"),
     Extra("serve", "starlette", "starlette", "a server around a serve package (mgraph serve)"),
-    Extra("te", "transformer-engine", "transformer_engine", "fused layers and FP8", adapter=True),
-    Extra("tensorrt", "torch-tensorrt", "torch_tensorrt", "TensorRT engines", adapter=True),
+    Extra("te", "transformer-engine", "transformer_engine", "products of experts", adapter=True),
     Extra("-", "flash-attn", "flash_attn", "FlashAttention 2", adapter=True),
 )
 SETTINGS = {"MGRAPH_DEBUG": "any value: an internal error prints its traceback instead of writing it to a file"}

@@ -119,8 +119,8 @@ TRITON = "triton"
 LIBRARIES = ("cudnn", "flash", "efficient")
 """Providers of attention besides ours: fused kernels of torch, which the runtime is told by name."""
 
-UNVERIFIED = ("flash-attn",)
-"""Providers of attention that have never run here; taken only where they are asked for."""
+UNVERIFIED = {"attention": ("flash-attn",), "grouped_matmul": ("te",)}
+"""Libraries, by family of ops, that have never run what we emit; taken only where they are asked for."""
 
 Chooser = Callable[[Node, "Value | None"], str]
 """Gives the provider of a node, or of its sum to a total (`providers.py`)."""

@@ -8,6 +8,7 @@ An op that only torch runs has one provider, `torch` (cuBLAS for products), or `
     efficient  attention by torch's memory-efficient kernel
     torch    the runtime's op, of torch's kernels
     flash-attn  attention by FlashAttention 2 of that library; unverified, and only where it is asked for
+    te       products of experts by Transformer Engine; unverified, and only where it is asked for
 
 Times come from a profile (`profile.py`). A provider that is asked for (`--provider attention=flash`) goes before all
 others wherever it takes the node. What is chosen is what is emitted; at load, or at the call, the runtime asks again
@@ -112,7 +113,7 @@ class Providers:
         taking = []
         for provider in providers_of(node.op) if self._gpu else (own_provider(node.op),):
             reason = refusal(provider, node, total)
-            if provider in UNVERIFIED and provider != wanted:
+            if provider in UNVERIFIED.get(family_of(node.op), ()) and provider != wanted:
                 continue
             if reason is None:
                 taking.append(Candidate(provider, self.profile.time(instance, provider)))
@@ -182,7 +183,8 @@ def providers_of(op: str) -> tuple[str, ...]:
     stem = op.removesuffix("_")
     if stem in _KERNEL_ONLY or not any(stem in table for table in (ON_ALL_TARGETS, ON_GPUS, SUMS_ON_GPUS)):
         return (own_provider(op),)
-    return (*LIBRARIES, TRITON, TORCH, *UNVERIFIED) if family_of(op) == "attention" else (TRITON, TORCH)
+    family = family_of(op)
+    return (*(LIBRARIES if family == "attention" else ()), TRITON, TORCH, *UNVERIFIED.get(family, ()))
 
 
 def families() -> dict[str, tuple[str, ...]]:
@@ -219,10 +221,20 @@ def refusal(provider: str, node: Node, total: Value | None = None) -> str | None
         else:
             problem = "the kernel adds to a total, and here is none"
         return problem if isinstance(problem, str) else None
-    return _library_refusal(provider, node) if provider in (*LIBRARIES, *UNVERIFIED) else None
+    if provider == "te":
+        return _te_refusal(node)
+    return _attention_refusal(provider, node) if provider in (*LIBRARIES, *UNVERIFIED["attention"]) else None
 
 
-def _library_refusal(provider: str, node: Node) -> str | None:
+def _te_refusal(node: Node) -> str | None:
+    """As the runtime's product of groups decides at the call."""
+    if node.op != "grouped_matmul":
+        return "it makes the product alone, not its sum with another"
+    dtype = node.operands[0].tensor.dtype.text
+    return None if dtype in ("bf16", "f16") else f"rows are {dtype}; it takes bf16 and f16"
+
+
+def _attention_refusal(provider: str, node: Node) -> str | None:
     """As the runtime's attention decides at the call."""
     first = 1 if node.op == "attention_grad" else 0
     q, k, v = (value.tensor for value in node.operands[first : first + 3])
@@ -234,7 +246,7 @@ def _library_refusal(provider: str, node: Node) -> str | None:
     most = 128 if provider == "cudnn" else 256
     if width > most:
         return f"heads are {width} wide; it takes up to {most}"
-    hidden = [name for name in ("window", "softcap") if attrs.get(name) is not None and provider not in UNVERIFIED]
+    hidden = [name for name in ("window", "softcap") if attrs.get(name) is not None and provider in LIBRARIES]
     hidden += [str(name) for name in attrs.get("extra", ()) if name != "sinks"]  # type: ignore[union-attr]
     if hidden:
         return f"the mask has {', '.join(hidden)}; it does not know that"

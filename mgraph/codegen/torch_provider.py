@@ -245,7 +245,8 @@ def _reshape(site: Site) -> str:
 def _grouped_matmul(site: Site) -> str:
     rows, weight, *rest = site.operands
     weight = f"{weight}.transpose(1, 2)" if site.node.attrs.get("transpose_w") else weight
-    return f"rt.grouped_mm({', '.join([rows, weight, *rest])})"
+    by = ['by="te"'] if site.kernels.provider(site.node) == "te" else []
+    return f"rt.grouped_mm({', '.join([rows, weight, *rest, *by])})"
 
 
 def _grouped_outer(site: Site) -> str:

@@ -94,6 +94,29 @@ def test_what_is_unverified_runs_only_where_it_is_asked_for() -> None:
         choose(module(dtype="f32"), "attention=flash-attn").check_forced()
 
 
+PRODUCTS = """mgraph-ir 1
+module "experts"
+dim S 1..
+
+func @main(%rows: bf16[S, 64], %w: bf16[4, 64, 32], %offsets: i32[4], %bias: bf16[4, 32]) {
+  %y: bf16[S, 32] = grouped_matmul(%rows, %w, %offsets, %bias) forward at "a" "m.py":1 by capture
+  return %y
+}
+
+entry main = @main -> (y)
+"""
+
+
+def test_products_of_groups_by_transformer_engine() -> None:
+    given = parse_module(PRODUCTS)
+    assert "te" not in [c.provider for c in choose(given).choice(given.functions["main"].nodes[0]).candidates]
+    assert 'rt.grouped_mm(rows, w, offsets, bias, by="te")' in text_of(given, "grouped_matmul=te")
+    assert "by=" not in text_of(given, "grouped_matmul=torch")
+    wide = parse_module(PRODUCTS.replace("bf16", "f32"))
+    with pytest.raises(OptionError, match="te takes no grouped_matmul of this model: rows are f32"):
+        choose(wide, "grouped_matmul=te").check_forced()
+
+
 def test_what_is_said_of_each_node() -> None:
     attention, norm = choose(module(256)).data()
     assert (attention["function"], attention["node"], attention["op"]) == ("main", "out", "attention")
