@@ -131,7 +131,7 @@ def open_stepper(package: Path, weights: Path | None, settings: Settings) -> Ste
     )
     if settings.cache_memory:
         stepper.resize(max(2, int(settings.cache_memory * 2**30 / stepper.block_bytes)))
-    return led(stepper, where) if where.world_size > 1 else stepper
+    return led(stepper, where, stepper.release) if where.world_size > 1 else stepper
 
 
 def ranks_of(package: Path) -> int:

@@ -10,6 +10,7 @@ returns as soon as the work is queued, and `get` waits for an event behind the c
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -95,6 +96,11 @@ class PackageStepper:
             shape = (num_blocks * self.block_size, *spec.share(self.mesh).shape[1:])
             self.state[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=self.device)
         self.graphs = self.graphs_of(CudaCapture()) if self._captures else None
+
+    def release(self) -> None:
+        """Drop the graphs; steps may still be run."""
+        self.graphs = None
+        gc.collect()
 
     def graphs_of(self, capture: Capture, buckets: Sequence[Bucket] | None = None) -> StepGraphs:
         """Graphs for these buckets, or those of the package's plan that hold no more than a step may have."""

@@ -46,13 +46,28 @@ Lost = Callable[[str], None]
 """What to do when a rank is lost; it is told what happened, and must end the process."""
 
 
-def led(stepper: Stepper, where: Mesh) -> Stepper:
-    """On rank 0 a stepper whose steps all ranks run. On any other rank this runs them, and then ends the process."""
+def led(stepper: Stepper, where: Mesh, release: Callable[[], None]) -> Stepper:
+    """On rank 0 a stepper whose steps all ranks run. On any other rank this runs them, and then ends the process.
+
+    `release` drops the stepper's graphs: while there are any, a process group does not end.
+    """
+
+    def leave() -> None:
+        release()
+        mesh.stop()
+
     if where.is_first:
         leader = Leader(stepper, _accepted(where), end_all)
-        atexit.register(leader.close)
+
+        def end() -> None:
+            leader.close()
+            leave()
+
+        atexit.register(end)
         return leader
-    sys.exit(follow(stepper, _connected(where), where.rank))
+    follow(stepper, _connected(where), where.rank)
+    leave()
+    sys.exit(0)
 
 
 def end_all(what: str) -> NoReturn:
@@ -97,13 +112,12 @@ class Leader:
             raise
 
     def close(self) -> None:
-        """Let the followers end, wait for that, and leave the process group."""
+        """Let the followers end, and wait until they have heard of it."""
         if not self._closing:
             self._closing = True
             for connection in self._connections.values():
                 self._send(connection, b"")
             self._all_gone.wait(_PARTING)
-            mesh.stop()
 
     def _send(self, connection: socket.socket, message: bytes) -> None:
         try:
@@ -149,8 +163,8 @@ class Leader:
         return f"a step failed on rank {rank}: {self._words[rank].decode(errors='replace')}"
 
 
-def follow(stepper: Stepper, connection: socket.socket, rank: int) -> int:
-    """Run the steps that rank 0 sends, until it says that there are no more; gives the exit code."""
+def follow(stepper: Stepper, connection: socket.socket, rank: int) -> None:
+    """Run the steps that rank 0 sends, until it says that there are no more."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
@@ -166,9 +180,7 @@ def follow(stepper: Stepper, connection: socket.socket, rank: int) -> int:
         time.sleep(_SETTLE)  # where rank 0 has died, that is said in the meantime
         print(MeshError(f"a step failed on rank {rank}: {_text(error)}"), file=sys.stderr, flush=True)
         os._exit(1)  # the process group may be inside a collective, which would be waited for
-    mesh.stop()
     connection.close()
-    return 0
 
 
 def _receive(connection: socket.socket, messages: queue.SimpleQueue[bytearray]) -> None:

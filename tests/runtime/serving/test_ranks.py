@@ -41,6 +41,11 @@ def pairs(count: int) -> tuple[dict[int, socket.socket], dict[int, socket.socket
     return {rank: pair[0] for rank, pair in made.items()}, {rank: pair[1] for rank, pair in made.items()}
 
 
+def followed(stepper: FakeStepper, connection: socket.socket, rank: int, ended: queue.Queue[int]) -> None:
+    follow(stepper, connection, rank)
+    ended.put(rank)
+
+
 def same(a: object, b: object) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(same, a, b))
@@ -50,9 +55,9 @@ def same(a: object, b: object) -> bool:
 def test_followers_run_the_steps_of_rank_0() -> None:
     own, theirs = pairs(3)
     lead, followers = Noting(), [Noting(), Noting()]
-    codes: queue.Queue[int] = queue.Queue()
+    ended: queue.Queue[int] = queue.Queue()
     for rank, stepper in enumerate(followers, 1):
-        threading.Thread(target=lambda r=rank, s=stepper: codes.put(follow(s, theirs[r], r)), daemon=True).start()
+        threading.Thread(target=followed, args=(stepper, theirs[rank], rank, ended), daemon=True).start()
     leader = Leader(lead, own, pytest.fail)
     llm = LLM.over(Engine(leader, prefix_cache=False))
     params = SamplingParams(temperature=0, max_tokens=6, frequency_penalty=1.0, logit_bias={5: -10.0}, logprobs=2)
@@ -60,7 +65,7 @@ def test_followers_run_the_steps_of_rank_0() -> None:
     plain = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=6))
     assert list(plain[0].outputs[0].token_ids) == alone(lead.logits, PROMPT, SamplingParams(temperature=0), 6)[0]
     leader.close()
-    assert [codes.get(timeout=10) for _ in followers] == [0, 0]
+    assert {ended.get(timeout=10) for _ in followers} == {1, 2}
     assert len(lead.noted) > 8 and len(made[1].outputs[0].token_ids) == 6
     for follower in followers:
         assert len(follower.noted) == len(lead.noted)
