@@ -121,8 +121,7 @@ class Leader:
 
     def _send(self, connection: socket.socket, message: bytes) -> None:
         try:
-            connection.sendall(_LENGTH.pack(len(message)))
-            connection.sendall(message)
+            connection.sendall(_LENGTH.pack(len(message)) + message)
         except OSError:
             return  # its end is noticed by the one who watches
 
@@ -133,7 +132,7 @@ class Leader:
                 selector.register(connection, selectors.EVENT_READ, rank)
             since = None
             while selector.get_map():
-                left = None if since is None else since + _SETTLE - time.monotonic()
+                left = None if since is None or self._closing else since + _SETTLE - time.monotonic()
                 for key, _ in selector.select(left):
                     if not self._hear(key.data):
                         selector.unregister(key.fileobj)
