@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mgraph.runtime import mesh
+from mgraph.runtime import mesh, traffic
 
 _c10d: Any = dist.distributed_c10d  # has the options of grouped messages
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -82,7 +82,7 @@ def all_reduce_start(tensors: Sequence[Tensor], axis: str, op: str = "sum") -> P
 
         return Message(work, flat, results)
 
-    return _start(tensors, axis, send)
+    return _start("all_reduce", tensors, axis, send)
 
 
 def all_gather(tensors: Sequence[Tensor], axis: str, dim: int) -> list[Tensor]:
@@ -106,7 +106,7 @@ def all_gather_start(tensors: Sequence[Tensor], axis: str, dim: int) -> Pending:
         work = _gather_flat(everything.view(-1), own, group=group, async_op=True)
         return Message(work, own, lambda: [_joined(part, dim) for part in _pieces(everything, shapes)])
 
-    return _start(tensors, axis, send)
+    return _start("all_gather", tensors, axis, send)
 
 
 def reduce_scatter(
@@ -151,7 +151,7 @@ def reduce_scatter_start(
 
     if mesh.current().size(axis) == 1 and wide:
         tensors = [tensor.float() if _is_narrow(tensor) else tensor for tensor in tensors]
-    return _start(tensors, axis, send)
+    return _start("reduce_scatter", tensors, axis, send)
 
 
 def all_to_all(tensors: Sequence[Tensor], axis: str) -> list[Tensor]:
@@ -175,7 +175,7 @@ def all_to_all_start(tensors: Sequence[Tensor], axis: str) -> Pending:
 
         return Message(work, flat, results)
 
-    return _start(tensors, axis, send)
+    return _start("all_to_all", tensors, axis, send)
 
 
 def wait(pending: Pending) -> list[Tensor]:
@@ -191,12 +191,13 @@ def wait(pending: Pending) -> list[Tensor]:
     return [results[place] for place in range(len(results))]
 
 
-def _start(tensors: Sequence[Tensor], axis: str, send: _Send) -> Pending:
+def _start(kind: str, tensors: Sequence[Tensor], axis: str, send: _Send) -> Pending:
     """Send the tensors of each dtype as one message."""
     here = mesh.current()
     ranks = here.size(axis)
     if ranks == 1:
         return Pending(dict(enumerate(tensors)), [])
+    traffic.note(kind, axis, tensors, ranks)
     by_dtype: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
         by_dtype.setdefault(tensor.dtype, []).append(place)

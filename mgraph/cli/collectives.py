@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mgraph.cli import token_ways
 from mgraph.cli.graphs import check_format
 from mgraph.cli.snapshots import open_package
 from mgraph.cli.table import table
@@ -93,6 +94,8 @@ def _text(order: CollectiveOrder, lines: list[Line], sizes: Mapping[str, int]) -
         rows = [_row(order, line) for line in lines if line.entry == entry]
         yield f"\n{entry}: {_number(order.length(entry), 'collective')}\n{table(HEADER, rows)}"
     yield "\n" + table(("axis", "ranks", "entry", "collectives", "bytes"), _totals(lines))
+    if tokens := token_ways.text(order.module, sizes):
+        yield f"\n{tokens}"
 
 
 def _row(order: CollectiveOrder, line: Line) -> tuple[str, ...]:
