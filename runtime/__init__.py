@@ -2,6 +2,7 @@
 
 A training run passes through the files in this order, one file per stage:
 
+    start       what takes long begins in threads, before torch is imported
     options     what the person typed
     package     manifest.json and step.py become entry functions
     mesh        processes become named axes with their groups, and agree that they run the same code

@@ -8,6 +8,7 @@ had never been interrupted.
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,13 @@ class Log:
         )
         self._task = self._progress.add_task("", total=steps, completed=first_step)
         self._write("".join(json.dumps(record) + "\n" for record in self.records), "w")
-        self._events = self._open_events(first_step)
+        self._first_step = first_step
         self._progress.start()
 
     def close(self) -> None:
         """Take the progress bar away and finish the files."""
         self._progress.stop()
-        if self._events is not None:
+        if "_events" in vars(self) and self._events is not None:
             self._events.close()
 
     def end_of_steps(self) -> None:
@@ -129,8 +130,10 @@ class Log:
         except OSError as error:
             raise _storage_error(path, error) from error
 
-    def _open_events(self, first_step: int) -> Any:
-        """TensorBoard's writer (untyped), or None after a warning."""
+    @functools.cached_property
+    def _events(self) -> Any:
+        """TensorBoard's writer (untyped), or None after a warning; made at the first report, so that its import does
+        not delay the first step."""
         try:
             from torch.utils.tensorboard.writer import SummaryWriter  # slow to import
         except ImportError:
@@ -138,7 +141,7 @@ class Log:
             return None
         try:
             # Points of an earlier run after the checkpoint are to be forgotten.
-            return SummaryWriter(str(self.directory / "tensorboard"), purge_step=first_step + 1)
+            return SummaryWriter(str(self.directory / "tensorboard"), purge_step=self._first_step + 1)
         except OSError as error:
             raise _storage_error(self.directory, error) from error
 

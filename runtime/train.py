@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -41,6 +42,7 @@ from mgraph.runtime.package import Package, State, load_package
 from mgraph.runtime.sample import generate
 from mgraph.runtime.saving import Saver
 from mgraph.runtime.schedule import learning_rate
+from mgraph.runtime.start import bring_up
 from mgraph.runtime.state import create_state
 from mgraph.runtime.tokenizer import Tokenizer, load_tokenizer
 from mgraph.runtime.transfer import NOTES, export, export_adapter, initialise, is_exported, note_export
@@ -120,6 +122,7 @@ def run(options: Options, package_dir: Path) -> None:
     torch.set_num_threads(options.threads or mesh.share_of_threads())
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
+        libraries = _bring_up(opened[0]) if where.device.type == "cuda" else None
         trainer = where.together(lambda: Trainer.create(options, opened[0], where))
         where.agree({name: str(value) for name, value in trainer.identity().items()})
         trainer.resume_or_refuse()
@@ -128,8 +131,16 @@ def run(options: Options, package_dir: Path) -> None:
             stack.callback(trainer.log.close)
         trainer.announce()
         stack.enter_context(trainer.saver)
+        if libraries is not None:
+            libraries.join()
         if trainer.train(stop):
             trainer.conclude()
+
+
+def _bring_up(package: Package) -> Thread:
+    """Libraries get ready while the state is drawn."""
+    chosen = [choice["provider"] for choice in package.manifest.get("providers", ())]
+    return bring_up(package.device, attention="cudnn" in chosen)
 
 
 def _open(path: Path, device: torch.device, options: Options) -> Package:

@@ -156,7 +156,7 @@ def _providers(module: Module, info: PackageInfo) -> Providers | None:
 def driver_text(kind: str, name: str) -> str:
     """The text of train.py or serve.py."""
     does, launch, program = {
-        "train": ("Train", "torchrun --nproc-per-node N train.py --help", "train"),
+        "train": ("Train", "torchrun --nproc-per-node N train.py --help", "start"),
         "serve": ("Serve", "python serve.py --help", "serving.program"),
     }[kind]
     return f'''"""{does} {name}: `{launch}` lists the options."""

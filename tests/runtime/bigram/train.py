@@ -2,6 +2,6 @@
 
 from pathlib import Path
 
-from mgraph.runtime.train import main
+from mgraph.runtime.start import main
 
 main(Path(__file__).parent)

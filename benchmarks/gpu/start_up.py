@@ -1,0 +1,157 @@
+"""From the start of a process to the end of its first training step, by phases.
+
+    python3 -m benchmarks.gpu.start_up PACKAGE RESULTS.jsonl [--batch-size 1] [--seq-len 8192] [--cold] [--plain]
+
+Runs the package's own trainer in a process of its own, on the text that comes with Python, until the loss of the first
+step has been read, and says how long each phase took on the host; nothing waits for the GPU between them but where the
+trainer does. `--cold` first lets the system forget the files of torch and of the CUDA libraries that it has read;
+`--plain` leaves out what the trainer does ahead in threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+STARTED, REPORT = "START_UP_STARTED", "START_UP_REPORT"
+"""In the environment of the process that is measured: seconds of the clock at its start, and where it writes to."""
+
+
+class Phases:
+    """Seconds of each phase of this process, in order."""
+
+    def __init__(self, before: float) -> None:
+        self._last = before
+        self.seconds: dict[str, float] = {}
+
+    def end(self, name: str) -> None:
+        """What was done since the last call was `name`."""
+        now = time.time()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, as a phase of its own."""
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            self.end("between")
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.end(name)
+
+        return measured
+
+    def leave(self) -> None:
+        """Write the report, and end the process without its last checkpoint."""
+        Path(os.environ[REPORT]).write_text(json.dumps(self.seconds), encoding="utf-8")
+        os._exit(0)
+
+
+def train_package(package: Path, options: list[str], *, plain: bool) -> None:
+    """The trainer, up to the loss of its first step."""
+    phases = Phases(float(os.environ[STARTED]))
+    phases.end("python")
+    from mgraph.runtime import start
+
+    if plain:
+        mock.patch.object(start, "use_libraries").start()
+    else:
+        start.ahead(options)
+    import torch
+
+    assert torch.__version__
+    phases.end("import torch")
+    from mgraph.runtime import train
+    from mgraph.runtime.package import Package, load_package
+    from mgraph.runtime.state import create_state
+
+    phases.end("import the trainer")
+    steps, step, call = train.Trainer.train, train.Trainer.train_step, Package.call
+
+    def all_steps(self: train.Trainer, stop: train.StopSignal) -> bool:
+        phases.end("wait for libraries")
+        return steps(self, stop)
+
+    def first_step(self: train.Trainer) -> None:
+        step(self)
+        phases.end("finish")
+        [[_, _, outputs]] = self.unread
+        print(f"loss {float(outputs['loss']):.4f}", flush=True)
+        phases.end("wait for the GPU")
+        phases.leave()
+
+    def called(self: Package, entry: str, *args: Any) -> dict[str, Any]:
+        return dict(phases.around(entry, call)(self, entry, *args))
+
+    mock.patch.object(train, "load_package", phases.around("load the package", load_package)).start()
+    mock.patch.object(train, "create_state", phases.around("draw the state", create_state)).start()
+    mock.patch.multiple(train.Trainer, train=all_steps, train_step=first_step).start()
+    mock.patch.object(Package, "call", called).start()
+    train.main(package, options)
+
+
+def forget() -> None:
+    """Let the system forget what it has read of torch and of the CUDA libraries; files in use stay."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.submodule_search_locations
+    site = Path(spec.submodule_search_locations[0]).parent
+    os.sync()
+    for folder in ("torch", "nvidia", "triton", "cuda"):
+        for file in (site / folder).rglob("*"):
+            if file.is_file():
+                number = os.open(file, os.O_RDONLY)
+                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(number)
+
+
+def measured(arguments: list[str], report: Path) -> dict[str, float]:
+    """Phases of a process of this module."""
+    environment = {**os.environ, STARTED: str(time.time()), REPORT: str(report)}
+    subprocess.run([sys.executable, "-m", "benchmarks.gpu.start_up", *arguments], env=environment, check=True)
+    seconds: dict[str, float] = json.loads(report.read_text(encoding="utf-8"))
+    return seconds
+
+
+def main() -> None:
+    """One row of results; or, where the environment says so, the process that is measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package", type=Path)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--batch-size", default="1")
+    parser.add_argument("--seq-len", default="8192")
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("/tmp/start_up"))
+    options = parser.parse_args()
+    sizes = ["--batch-size", options.batch_size, "--seq-len", options.seq_len]
+    if REPORT in os.environ:
+        train_package(options.package, [*sizes, "--steps", "2", "--out", str(options.out)], plain=options.plain)
+    if options.cold:
+        forget()
+    report = options.out.with_suffix(".json")
+    same = [*sizes, "--out", str(options.out), *["--plain"] * options.plain]
+    seconds = measured([str(options.package), str(options.results), *same], report)
+    workload = f"{options.package.name} B{options.batch_size} S{options.seq_len}"
+    row: dict[str, Any] = {"id": "start-up", "workload": workload}
+    variant = ("cold" if options.cold else "warm") + ", plain" * options.plain
+    card = {"variant": variant, "date": datetime.date.today().isoformat()}
+    row |= {**card, "seconds": sum(seconds.values()), "phases": seconds}
+    with options.results.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    for name, value in {**seconds, "in all": row["seconds"]}.items():
+        print(f"{name:20} {value:7.2f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

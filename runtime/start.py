@@ -1,0 +1,72 @@
+"""Starts a training run: what takes long and waits for nothing begins in threads.
+
+Before torch is imported, the driver makes the context of this process's GPU, which torch then finds. When the package
+is loaded, libraries bring up what they need at their first product and attention, while the state is drawn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import torch
+
+SMALL = 128
+"""Rows, keys and width of an attention that all libraries take."""
+
+
+def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Train the package with the options of the command line, then exit the process: `train.main`."""
+    ahead(sys.argv[1:] if arguments is None else arguments)
+    from mgraph.runtime import train
+
+    train.main(package_dir, arguments)
+
+
+def ahead(arguments: Sequence[str]) -> None:
+    """Begin to make the context of a GPU, unless the command line says that there is no need for one."""
+    if not {"-h", "--help", "cpu", "--device=cpu"} & set(arguments):
+        threading.Thread(target=make_context, name="context", daemon=True).start()
+
+
+def make_context() -> None:
+    """The driver's own (primary) context of this process's GPU. Where there is none, choosing a device says so."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), local_rank) == 0:
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def bring_up(device: torch.device, *, attention: bool) -> threading.Thread:
+    """Begin to bring up the libraries of a GPU's products and, if asked, of its attention. To be joined before the
+    first step, which takes over what the thread holds of them."""
+    thread = threading.Thread(target=use_libraries, args=(device, attention), name="libraries", daemon=True)
+    thread.start()
+    return thread
+
+
+def use_libraries(device: torch.device, with_attention: bool) -> None:
+    """A small product, and a small attention with its gradient."""
+    import torch
+
+    from mgraph.runtime.attention import attention, attention_grad
+
+    try:
+        with torch.no_grad():
+            x = torch.zeros(1, 1, SMALL, SMALL, dtype=torch.bfloat16, device=device)
+            torch.matmul(x, x)
+            if with_attention:
+                out, lse = attention(x, x, x, scale=1.0, causal=True)
+                attention_grad(x, x, x, x, out, lse, scale=1.0, causal=True)
+    except RuntimeError:
+        return  # The step meets it again, and says where.
