@@ -11,13 +11,15 @@ What a rank needs, in bytes, for steps of at most STEP_TOKENS tokens of MOST_REQ
 
 Within a budget there are as many graphs as fit, at most as many as asked for. What one takes does not depend on its
 sizes but for its inputs, of which the largest count: so the plan with the least padding for a number of graphs is the
-one with the least padding for the memory. What an allocator wastes and libraries keep for themselves is not in it.
+one with the least padding for the memory. A smaller bound of all sizes makes the pool smaller: of bounds that halve,
+the one is taken whose graphs hold most of the expected steps, and of those the one that pads least. What an allocator
+wastes and libraries keep for themselves is not in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,23 +174,23 @@ def serving_plan(recipe: Recipe, module: Module) -> ServingPlan:
             where="--memory-budget",
             hint=f"--memory-budget {size_text(bare.total, up=True)}, a smaller --max-length, or more ranks of tp",
         )
+    found = [ServingPlan(BucketPlan((), 0.0, 0.0), bare, budget)]
     tokens = MOST_TOKENS
-    while tokens:
-        pool, graph = sizes.peak(tokens, min(tokens, MOST_REQUESTS)), sizes.graph(tokens)
+    while tokens and (budget or tokens == MOST_TOKENS):
+        requests = min(tokens, MOST_REQUESTS)
+        pool, graph = sizes.peak(tokens, requests), sizes.graph(tokens)
         fixed = bare.total + pool + sizes.logits
         count = min(recipe.graphs, affordable(budget, fixed, graph)) if budget else recipe.graphs
         if count:
-            plan = by_policy(recipe.graph_policy, workload, count, tokens, min(tokens, MOST_REQUESTS))
-            memory = ServeMemory(
-                sizes.weights, steps, pool, sizes.logits, graph, len(plan.buckets), bare.cache, bare.blocks
-            )
-            return ServingPlan(plan, _with_cache(memory, sizes.block, budget), budget)
+            plan = by_policy(recipe.graph_policy, workload, count, tokens, requests)
+            taken = replace(bare, pool=pool, logits=sizes.logits, graph=graph, graphs=len(plan.buckets))
+            found.append(ServingPlan(plan, taken, budget))
         tokens //= 2
-    return ServingPlan(BucketPlan((), 0.0, 0.0), _with_cache(bare, sizes.block, budget), budget)
+    best = max(found, key=lambda plan: (plan.buckets.captured, -plan.buckets.waste))
+    return replace(best, memory=_with_cache(best.memory, sizes.block, budget))
 
 
 def _with_cache(memory: ServeMemory, block: int, budget: int) -> ServeMemory:
     """With as many more blocks as the budget leaves."""
     more = max(0, budget - memory.total) // block
-    facts: Mapping[str, int] = memory.facts()
-    return ServeMemory(**{**facts, "cache": memory.cache + more * block, "blocks": memory.blocks + more})
+    return replace(memory, cache=memory.cache + more * block, blocks=memory.blocks + more)

@@ -28,6 +28,7 @@ from mgraph.passes.base import Report
 from mgraph.passes.data_parallel import DataParallel
 from mgraph.passes.fully_shard import FullyShard
 from mgraph.passes.in_place import InPlace
+from mgraph.passes.serve_samples import serving_inputs
 from mgraph.passes.tensor_parallel import TensorParallel
 from mgraph.recipe import Recipe
 from mgraph.runtime.package import load_package
@@ -65,6 +66,23 @@ class LiveBytes(TorchDispatchMode):
 
     def _free(self, place: int) -> None:
         self.now -= self._sizes.pop(place)
+
+
+def test_what_samples_is_measured(tmp_path: Path) -> None:
+    """Its temporaries are many times the logits. Rows of all kinds, whose texts have some tokens."""
+    path = tmp_path / "package"
+    compile_package(Recipe(model="dense-tiny", purpose="serve", output=str(path), arch="none"))
+    module = open_package(path).snapshots[-1].module
+    memory = RankMemory(module, extents(module, {"N": 48, "K": 30}), {})
+    package = load_package(path, "cpu", sizes={"P": 1})
+    for entry in ("sample", "sample_changed"):
+        inputs = list(serving_inputs(module.entry_function(entry), 256, torch.Generator().manual_seed(0)).values())
+        # The inputs are made for 3 rows and 5 tokens of texts.
+        wide = [t.repeat(16 if t.shape[0] == 3 else 6, *[1] * (t.dim() - 1)) for t in inputs]
+        with LiveBytes(wide, []) as live, torch.no_grad():
+            package.entries[entry]({}, *wide)
+        peak = memory.entry(entry).bytes
+        assert abs(peak - live.peak) <= TOLERANCE * live.peak, (entry, peak, live.peak)
 
 
 @pytest.mark.parametrize(

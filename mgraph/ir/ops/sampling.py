@@ -6,9 +6,10 @@ A request's random numbers are a function of its seed and of how many tokens it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mgraph.ir.graph import Node
 from mgraph.ir.opdef import REQUIRED, define_op
 from mgraph.ir.ops.cost import per_element, traffic
 from mgraph.ir.torch_bridge import promote
@@ -145,7 +146,24 @@ def _infer_sample(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tupl
     )
 
 
-define_op("change_scores", change_scores, infer=_infer_change, flops=per_element(6), bytes=traffic, compute_dtype="f32")
+def _workspace(each: int) -> Callable[[Node, Sequence[Sequence[int]]], TensorType]:
+    """So many bytes for each of the logits: what the runtime's form holds at its peak."""
+
+    def workspace(node: Node, shapes: Sequence[Sequence[int]]) -> TensorType:
+        return TensorType(DType.U8, (*shapes[0], each))
+
+    return workspace
+
+
+define_op(
+    "change_scores",
+    change_scores,
+    infer=_infer_change,
+    flops=per_element(6),
+    bytes=traffic,
+    workspace=_workspace(20),
+    compute_dtype="f32",
+)
 define_op("likeliest", likeliest, infer=_infer_likeliest, flops=per_element(3), bytes=traffic, compute_dtype="f32")
 define_op(
     "sample",
@@ -154,5 +172,6 @@ define_op(
     attrs={"alternatives": REQUIRED},
     flops=per_element(20),
     bytes=traffic,
+    workspace=_workspace(45),
     compute_dtype="f64",
 )
