@@ -23,7 +23,8 @@ def expert_places(indices: Tensor, *, num_experts: int, ranks: int) -> Tensor:
 
 
 def pack_rows(x: Tensor, places: Tensor, *, fill: int = 0) -> Tensor:
-    """The rows that go to each rank, [n*T, N]: those of x [T, N] by their places i64 [T, n], all others `fill`."""
+    """The rows that go to each rank, [n*T, N]: those of x [T, N] by their places i64 [T, n], all others `fill`, if
+    anything reads them."""
     tokens, ranks = places.shape
     # Which token lies in each row; those that go nowhere share a last one, which is cut off.
     sources = places.new_full((ranks * tokens + 1,), tokens)

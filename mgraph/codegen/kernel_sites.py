@@ -12,6 +12,7 @@ from mgraph.codegen.triton import (
     attention_grad,
     cross_entropy,
     embedding_grad,
+    exchange,
     expert_glu,
     glu,
     grouped,
@@ -94,11 +95,13 @@ ON_GPUS: dict[str, Template] = {
     "moe_route_order": Template("moe_route_order", moe_route.problem_of, moe_route.route_order),
     "norm_rope": Template("norm_rope_fwd", norm_rope.problem_of, norm_rope.forward),
     "norm_rope_grad": Template("norm_rope_bwd", norm_rope.problem_of, norm_rope.backward),
+    "pack_rows": Template("pack_rows", exchange.problem_of, exchange.pack),
     "paged_attention": Template("paged_attention", paged_attention.problem_of, paged_attention.forward),
     "rope": Template("rope", rope.problem_of, rope.rotate),
     "rope_kv_append": Template("rope_kv_append", rope_append.problem_of, rope_append.append),
     "squared_relu": Template("squared_relu_fwd", glu.problem_of, glu.forward),
     "squared_relu_grad": Template("squared_relu_bwd", glu.problem_of, glu.backward),
+    "unpack_rows": Template("unpack_rows", exchange.problem_of, exchange.unpack),
 }
 """Ops that are kernel sites in packages with binaries for a GPU."""
 

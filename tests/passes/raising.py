@@ -21,9 +21,10 @@ from mgraph.passes.base import Pass, Report
 DIMS = {"B": 3, "S": 5}
 
 
-def module_of(text: str) -> Module:
-    """A module of functions whose lines lack origins; the first is the entry. Lines get numbers from 1."""
-    lines = ["mgraph-ir 1", 'module "test"', "dim B 1..", "dim S 2..", ""]
+def module_of(text: str, ragged: str = "") -> Module:
+    """A module of functions whose lines lack origins; the first is the entry. Lines get numbers from 1. `ragged`
+    declares one more dim."""
+    lines = ["mgraph-ir 1", 'module "test"', "dim B 1..", "dim S 2..", *([f"dim {ragged}"] if ragged else []), ""]
     number = 0
     for line in text.strip().splitlines():
         if " = " in line and not line.startswith(("func", "state")):

@@ -123,7 +123,7 @@ def _infer_places(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
 
 def _pack_rows(x: Tensor, places: Tensor, *, rows: str, fill: int = 0) -> Tensor:
     """The rows that go to each rank: x [T, N], places i64[T, n] → [n·T, N]; token t lies at d·T + places[t, d] for
-    each rank d that it goes to, and all other rows are `fill`."""
+    each rank d that it goes to. All other rows are `fill`; where nothing is said, nothing reads them."""
     tokens, ranks = places.shape
     out = x.new_full((ranks, tokens, *x.shape[1:]), fill)
     for rank in range(ranks):

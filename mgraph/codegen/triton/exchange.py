@@ -1,0 +1,181 @@
+"""Rows for other ranks, packed, and the rows that come back, summed by token, as Triton source and torch twin.
+
+    pack      y[d * T + places[t, d]] = x[t]       for each rank d that token t goes to; places is -1 where it does not
+    unpack    y[t] = sum over these ranks d of rows[d * T + places[t, d]]        in f32, rounded once
+
+A program has some tokens: what they have is read or written once, wherever it goes. Rows that no token goes to are left
+alone, unless `fill` says what they are (numbers of experts, of which such a row has none).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mgraph.codegen.triton.kernel import TRITON_LANGUAGE_DTYPES, Expression, KernelSpec, Launch, TensorSpec
+from mgraph.codegen.triton.moe_route import power
+from mgraph.codegen.triton.rope import lines_of
+from mgraph.ir.graph import Node
+
+MOST_RANKS = 64
+"""Ranks, up to which the code for each is written out."""
+
+ELEMENTS = 2048
+"""Elements that a program has at once, 8 a thread of 8 warps."""
+
+FILLED = 1024
+"""Elements that one program of the launch that fills writes."""
+
+_PACKED = (*TRITON_LANGUAGE_DTYPES, "i64")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One instance: columns of a row, ranks, dtype, and what rows are that no token goes to (None: anything)."""
+
+    width: int
+    ranks: int
+    dtype: str
+    fill: int | None = None
+
+    @property
+    def columns(self) -> int:
+        """Columns of a tile, a power of two."""
+        return min(ELEMENTS, power(self.width))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a tile."""
+        return ELEMENTS // self.columns
+
+
+def problem_of(node: Node) -> Exchange | str:
+    """The instance that a node `pack_rows` or `unpack_rows` is, or why there is no kernel for it."""
+    rows, places = (value.tensor for value in node.operands)
+    dtypes = _PACKED if node.op == "pack_rows" else tuple(TRITON_LANGUAGE_DTYPES)
+    if rows.dtype.text not in dtypes:
+        return f"rows are {rows.dtype.text}; the kernel takes {', '.join(dtypes)}"
+    if len(rows.shape) != 2 or not isinstance(rows.shape[1], int):
+        return f"the width of rows {rows} is not a known number"
+    ranks = places.shape[1]
+    if not isinstance(ranks, int) or ranks > MOST_RANKS:
+        return f"there are {ranks} ranks; the kernel takes a known number up to {MOST_RANKS}"
+    fill = node.attrs.get("fill")
+    return Exchange(rows.shape[1], ranks, rows.dtype.text, None if fill is None else int(str(fill)))
+
+
+def pack(name: str, problem: Exchange) -> KernelSpec:
+    """The site `y = name(x, places)`: x [T, width], places i64 [T, ranks] → y [ranks * T, width]."""
+    fill = "" if problem.fill is None else f", fill={problem.fill}"
+    body = [
+        *_tile(problem),
+        f"x = tl.load(x_ptr + token.to(tl.int64)[:, None] * {problem.width} + column[None, :]{_mask('real')})",
+        *_ranks(problem),
+        "    goes = real & (place >= 0)[:, None]",
+        f"    tl.store(y_ptr + row[:, None] * {problem.width} + column[None, :], x, mask=goes)",
+    ]
+    launch = Launch(name, ("x", "places", "y", "T"), _grid(problem), 8, 1, aligned=True)
+    filling: tuple[Launch, ...] = ()
+    source = _source(name, "x", "y[d * T + places[t, d]] = x[t]", body)
+    if problem.fill is not None:
+        filling = (Launch(f"{name}_fill", ("y", "elements"), (("cdiv", "elements", FILLED),), 4, 1, aligned=True),)
+        source += _fill_source(name, problem)
+    return KernelSpec(
+        name=name,
+        source=source,
+        twin=f'''
+def {name}(x, places):
+    """The rows that go to each of {problem.ranks} ranks: y[d * T + places[t, d]] = x[t]."""
+    return rt.pack_rows(x, places{fill})
+''',
+        inputs=(_tensor("x", "T", problem), _places(problem)),
+        outputs=(_tensor("y", ("mul", "T", problem.ranks), problem),),
+        scratch=(),
+        launches=(*filling, launch),
+        dims={"elements": ("mul", "T", problem.ranks * problem.width)},
+    )
+
+
+def unpack(name: str, problem: Exchange) -> KernelSpec:
+    """The site `y = name(rows, places)`: rows [ranks * T, width], places i64 [T, ranks] → y [T, width]."""
+    body = [
+        *_tile(problem),
+        f"total = tl.zeros([{problem.tokens}, {problem.columns}], dtype=tl.float32)",
+        *_ranks(problem),
+        "    goes = real & (place >= 0)[:, None]",
+        f"    part = tl.load(rows_ptr + row[:, None] * {problem.width} + column[None, :], mask=goes, other=0.0)",
+        "    total += part.to(tl.float32)",
+        f"target = y_ptr + token.to(tl.int64)[:, None] * {problem.width} + column[None, :]",
+        f"tl.store(target, total.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}){_mask('real')})",
+    ]
+    return KernelSpec(
+        name=name,
+        source=_source(name, "rows", "y[t] = sum over ranks d of rows[d * T + places[t, d]]", body),
+        twin=f'''
+def {name}(rows, places):
+    """The sum of a token's rows over the ranks that it went to: y[t] = sum of rows[d * T + places[t, d]]."""
+    return rt.unpack_rows(rows, places)
+''',
+        inputs=(_tensor("rows", "R", problem), _places(problem)),
+        outputs=(_tensor("y", "T", problem),),
+        scratch=(),
+        launches=(Launch(name, ("rows", "places", "y", "T"), _grid(problem), 8, 1, aligned=True),),
+    )
+
+
+def _tensor(name: str, rows: Expression, problem: Exchange) -> TensorSpec:
+    return TensorSpec(name, problem.dtype, (rows, problem.width))
+
+
+def _places(problem: Exchange) -> TensorSpec:
+    return TensorSpec("places", "i64", ("T", problem.ranks))
+
+
+def _grid(problem: Exchange) -> tuple[Expression, ...]:
+    across = -(-problem.width // problem.columns)
+    return (("mul", ("cdiv", "T", problem.tokens), across),)
+
+
+def _tile(problem: Exchange) -> list[str]:
+    """The tokens and columns of a program, and which of them are real."""
+    across = -(-problem.width // problem.columns)
+    return [
+        f"token = tl.program_id(0) // {across} * {problem.tokens} + tl.arange(0, {problem.tokens})",
+        f"column = tl.program_id(0) % {across} * {problem.columns} + tl.arange(0, {problem.columns})",
+        f"real = (token < T)[:, None] & (column < {problem.width})[None, :]",
+    ]
+
+
+def _ranks(problem: Exchange) -> list[str]:
+    """The head of a loop over ranks: where the row of each token lies among all."""
+    return [
+        f"for rank in tl.static_range({problem.ranks}):",
+        f"    place = tl.load(places_ptr + token * {problem.ranks} + rank, mask=token < T, other=-1)",
+        "    row = tl.cast(rank * T, tl.int64) + tl.maximum(place, 0)",
+    ]
+
+
+def _mask(name: str) -> str:
+    return f", mask={name}"
+
+
+def _source(name: str, rows: str, formula: str, body: list[str]) -> str:
+    return f'''
+@triton.jit
+def {name}({rows}_ptr, places_ptr, y_ptr, T):
+    """{formula}"""
+{lines_of(*body)}
+'''
+
+
+def _fill_source(name: str, problem: Exchange) -> str:
+    dtype = TRITON_LANGUAGE_DTYPES.get(problem.dtype, "int64")
+    body = lines_of(
+        f"element = tl.program_id(0).to(tl.int64) * {FILLED} + tl.arange(0, {FILLED})",
+        f"tl.store(y_ptr + element, tl.full([{FILLED}], {problem.fill}, tl.{dtype}), mask=element < elements)",
+    )
+    return f'''
+@triton.jit
+def {name}_fill(y_ptr, elements):
+    """Every element is {problem.fill}."""
+{body}
+'''

@@ -1,0 +1,147 @@
+"""Rows for other ranks: kernels in Triton's interpreter and twins against loops, what they load at once, refusals."""
+
+from __future__ import annotations
+
+import re
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mgraph.codegen.kernel_sites import kernel_sites
+from mgraph.codegen.triton import KernelSpec, exchange, kernels_text, reference_text
+from mgraph.codegen.triton.exchange import Exchange
+from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
+from tests.codegen.triton.ptx_of import ptx_of
+from tests.passes.raising import module_of
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "i64": torch.int64}
+PACKS = {
+    "wide": Exchange(2560, 2, "bf16"),
+    "narrow": Exchange(6, 3, "f32"),
+    "numbers": Exchange(2, 4, "i64", fill=-1),
+}
+UNPACKS = {"wide": Exchange(2560, 2, "bf16"), "narrow": Exchange(6, 3, "f32"), "alone": Exchange(16, 1, "f32")}
+TOKENS = (1, 5, 350)
+
+
+def places_of(tokens: int, ranks: int) -> Tensor:
+    """As `expert_places` counts them; some tokens go nowhere."""
+    goes = torch.rand(tokens, ranks, generator=torch.Generator().manual_seed(tokens)) < 0.6
+    return (goes.long().cumsum(0) - 1).where(goes, -1)
+
+
+def packed(problem: Exchange, tokens: int) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """Inputs, what is packed, and which rows are of any meaning."""
+    places = places_of(tokens, problem.ranks)
+    x = (torch.randn(tokens, problem.width, generator=torch.Generator().manual_seed(1)) * 9).to(DTYPES[problem.dtype])
+    y = torch.full((problem.ranks * tokens, problem.width), problem.fill or 0, dtype=x.dtype)
+    used = torch.full((len(y),), problem.fill is not None)
+    for token, row in enumerate(places.tolist()):
+        for rank, place in enumerate(row):
+            if place >= 0:
+                y[rank * tokens + place] = x[token]
+                used[rank * tokens + place] = True
+    return (x, places), y, used
+
+
+def unpacked(problem: Exchange, tokens: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Inputs, in which rows that no token has are no numbers, and the sums."""
+    places = places_of(tokens, problem.ranks)
+    rows = torch.full((problem.ranks * tokens, problem.width), torch.nan, dtype=DTYPES[problem.dtype])
+    total = torch.zeros(tokens, problem.width)
+    for token, row in enumerate(places.tolist()):
+        for rank, place in enumerate(row):
+            if place >= 0:
+                rows[rank * tokens + place] = torch.randn(problem.width).to(rows.dtype)
+                total[token] += rows[rank * tokens + place].float()
+    return (rows, places), total.to(rows.dtype)
+
+
+@pytest.mark.skipif(
+    BROKEN_INTERPRETER,
+    reason="the interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does",
+)
+def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
+    specs = [exchange.pack(f"pack_{name}", problem) for name, problem in PACKS.items()]
+    specs += [exchange.unpack(f"unpack_{name}", problem) for name, problem in UNPACKS.items()]
+    cases: list[Case] = []
+    wanted: list[tuple[Tensor, Tensor | None]] = []
+    for tokens in TOKENS:
+        for name, problem in PACKS.items():
+            inputs, y, used = packed(problem, tokens)
+            cases.append((f"pack_{name}", inputs))
+            wanted.append((y, used))
+        for name, problem in UNPACKS.items():
+            inputs, y = unpacked(problem, tokens)
+            cases.append((f"unpack_{name}", inputs))
+            wanted.append((y, None))
+    for (name, _), (want, real), (got, _) in zip(cases, wanted, interpret(specs, cases, tmp_path), strict=True):
+        assert got[0].shape == want.shape and got[0].dtype is want.dtype, name
+        if real is not None:
+            assert torch.equal(got[0][real], want[real]), name
+        else:
+            torch.testing.assert_close(got[0], want, rtol=8e-3 if want.dtype is torch.bfloat16 else 1e-6, atol=1e-6)
+
+
+def test_twins() -> None:
+    twins = types.ModuleType("twins")
+    exec(reference_text([exchange.pack(f"pack_{name}", p) for name, p in PACKS.items()]), twins.__dict__)
+    exec(reference_text([exchange.unpack(f"unpack_{name}", p) for name, p in UNPACKS.items()]), twins.__dict__)
+    for name, problem in PACKS.items():
+        inputs, y, used = packed(problem, 5)
+        assert torch.equal(getattr(twins, f"pack_{name}")(*inputs)[used], y[used])
+    for name, problem in UNPACKS.items():
+        operands, y = unpacked(problem, 5)
+        torch.testing.assert_close(getattr(twins, f"unpack_{name}")(*operands), y)
+
+
+def test_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
+    specs = [exchange.pack("pack", Exchange(2048, 2, "bf16")), exchange.unpack("unpack", Exchange(2048, 2, "bf16"))]
+    texts = ptx_of(specs, tmp_path)
+    for name, loads, stores in (("pack", 1, 2), ("unpack", 2, 1)):
+        text = texts[f"{name}.aligned"]
+        assert len(re.findall(r"ld\.global\S*\.v4\.b32", text)) == loads, name
+        assert len(re.findall(r"st\.global\S*\.v4\.b32", text)) == stores, name
+
+
+NODES = """
+func @f(%x: bf16[S, 48], %i: i64[S, 2], %places: i64[S, 2]) {
+  %p: bf16[2*S, 48] = pack_rows(%x, %places) {rows = "R"}
+  %j: i64[2*S, 2] = pack_rows(%i, %places) {fill = -1, rows = "R"}
+  %y: bf16[S, 48] = unpack_rows(%p, %places)
+  return %j, %y
+}
+"""
+
+
+def test_sites_in_packages_for_a_gpu() -> None:
+    module = module_of(NODES.replace("2*S", "R"), ragged="R 0.. ragged <= 2*S by bound")
+    pack, numbers, unpack = module.functions["f"].nodes
+    assert exchange.problem_of(pack) == exchange.problem_of(unpack) == Exchange(48, 2, "bf16")
+    assert exchange.problem_of(numbers) == Exchange(2, 2, "i64", -1)
+    names = [spec.name for spec in kernel_sites(module, gpu=True).specs]
+    assert names == ["pack_rows_0", "pack_rows_1", "unpack_rows_0"]
+    assert not kernel_sites(module).specs
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("bf16", "f64", "rows are f64"),
+        ("48", "B", "is not a known number"),
+        ("i64[S, 2])", "i64[S, 65])", "there are 65 ranks"),
+    ],
+)
+def test_refusals_name_the_reason(old: str, new: str, reason: str) -> None:
+    module = module_of(NODES.replace("2*S", "R").replace(old, new), ragged="R 0.. ragged <= 2*S by bound")
+    assert reason in str(exchange.problem_of(module.functions["f"].nodes[0]))
+
+
+def test_emitted_lines_fit() -> None:
+    specs: list[KernelSpec] = [exchange.pack("pack", p) for p in PACKS.values()]
+    specs += [exchange.unpack("unpack", p) for p in UNPACKS.values()]
+    for text in (kernels_text(specs), reference_text(specs)):
+        assert max(map(len, text.splitlines())) <= 120
