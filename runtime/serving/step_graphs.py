@@ -160,7 +160,8 @@ class StepGraphs:
             results = self._sample_eagerly(self._logits[:rows], sampling)
         else:
             results = self._replay_sampler(decision.bucket.requests, key.sampler, decision.text, sampling)
-            results = [result[:rows].clone() for result in with_all(results, self._logits, sampling)]
+            results = [result[:rows].clone() for result in results]
+            results = with_all(results, self._logits[:rows], sampling)
         self._last[:rows].copy_(results[0])
         return results
 
