@@ -40,7 +40,7 @@ class Settings:
     num_blocks: int = 0
     """Blocks of the cache (0: what the memory allows)."""
     cache_memory: float = 0.0
-    """GiB of the cache, instead of a number of blocks (0: what the memory allows)."""
+    """GiB of the cache of a rank, instead of a number of blocks (0: what the memory allows)."""
     max_requests: int = 0
     """The most requests of a step (0: the package's)."""
     step_tokens: int = 0
