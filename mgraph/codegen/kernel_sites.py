@@ -75,6 +75,7 @@ ON_GPUS: dict[str, Template] = {
     "cross_entropy": Template("cross_entropy_fwd", cross_entropy.problem_of, cross_entropy.forward),
     "cross_entropy_grad": Template("cross_entropy_bwd", cross_entropy.problem_of, cross_entropy.backward),
     "cross_entropy_with_grad": Template("cross_entropy", cross_entropy.problem_of, cross_entropy.forward_backward),
+    "expert_places": Template("expert_places", exchange.places_problem_of, exchange.places),
     "expert_glu": Template("expert_glu_fwd", expert_glu.problem_of, expert_glu.forward),
     "expert_glu_grad": Template("expert_glu_bwd", expert_glu.problem_of, expert_glu.backward),
     "gathered_outer": Template("grouped_outer", grouped_outer.problem_of, grouped_outer.outer),

@@ -1,9 +1,11 @@
 """Rows for other ranks, packed, and the rows that come back, summed by token, as Triton source and torch twin.
 
+    places    places[t, d] = how many tokens before t go to rank d, or -1 if t has none of its experts
     pack      y[d * T + places[t, d]] = x[t]       for each rank d that token t goes to; places is -1 where it does not
     unpack    y[t] = sum over these ranks d of rows[d * T + places[t, d]]        in f32, rounded once
 
-A program has some tokens: what they have is read or written once, wherever it goes. Rows that no token goes to are left
+A program has some tokens: what they have is read or written once, wherever it goes. Tokens are counted by a program of
+their own each, and a second launch adds those of the programs before. Rows that no token goes to are left
 alone, unless `fill` says what they are (numbers of experts, of which such a row has none).
 """
 
@@ -24,6 +26,12 @@ ELEMENTS = 2048
 
 FILLED = 1024
 """Elements that one program of the launch that fills writes."""
+
+COUNTED = 256
+"""Tokens that one program counts."""
+
+CHUNK = 64
+"""Programs whose counts are added at a time."""
 
 _PACKED = (*TRITON_LANGUAGE_DTYPES, "i64")
 
@@ -177,5 +185,96 @@ def _fill_source(name: str, problem: Exchange) -> str:
 @triton.jit
 def {name}_fill(y_ptr, elements):
     """Every element is {problem.fill}."""
+{body}
+'''
+
+
+@dataclass(frozen=True)
+class Places:
+    """One instance of `expert_places`: experts, experts a token, and ranks that share the experts."""
+
+    experts: int
+    choices: int
+    ranks: int
+
+
+def places_problem_of(node: Node) -> Places | str:
+    """The instance that a node `expert_places` is, or why there is no kernel for it."""
+    choices, ranks = node.operands[0].tensor.shape[1], int(str(node.attrs["ranks"]))
+    if not isinstance(choices, int):
+        return f"the number {choices} of experts a token is not known"
+    if ranks > MOST_RANKS:
+        return f"there are {ranks} ranks; the kernel takes up to {MOST_RANKS}"
+    return Places(int(str(node.attrs["num_experts"])), choices, ranks)
+
+
+def places(name: str, problem: Places) -> KernelSpec:
+    """The site `places = name(indices)`: indices i64 [T, K], experts' numbers or that of all experts for none → places
+    i64 [T, ranks]."""
+    programs: Expression = ("cdiv", "T", COUNTED)
+    args = ("indices", "places", "counts", "T")
+    return KernelSpec(
+        name=name,
+        source=_count_source(name, problem) + _add_source(name, problem),
+        twin=f'''
+def {name}(indices):
+    """Where each token lies among those that go to a rank; -1 where it does not go."""
+    return rt.expert_places(indices, num_experts={problem.experts}, ranks={problem.ranks})
+''',
+        inputs=(TensorSpec("indices", "i64", ("T", problem.choices)),),
+        outputs=(TensorSpec("places", "i64", ("T", problem.ranks)),),
+        scratch=(TensorSpec("counts", "i32", (programs, problem.ranks)),),
+        launches=(
+            Launch(f"{name}_count", args, (programs,), 4, 1, aligned=False),
+            Launch(f"{name}_add", args[1:], (programs,), 4, 1, aligned=False),
+        ),
+    )
+
+
+def _count_source(name: str, problem: Places) -> str:
+    columns = power(problem.ranks)
+    body = lines_of(
+        f"token = tl.program_id(0) * {COUNTED} + tl.arange(0, {COUNTED})",
+        f"rank = tl.arange(0, {columns})",
+        f"goes = tl.zeros([{COUNTED}, {columns}], dtype=tl.int32)",
+        f"for choice in tl.static_range({problem.choices}):",
+        f"    which = tl.load(indices_ptr + token * {problem.choices} + choice, mask=token < T, other={problem.experts})",
+        f"    owner = which.to(tl.int32) // {problem.experts // problem.ranks}",
+        "    goes = tl.where(owner[:, None] == rank[None, :], 1, goes)",
+        "before = tl.cumsum(goes, axis=0) - goes",
+        "place = tl.where(goes > 0, before, -1).to(tl.int64)",
+        f"real = (rank < {problem.ranks})[None, :] & (token < T)[:, None]",
+        f"tl.store(places_ptr + token[:, None] * {problem.ranks} + rank[None, :], place, mask=real)",
+        f"count_ptr = counts_ptr + tl.program_id(0) * {problem.ranks}",
+        f"tl.store(count_ptr + rank, tl.sum(goes, axis=0), mask=rank < {problem.ranks})",
+    )
+    return f'''
+@triton.jit
+def {name}_count(indices_ptr, places_ptr, counts_ptr, T):
+    """The places of {COUNTED} tokens among themselves, and how many of them go to each rank."""
+{body}
+'''
+
+
+def _add_source(name: str, problem: Places) -> str:
+    columns = power(problem.ranks)
+    body = lines_of(
+        f"rank = tl.arange(0, {columns})",
+        f"earlier = tl.zeros([{columns}], dtype=tl.int32)",
+        f"for start in range(0, tl.program_id(0), {CHUNK}):",
+        f"    program = start + tl.arange(0, {CHUNK})",
+        f"    real = (program < tl.program_id(0))[:, None] & (rank < {problem.ranks})[None, :]",
+        f"    at = program[:, None] * {problem.ranks} + rank[None, :]",
+        "    earlier += tl.sum(tl.load(counts_ptr + at, mask=real, other=0), axis=0)",
+        f"token = tl.program_id(0) * {COUNTED} + tl.arange(0, {COUNTED})",
+        f"real = (rank < {problem.ranks})[None, :] & (token < T)[:, None]",
+        f"at = places_ptr + token[:, None] * {problem.ranks} + rank[None, :]",
+        "place = tl.load(at, mask=real, other=-1)",
+        "tl.store(at, tl.where(place >= 0, place + earlier[None, :], place), mask=real)",
+    )
+    return f'''
+@triton.jit
+def {name}_add(places_ptr, counts_ptr, T):
+    """The places of {COUNTED} tokens among all."""
 {body}
 '''

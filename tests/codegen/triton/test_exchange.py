@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mgraph.codegen.kernel_sites import kernel_sites
 from mgraph.codegen.triton import KernelSpec, exchange, kernels_text, reference_text
-from mgraph.codegen.triton.exchange import Exchange
+from mgraph.codegen.triton.exchange import Exchange, Places
 from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
 from tests.codegen.triton.ptx_of import ptx_of
 from tests.passes.raising import module_of
@@ -24,7 +24,23 @@ PACKS = {
     "numbers": Exchange(2, 4, "i64", fill=-1),
 }
 UNPACKS = {"wide": Exchange(2560, 2, "bf16"), "narrow": Exchange(6, 3, "f32"), "alone": Exchange(16, 1, "f32")}
+PLACES = {"two": Places(8, 3, 2), "three": Places(9, 1, 3), "many": Places(64, 8, 16)}
 TOKENS = (1, 5, 350)
+MANY = exchange.COUNTED * (exchange.CHUNK + 1) + 7
+"""Tokens whose programs are more than one chunk."""
+
+
+def choices_of(problem: Places, tokens: int) -> tuple[Tensor, Tensor]:
+    """Choices of experts, some of which dropped their tokens, and where each token lies for each rank: one by one."""
+    generator = torch.Generator().manual_seed(tokens)
+    indices = torch.rand(tokens, problem.experts, generator=generator).topk(problem.choices, -1).indices
+    indices[torch.rand(indices.shape, generator=generator) < 0.2] = problem.experts
+    counts, rows = [0] * problem.ranks, []
+    for chosen in indices.tolist():
+        goes = {expert // (problem.experts // problem.ranks) for expert in chosen if expert < problem.experts}
+        rows.append([counts[rank] if rank in goes else -1 for rank in range(problem.ranks)])
+        counts = [count + (rank in goes) for rank, count in enumerate(counts)]
+    return indices, torch.tensor(rows)
 
 
 def places_of(tokens: int, ranks: int) -> Tensor:
@@ -67,8 +83,13 @@ def unpacked(problem: Exchange, tokens: int) -> tuple[tuple[Tensor, Tensor], Ten
 def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     specs = [exchange.pack(f"pack_{name}", problem) for name, problem in PACKS.items()]
     specs += [exchange.unpack(f"unpack_{name}", problem) for name, problem in UNPACKS.items()]
+    specs += [exchange.places(f"places_{name}", problem) for name, problem in PLACES.items()]
     cases: list[Case] = []
     wanted: list[tuple[Tensor, Tensor | None]] = []
+    for name, tokens in [*((name, tokens) for name in PLACES for tokens in TOKENS), ("two", MANY)]:
+        indices, expected = choices_of(PLACES[name], tokens)
+        cases.append((f"places_{name}", (indices,)))
+        wanted.append((expected, torch.ones(tokens, dtype=torch.bool)))
     for tokens in TOKENS:
         for name, problem in PACKS.items():
             inputs, y, used = packed(problem, tokens)
@@ -88,6 +109,10 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
 
 def test_twins() -> None:
     twins = types.ModuleType("twins")
+    exec(reference_text([exchange.places(f"places_{name}", p) for name, p in PLACES.items()]), twins.__dict__)
+    for name, of_places in PLACES.items():
+        indices, expected = choices_of(of_places, 350)
+        assert torch.equal(getattr(twins, f"places_{name}")(indices), expected)
     exec(reference_text([exchange.pack(f"pack_{name}", p) for name, p in PACKS.items()]), twins.__dict__)
     exec(reference_text([exchange.unpack(f"unpack_{name}", p) for name, p in UNPACKS.items()]), twins.__dict__)
     for name, problem in PACKS.items():
@@ -108,7 +133,8 @@ def test_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
 
 
 NODES = """
-func @f(%x: bf16[S, 48], %i: i64[S, 2], %places: i64[S, 2]) {
+func @f(%x: bf16[S, 48], %i: i64[S, 2]) {
+  %places: i64[S, 2] = expert_places(%i) {num_experts = 8, ranks = 2}
   %p: bf16[2*S, 48] = pack_rows(%x, %places) {rows = "R"}
   %j: i64[2*S, 2] = pack_rows(%i, %places) {fill = -1, rows = "R"}
   %y: bf16[S, 48] = unpack_rows(%p, %places)
@@ -117,13 +143,17 @@ func @f(%x: bf16[S, 48], %i: i64[S, 2], %places: i64[S, 2]) {
 """
 
 
+MORE = "%places: i64[S, 65] = expert_places(%i) {num_experts = 65, ranks = 65}"
+
+
 def test_sites_in_packages_for_a_gpu() -> None:
     module = module_of(NODES.replace("2*S", "R"), ragged="R 0.. ragged <= 2*S by bound")
-    pack, numbers, unpack = module.functions["f"].nodes
+    places, pack, numbers, unpack = module.functions["f"].nodes
+    assert exchange.places_problem_of(places) == Places(8, 2, 2)
     assert exchange.problem_of(pack) == exchange.problem_of(unpack) == Exchange(48, 2, "bf16")
     assert exchange.problem_of(numbers) == Exchange(2, 2, "i64", -1)
     names = [spec.name for spec in kernel_sites(module, gpu=True).specs]
-    assert names == ["pack_rows_0", "pack_rows_1", "unpack_rows_0"]
+    assert names == ["expert_places_0", "pack_rows_0", "pack_rows_1", "unpack_rows_0"]
     assert not kernel_sites(module).specs
 
 
@@ -132,16 +162,17 @@ def test_sites_in_packages_for_a_gpu() -> None:
     [
         ("bf16", "f64", "rows are f64"),
         ("48", "B", "is not a known number"),
-        ("i64[S, 2])", "i64[S, 65])", "there are 65 ranks"),
+        ("%places: i64[S, 2] = expert_places(%i) {num_experts = 8, ranks = 2}", MORE, "there are 65 ranks"),
     ],
 )
 def test_refusals_name_the_reason(old: str, new: str, reason: str) -> None:
     module = module_of(NODES.replace("2*S", "R").replace(old, new), ragged="R 0.. ragged <= 2*S by bound")
-    assert reason in str(exchange.problem_of(module.functions["f"].nodes[0]))
+    assert reason in str(exchange.problem_of(module.functions["f"].nodes[1]))
 
 
 def test_emitted_lines_fit() -> None:
     specs: list[KernelSpec] = [exchange.pack("pack", p) for p in PACKS.values()]
     specs += [exchange.unpack("unpack", p) for p in UNPACKS.values()]
+    specs += [exchange.places("places", p) for p in PLACES.values()]
     for text in (kernels_text(specs), reference_text(specs)):
         assert max(map(len, text.splitlines())) <= 120
