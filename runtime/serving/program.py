@@ -61,7 +61,8 @@ class ServeOptions(Settings):
     )
     num_blocks: int = field(default=0, metadata=about("blocks of the cache (default 0: what memory allows)", low=0))
     cache_memory: float = field(
-        default=0.0, metadata=about("GiB of the cache of a rank, in place of --num-blocks (default 0: what memory allows)", low=0)
+        default=0.0,
+        metadata=about("GiB of the cache of a rank, in place of --num-blocks (default 0: what memory allows)", low=0),
     )
     max_requests: int = field(
         default=0, metadata=about("sequences in a step at most (default 0: what the package allows)", low=0)
