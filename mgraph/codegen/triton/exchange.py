@@ -30,7 +30,7 @@ FILLED = 1024
 COUNTED = 256
 """Tokens that one program counts."""
 
-CHUNK = 64
+CHUNK = 16
 """Programs whose counts are added at a time."""
 
 _PACKED = (*TRITON_LANGUAGE_DTYPES, "i64")
@@ -238,7 +238,8 @@ def _count_source(name: str, problem: Places) -> str:
         f"rank = tl.arange(0, {columns})",
         f"goes = tl.zeros([{COUNTED}, {columns}], dtype=tl.int32)",
         f"for choice in tl.static_range({problem.choices}):",
-        f"    which = tl.load(indices_ptr + token * {problem.choices} + choice, mask=token < T, other={problem.experts})",
+        f"    pair = token * {problem.choices} + choice",
+        f"    which = tl.load(indices_ptr + pair, mask=token < T, other={problem.experts})",
         f"    owner = which.to(tl.int32) // {problem.experts // problem.ranks}",
         "    goes = tl.where(owner[:, None] == rank[None, :], 1, goes)",
         "before = tl.cumsum(goes, axis=0) - goes",
