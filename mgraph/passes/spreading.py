@@ -81,6 +81,8 @@ class _Function:
         """Partial sums that are read as such, or that another function left so."""
         self._moved: dict[tuple[Value, Placement | None], Value] = {}
         self._index: Value | None = None
+        self._readers = Counter(v.name for n in function.nodes for v in n.operands)
+        self._readers.update(v.name for v in function.results)
         self._totals = {n.operands[1]: n.operands[0] for n in function.nodes if n.op == "accumulate"}
 
     def spread(self, wanted: Sequence[Placement | None] | None) -> Function:
@@ -332,6 +334,15 @@ class _Function:
         rest = self.builder.emit("square_sum", whole, types=[squares.type], names=["squares"])[0]
         return self.builder.emit("aten.add.Tensor", (squares, rest), types=[squares.type], names=["squares"])[0]
 
+    def _reshape(self, node: Node) -> bool:
+        """A partial sum that nothing else reads is reduced as what it becomes: along its sequence, or with others that
+        are added to it."""
+        (value,) = node.operands
+        if not isinstance(self.owner.on(value), Partial) or self._readers[value.name] != 1:
+            return False
+        self._keep(node, self._brought(node.operands, (Partial(),)), [Partial()])
+        return True
+
     def _dropout(self, node: Node) -> bool:
         """Where sequences are split, a rank draws the numbers of its own part."""
         x, *numbers = node.operands
@@ -392,6 +403,7 @@ _SPECIAL: dict[str, Callable[[_Function, Node], bool]] = {
     "global_norm": _Function._global_norm,
     "square_sum": _Function._square_sum,
     "dropout": _Function._dropout,
+    "reshape": _Function._reshape,
     "pad_extent": _Function._longer,
     "repeat_parts": _Function._longer,
     "repeat_parts_grad": _Function._repeat_grad,

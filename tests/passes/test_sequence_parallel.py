@@ -15,7 +15,7 @@ from mgraph.ir.graph import Axis, Fact, Module, State, StateKind, Value
 from mgraph.ir.interpreter import run, run_ranks
 from mgraph.ir.local import part
 from mgraph.ir.ops.random import STATES
-from mgraph.ir.types import Shard
+from mgraph.ir.types import Partial, Shard
 from mgraph.ir.verifier import verify
 from mgraph.passes.adamw import AdamW
 from mgraph.passes.autodiff import Autodiff
@@ -149,3 +149,14 @@ def test_recipe(dense: Module) -> None:
     lost = Module("m", entries=dense.entries, functions=dense.functions, state=dense.state)
     with pytest.raises(PassError, match="the model has no dim S"):
         TensorParallel(sequence=True).run(lost, Report())
+
+
+def test_experts_and_shared_experts_are_one_sum() -> None:
+    """What both give stays partial, in any shape, until they are added; then it is scattered along the sequence."""
+    module = TensorParallel(sequence=True).run(trained("moe-tiny-grouped"), Report())
+    layer = module.functions["layer.fwd"]
+    ffn = [n for n in layer.nodes if n.op in ("all_reduce", "reduce_scatter")]
+    assert [n.op for n in ffn] == ["reduce_scatter", "reduce_scatter"], "of the attention, and of both"
+    makers = layer.producers()
+    added = makers[ffn[-1].operands[0]]
+    assert added.op == "aten.add.Tensor" and all(v.tensor.on("tp") == Partial() for v in added.operands)
