@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import queue
 import socket
+import subprocess
+import sys
 import threading
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from mgraph.runtime.serving.ranks import Leader, follow
 from mgraph.runtime.serving.step import Batch, Pending, Sampling
 from tests.runtime.serving.fake_stepper import FakeStepper, alone
 
+ROOT = Path(__file__).parents[3]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
 
 
@@ -98,3 +102,33 @@ def test_a_step_that_fails_on_rank_0_ends_all() -> None:
     deltas = [delta for _ in range(3) for delta in engine.step()]
     assert told.get(timeout=10) == "a step failed on rank 0: MemoryError: no memory is left"
     assert deltas[-1].finish_reason == "error"
+
+
+FOLLOWER = """
+import socket, sys
+from mgraph.runtime.serving.ranks import follow
+from tests.runtime.serving.test_ranks import Noting
+follow(Noting(wrong=1), socket.create_connection(("127.0.0.1", int(sys.argv[1]))), 1)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_follower_says_why_it_ends(dies: bool) -> None:
+    """Of a step that fails it tells rank 0; where that has died while a step failed, it says so instead."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        command = [sys.executable, "-c", FOLLOWER, str(listening.getsockname()[1])]
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as follower:
+            connection, _ = listening.accept()
+            told: queue.Queue[str] = queue.Queue()
+            engine = Engine(Leader(Noting(), {1: connection}, told.put))
+            engine.submit(PROMPT, SamplingParams(temperature=0, max_tokens=1))
+            engine.step()
+            if dies:
+                connection.shutdown(socket.SHUT_RDWR)
+            else:
+                assert told.get(timeout=20) == "a step failed on rank 1: MemoryError: no memory is left"
+            assert follower.wait(20) == 1 and follower.stderr is not None
+            said = follower.stderr.read()
+    expected = "error: rank 0 has died" if dies else "error: a step failed on rank 1: MemoryError: no memory is left\n"
+    assert said.startswith(expected) and "Traceback" not in said
