@@ -27,7 +27,9 @@ class Balancer:
 
     def _count(self, router: Router, _: tuple[Tensor], made: tuple[Tensor, Tensor, Tensor | None]) -> None:
         if router.training:
-            self.loads[router] += made[1].flatten().bincount(minlength=router.config.num_experts)
+            self.loads[router] += (
+                made[1].flatten().bincount(minlength=len(self.loads[router]) + 1)[:-1]
+            )  # the last: dropped
 
     @torch.no_grad()
     def step(self) -> None:

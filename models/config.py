@@ -126,6 +126,10 @@ class ModelConfig:
     router_bias: bool = False
     selection_bias: bool = False
     """A buffer per expert that counts for the choice but not for the weight: balance without a loss."""
+    capacity_factor: float = 0.0
+    """Experts take at most ceil(T * K / E * this) of the T tokens of a batch and drop the rest; 0: they take all."""
+    capacity_keeps: Literal["weight", "position"] = "weight"
+    """A full expert keeps the tokens of largest weight, or the first ones."""
     jitter: float = 0.0
     """In training, the router's input is multiplied by random numbers in 1 - jitter .. 1 + jitter."""
     balance_loss: float = 0.0
@@ -173,8 +177,17 @@ class ModelConfig:
         self._check_feed_forward()
         if self.num_experts:
             self._check_experts()
-        elif self.shared_d_ff or self.balance_loss or self.z_loss or self.selection_bias or self.jitter:
-            raise ValueError("shared_d_ff, balance_loss, z_loss, selection_bias and jitter need num_experts")
+        elif (
+            self.shared_d_ff
+            or self.balance_loss
+            or self.z_loss
+            or self.selection_bias
+            or self.jitter
+            or self.capacity_factor
+        ):
+            raise ValueError(
+                "shared_d_ff, balance_loss, z_loss, selection_bias, jitter and capacity_factor need num_experts"
+            )
 
     def _check_windows(self) -> None:
         if isinstance(self.window_pattern, tuple) and len(self.window_pattern) != self.num_layers:
@@ -196,6 +209,8 @@ class ModelConfig:
             )
         if self.selection_bias and self.router != "sigmoid":
             raise ValueError(f"selection_bias needs the sigmoid router, not {self.router}")
+        if not 0 <= self.capacity_factor < float("inf"):
+            raise ValueError(f"capacity_factor {self.capacity_factor} must be positive, or 0 for no limit")
         if groups == 1:
             return
         if experts % groups or experts // groups < 2:

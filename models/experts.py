@@ -1,4 +1,4 @@
-"""The mixture of experts: each token passes through the experts that a router chose, none is dropped.
+"""The mixture of experts: each token passes through the experts that a router chose and that have room for it.
 
 Shapes: B batch, S sequence, T = B * S tokens, N model width, E experts, K experts a token, F width of an expert.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from .capacity import clear_tail
 from .config import ModelConfig
 from .feed_forward import FeedForward, hidden_units, is_gated
 from .grouped import grouped_linear
@@ -20,6 +22,7 @@ class GroupedLinear(nn.Module):
 
     def __init__(self, config: ModelConfig, num_inputs: int, num_outputs: int, std: float) -> None:
         super().__init__()
+        self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, num_inputs, num_outputs))
         nn.init.normal_(self.weight, std=std)
         self.bias = nn.Parameter(torch.zeros(config.num_experts, num_outputs)) if config.mlp_bias else None
@@ -27,7 +30,12 @@ class GroupedLinear(nn.Module):
     def forward(self, rows: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
         """rows [R, N], the end of each expert's rows i32[E], the expert of each row i64[R] -> [R, M]."""
         out: Tensor = grouped_linear(rows, self.weight, ends)
-        return out if self.bias is None else out + self.bias[experts]
+        if self.bias is None:
+            return out
+        bias: Tensor = self.bias
+        if self.config.capacity_factor:  # dropped rows have the number E, and gradients that mean nothing
+            bias = functional.pad(bias, (0, 0, 0, 1))
+        return out + bias[experts]
 
 
 class Experts(nn.Module):
@@ -54,10 +62,14 @@ class Experts(nn.Module):
         expert_ids = torch.arange(self.config.num_experts, device=x.device)
         ends = torch.searchsorted(by_expert, expert_ids, right=True, out_int32=True)
         rows = tokens[order // top_k]
+        if self.config.capacity_factor:  # dropped rows come last: a gradient may be anything there
+            rows = clear_tail(rows, ends)
 
         gate = None if self.gate is None else self.gate(rows, ends, by_expert)
         hidden = hidden_units(self.config, self.up(rows, ends, by_expert), gate)
         rows = self.down(hidden, ends, by_expert)
+        if self.config.capacity_factor:
+            rows = clear_tail(rows, ends)
 
         rows = rows[torch.argsort(order)].view(-1, top_k, x.shape[-1])
         mixed = (rows.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype).view(x.shape)

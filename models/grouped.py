@@ -27,7 +27,7 @@ def _bounds(ends: Tensor) -> list[tuple[int, int, int]]:
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """y[r] = rows[r] @ weight[e] for every row r of group e; rows [R, N], weight [E, N, M], ends i32[E] -> [R, M].
 
-    ends[E - 1] must be R: each row belongs to a group.
+    Rows from ends[E - 1] on belong to no group: theirs may be anything.
     """
     if _use_library(rows, weight):
         return F.grouped_mm(rows, weight, offs=ends)

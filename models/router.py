@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .capacity import within_capacity
 from .config import ModelConfig
 from .layers import projection
 
@@ -55,7 +56,10 @@ class Router(nn.Module):
         self.register_buffer("selection_bias", bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x [T, N] -> weights f32[T, K], experts i64[T, K], and the router's loss f32[] if it has one."""
+        """x [T, N] -> weights f32[T, K], experts i64[T, K], and the router's loss f32[] if it has one.
+
+        With a capacity, what an expert drops has weight 0 and the number E; the loss is that of all choices.
+        """
         config = self.config
         if config.jitter and self.training:
             x = x * (1 + config.jitter * (2 * torch.rand_like(x) - 1))
@@ -69,6 +73,10 @@ class Router(nn.Module):
             weights = weights / (total + _TINY if config.router == "sigmoid" else total)
         if config.routed_scale != 1.0:
             weights = weights * config.routed_scale
+        if config.capacity_factor:
+            weights, experts = within_capacity(
+                weights, experts, config.num_experts, config.capacity_factor, config.capacity_keeps
+            )
         return weights, experts, self.loss(logits, scores) if config.has_router_loss else None
 
     def scores(self, logits: Tensor) -> Tensor:

@@ -15,10 +15,13 @@ from mgraph.runtime.ops import wide
 def expert_places(indices: Tensor, *, num_experts: int, ranks: int) -> Tensor:
     """Where each token lies among those that go to a rank, i64 [T, ranks]; -1 where it does not go. indices i64 [T, K].
 
-    Tokens are counted in their order, each once for a rank, however many of its experts are there.
+    Tokens are counted in their order, each once for a rank, however many of its experts are there; `num_experts` stands
+    for an expert that dropped it.
     """
     owner = indices // (num_experts // ranks)
-    goes = torch.zeros(indices.shape[0], ranks, dtype=torch.int64, device=indices.device).scatter_(1, owner, 1)
+    goes = torch.zeros(indices.shape[0], ranks + 1, dtype=torch.int64, device=indices.device).scatter_(1, owner, 1)[
+        :, :-1
+    ]
     return torch.where(goes > 0, goes.cumsum(0) - 1, -1)
 
 

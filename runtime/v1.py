@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mgraph.runtime import mesh
 from mgraph.runtime.attention import attention, attention_grad
+from mgraph.runtime.capacity import moe_capacity, moe_capacity_grad
 from mgraph.runtime.collectives import (
     Pending,
     all_gather,
@@ -147,6 +148,8 @@ __all__ = [
     "linear_cross_entropy_with_grad_",
     "loss_scale_update",
     "matmul_add_",
+    "moe_capacity",
+    "moe_capacity_grad",
     "moe_combine",
     "moe_combine_grad",
     "moe_dispatch",

@@ -428,6 +428,8 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "layer_norm_grad": _runtime(),
     "likeliest": _runtime(),
     "loss_scale_update": _runtime(),
+    "moe_capacity": _runtime(),
+    "moe_capacity_grad": _runtime(),
     "moe_combine": _runtime(),
     "moe_combine_grad": _runtime(),
     "moe_dispatch": _runtime(),

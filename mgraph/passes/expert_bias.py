@@ -11,7 +11,8 @@ After (state `layers.0.bias.load: i64[E]`, which data-parallel sums over the ran
     entry microbatch … updates (…, layers.0.bias.load)
     func @finish(%lr) { … = expert_bias_update(@layers.0.bias, @layers.0.bias.load, %finite) {rate = 0.001} … }
 
-Only forward nodes count, so recomputation counts nothing twice; evaluation has functions of its own.
+Where experts have a capacity, what they drop is not counted. Only forward nodes count, so recomputation counts nothing
+twice; evaluation has functions of its own.
 """
 
 from __future__ import annotations
@@ -102,13 +103,18 @@ class _Counting:
         builder = FunctionBuilder(function.name, self.made_by, function.names())
         loads: dict[Value, Value] = {}
         totals: dict[Value, Value] = {}
+        kept = {node.operands[1]: node for node in function.nodes if node.op == "moe_capacity"}
+        biases: dict[Node, Value] = {}
         for node in function.nodes:
             if node.op == "call" and node.phase is Phase.FORWARD:
                 builder.nodes.append(self._called(builder, node, loads, totals))
                 continue
             builder.nodes.append(node)
             if node.op == "moe_route" and node.phase is Phase.FORWARD and len(node.operands) == 2:
-                bias = node.operands[1]
+                # What experts drop is no load of theirs.
+                biases[kept.get(node.results[1], node)] = node.operands[1]
+            if node in biases:
+                bias = biases[node]
                 with builder.at(node):
                     counts = builder.one("expert_counts", node.results[1], num_experts=bias.tensor.shape[0])
                     load = self._load(builder, function, bias, node, loads)

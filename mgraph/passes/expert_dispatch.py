@@ -15,8 +15,7 @@ With `chunks` this is done for some tokens after the others, which `overlap-expe
     %x_0, %x_1 = split_rows(%x) {parts = 2}        …        %out = join_rows(%out_0, %out_1)
 
 R, the rows that a rank receives, is a ragged dim of the module. On one rank nothing is sent: R is the number of tokens.
-Some of a token's experts are others' (`others`): their rows come last, and are neither computed nor read. So nothing
-needs to clear them, as a model with a capacity does (`clear_tail`).
+Some of a token's experts are others' (`others`): their rows come last, and are neither computed nor read.
 It is before autodiff, so that the ways of gradients follow from these; `expert-parallel` then sends over an axis.
 """
 
@@ -124,8 +123,6 @@ class _Function:
                     self._send(builder, node, combine, known)
                 elif node.op == "moe_combine" and node.operands[2] in self.dispatches:
                     self._return(builder, node)
-                elif node.op == "clear_tail" and node.operands[0] in self.inside:
-                    self.inside[node.result] = self.inside[node.operands[0]]
                 else:
                     self._within(builder, node)
             known.update(node.results)
@@ -159,7 +156,7 @@ class _Function:
             self.inside[value] = [(way, results[index]) for way, results in zip(ways, made, strict=True)]
 
     def _return(self, builder: FunctionBuilder, node: Node) -> None:
-        rows, weights, order = node.operands
+        rows, weights, order = node.operands[:3]
         ways = self.dispatches[order]
         if ways[0].weights is None:
             for way, part in zip(ways, self._parts(builder, weights), strict=True):

@@ -10,6 +10,9 @@
 %y = zoo.grouped_linear.default(%rows, %weight, %offsets)  ==>  %y = grouped_matmul(%rows, %weight, %offsets)
 %z = aten.add.Tensor(%y, %b)           # b: rows of a bias, indexed by %e: one operand more
 
+%w, %i = zoo.within_capacity.default(%v, %j)               ==>  %w, %i = moe_capacity(%v, %j)
+                                   # rows that experts dropped are cleared, which the raised ops need not be told
+
 %f = aten.argsort.default(%order)
 %g = aten.index.Tensor(%y, %f)                             ==>  %z = moe_combine(%y, %w, %order)
 %z = aten.sum.dim_IntList(%h) {dim = (1)}                  # h: g by token and choice, times w
@@ -32,6 +35,8 @@ _ROWS_OF = ("self", "indices.0")
 # The sort by expert: found from a grouped product, which reads both rows and offsets, and stays.
 
 _GROUPED = ("zoo.grouped_linear.default", "aten._grouped_mm.default")
+_CLEARED = "zoo.clear_tail.default"
+"""Clears rows behind those of all experts, which dropped them; the raised ops never read them."""
 _STABLE = where("a stable sort", lambda value, node: value is True)
 
 
@@ -46,7 +51,8 @@ def _dispatch() -> Pattern:
     offsets = op(
         "aten.searchsorted.Tensor", by_expert, experts, right=True, out_int32=True, binds="offsets", name="offsets"
     )
-    return op(_GROUPED, rows, capture("weight"), offsets, shared=True)
+    cleared = op(_CLEARED, rows, offsets, binds="cleared")
+    return op(_GROUPED, either(cleared, rows), capture("weight"), offsets, shared=True)
 
 
 def _dispatch_shape(match: Match) -> str | None:
@@ -62,12 +68,14 @@ def _dispatch_shape(match: Match) -> str | None:
 
 
 def _dispatch_exports(match: Match) -> tuple[Value, ...]:
-    return match["rows"], match.nodes["sort"].results[1], match["offsets"]
+    rows = match["cleared" if "cleared" in match.values else "rows"]
+    return rows, match.nodes["sort"].results[1], match["offsets"]
 
 
 def _emit_dispatch(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
     with builder.at(match.nodes["rows"]):
         attrs = {"num_experts": match["weight"].tensor.shape[0]}
+        attrs |= {"others": True} if "cleared" in match.values else {}
         operands = (match["x"], match["indices"])
         return builder.emit("moe_dispatch", operands, attrs, names=("rows", "order", "offsets"))
 
@@ -110,7 +118,9 @@ def _biased() -> Pattern:
     offsets = op(
         "aten.searchsorted.Tensor", by_expert, experts, right=True, out_int32=True, shared=True, binds="offsets"
     )
-    bias = op("aten.index.Tensor", capture("bias"), by_expert, args=_ROWS_OF)
+    # What experts dropped is numbered behind them.
+    biases = either(op("aten.pad.default", capture("bias"), pad=(0, 0, 0, 1)), capture("bias"))
+    bias = op("aten.index.Tensor", biases, by_expert, args=_ROWS_OF)
     return op("aten.add.Tensor", _product(offsets), bias, commutative=True)
 
 
@@ -136,7 +146,8 @@ _GROUPED_MATMUL = Rule(
 def _combine() -> Pattern:
     order = op("aten.sort.stable", capture("flat"), result=1, binds="order", stable=ANY, dim=ANY, shared=True)
     place = op("aten.argsort.default", order, dim=LAST_OR_NONE)
-    rows = op("aten.index.Tensor", capture("rows"), place, args=_ROWS_OF)
+    given = either(op(_CLEARED, capture("rows"), capture("offsets")), capture("rows"))
+    rows = op("aten.index.Tensor", given, place, args=_ROWS_OF)
     pairs = op("reshape", rows, shape=ANY, name="pairs")
     weights = op("reshape", optional_cast(capture("weights")), shape=ANY, name="column", shared=True)
     products = op("aten.mul.Tensor", optional_cast(pairs), optional_cast(weights), commutative=True, name="products")
@@ -162,7 +173,7 @@ def _combine_dtype(match: Match) -> str | None:
 
 
 def _emit_combine(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
-    operands = (match["rows"], match["weights"], match["order"])
+    operands = [match[name] for name in ("rows", "weights", "order", "offsets") if name in match.values]
     return builder.emit("moe_combine", operands, {"dtype": match.nodes["products"].result.tensor.dtype})
 
 
@@ -175,12 +186,42 @@ _COMBINE = Rule(
 )
 
 
+# Capacity.
+
+
+def _emit_capacity(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
+    attrs = {name: match.attr("capacity", name) for name in ("num_experts", "factor", "keep")}
+    return builder.emit("moe_capacity", (match["weights"], match["indices"]), attrs, names=("kept", "kept_indices"))
+
+
+def _capacity_exports(match: Match) -> tuple[Value, ...]:
+    return match.root.results
+
+
+_CAPACITY = Rule(
+    "moe_capacity",
+    op(
+        "zoo.within_capacity.default",
+        capture("weights"),
+        capture("indices"),
+        num_experts=ANY,
+        factor=ANY,
+        keep=ANY,
+        name="capacity",
+    ),
+    (),
+    _emit_capacity,
+    (),
+    _capacity_exports,
+)
+
+
 @dataclass(frozen=True)
 class RaiseMoe(RaisePass):
-    """Raise routing, dispatch, grouped products and combination."""
+    """Raise routing, capacity, dispatch, grouped products and combination."""
 
     name: ClassVar[str] = "raise-moe"
 
     def rules(self, module: Module, function: Function) -> Sequence[Rule]:
         """The same rules everywhere."""
-        return (ROUTE, _DISPATCH, _GROUPED_BIAS, _GROUPED_MATMUL, _COMBINE)
+        return (ROUTE, _CAPACITY, _DISPATCH, _GROUPED_BIAS, _GROUPED_MATMUL, _COMBINE)

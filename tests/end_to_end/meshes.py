@@ -64,7 +64,21 @@ from mgraph import models
 def model():
     return models.get("dense", "tiny", d_model=48, num_heads=6, num_kv_heads=2, vocab_size=259, qk_norm=True)
 '''
-MODEL_FILES = {"threes": THREES, "odd": ODD}
+LIMITED = '''
+"""Experts with room for fewer tokens than come to them, which keep the {keeps}."""
+
+from mgraph import models
+
+
+def model():
+    return models.get("moe", "tiny-grouped", capacity_factor={factor}, capacity_keeps="{keeps}")
+'''
+MODEL_FILES = {
+    "threes": THREES,
+    "odd": ODD,
+    "limited-weight": LIMITED.format(factor=0.75, keeps="weight"),
+    "limited-position": LIMITED.format(factor=1.25, keeps="position"),
+}
 capture = functools.cache(capture_with_report)
 
 

@@ -13,8 +13,9 @@ from tests.end_to_end import meshes
 from tests.end_to_end.meshes import Row, Table
 from tests.sampling import sampled
 
-MODEL = "moe-tiny-grouped"
-"""Its router adds a bias to the scores that experts are chosen by, so that a test may choose."""
+MODELS = ["moe-tiny-grouped", "limited-weight", "limited-position"]
+"""Their router adds a bias to the scores that experts are chosen by, so that a test may choose; experts of the last two
+drop what they have no room for."""
 FAVOURED = {
     "as drawn": [],
     "one hot expert": [0],
@@ -23,15 +24,22 @@ FAVOURED = {
 }
 TOKENS = {"1 token": (1, 1), "fewer tokens than experts": (1, 3), "many tokens": (2, 12)}
 MESHES = [("ep=2", "alltoall"), ("ep=2", "allgather"), ("ep=4", "alltoall"), ("fsdp=2,ep=fsdp", "alltoall")]
-CASES = [(mesh, dispatch, f, t) for mesh, dispatch in MESHES for f in FAVOURED for t in TOKENS]
+CASES = [(m, mesh, dispatch, f, t) for m in MODELS for mesh, dispatch in MESHES for f in FAVOURED for t in TOKENS]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "dispatch", "favoured", "tokens"),
-    sampled(CASES, 3, always=[("ep=2", "alltoall", "experts of the other rank alone", "1 token")]),
+    ("model", "mesh", "dispatch", "favoured", "tokens"),
+    sampled(
+        CASES,
+        2,
+        always=[
+            (MODELS[0], "ep=2", "alltoall", "experts of the other rank alone", "1 token"),
+            (MODELS[1], "ep=2", "alltoall", "one hot expert", "many tokens"),
+        ],
+    ),
 )
 def test_routing(
-    mesh: str, dispatch: str, favoured: str, tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, mesh: str, dispatch: str, favoured: str, tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def skewed(module: Module) -> Tensors:
         state = drawn(module)
@@ -48,7 +56,7 @@ def test_routing(
         monkeypatch.setattr(meshes, name, value)
     monkeypatch.setattr("mgraph.compiler.capture_with_report", meshes.capture)
     table = Table(tmp_path)
-    row = Row(MODEL, mesh, (("dispatch", dispatch),))
+    row = Row(model, mesh, (("dispatch", dispatch),))
     biases = [n for n, s in table.alone(row).state.items() if s.kind is StateKind.BUFFER and s.type.shape == (8,)]
     assert biases
     assert table.worst(row) <= 1e-9

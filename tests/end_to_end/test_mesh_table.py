@@ -122,6 +122,18 @@ EXPERTS: list[tuple[str, str, dict[str, Any]]] = [
     ("moe-tiny-losses", "ep=2", {**FUSED, "recompute": "full", "dispatch": "allgather"}),
     ("moe-tiny-jitter", "ep=2,fsdp=2,tp=2", {}),
     ("moe-tiny-grouped", "fsdp=2,ep=fsdp", {"expert_bias_rate": 0.01}),
+    *[
+        (model, mesh, {"dispatch": dispatch})
+        for model in ("limited-weight", "limited-position")
+        for mesh in ("ep=2", "ep=4", "fsdp=2,ep=fsdp")
+        for dispatch in ("alltoall", "allgather")
+    ],
+    ("limited-weight", "ep=2,tp=2", {"sequence_parallel": True}),
+    ("limited-position", "ep=2", {"expert_bias_rate": 0.01, "recompute": "full"}),
+    ("limited-weight", "ep=2", {"ep_chunks": 2}),
+    ("limited-weight", "ep=2", FUSED),
+    ("limited-weight", "fsdp=2,tp=2", {}),
+    ("moe-tiny-capacity", "ep=2", {}),
     ("hf:qwen3-moe", "ep=2", {}),
     ("hf:mixtral", "fsdp=2,ep=fsdp", {}),
     ("hf:gpt-oss", "ep=2", {}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import mgraph.models.capacity
 import mgraph.models.grouped  # noqa: F401  (registers the grouped product)
 from mgraph.ir.types import DType
 from mgraph.passes.raise_moe import RaiseMoe
@@ -189,4 +190,28 @@ def test_raises_biases_of_experts() -> None:
 def test_a_bias_of_another_shape_stays_outside() -> None:
     before, after, _ = raised(RaiseMoe(), _with_bias("f32[5, 6]"))
     assert [len(n.operands) for n in after.functions["f"].nodes if n.op == "grouped_matmul"] == [3, 3]
+    assert_same(before, after)
+
+
+def test_raises_capacity() -> None:
+    """What experts dropped is marked as others', and nothing clears it any more."""
+    text = EXPERTS.replace(
+        "  %b: i64[2*B] = reshape(%i)",
+        "  %kv: f32[B, 2], %ki: i64[B, 2] = zoo.within_capacity.default(%v, %i) "
+        '{factor = 0.5, keep = "position", num_experts = 4}\n  %b: i64[2*B] = reshape(%ki)',
+    )
+    text = text.replace("reshape(%v)", "reshape(%kv)")
+    text = text.replace(
+        "  %g: f32", "  %open: f32[2*B, 6] = zoo.clear_tail.default(%rows, %offsets)\n  %g: f32"
+    ).replace("grouped_linear.default(%rows", "grouped_linear.default(%open")
+    text = text.replace("  %p: i64", "  %end: f32[2*B, 6] = zoo.clear_tail.default(%h, %offsets)\n  %p: i64").replace(
+        "aten.index.Tensor(%h", "aten.index.Tensor(%end"
+    )
+    before, after, report = raised(RaiseMoe(), text)
+    expected = {"moe_route": 1, "moe_capacity": 1, "moe_dispatch": 1, "grouped_matmul": 2, "moe_combine": 1}
+    assert ops(after.functions["f"]) == expected
+    (dispatch,) = (n for n in after.functions["f"].nodes if n.op == "moe_dispatch")
+    (combine,) = (n for n in after.functions["f"].nodes if n.op == "moe_combine")
+    assert dispatch.attrs["others"] and combine.operands[3] is dispatch.results[2]
+    assert report.near_misses == []
     assert_same(before, after)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mgraph.ir.ops import (
     attention,
     balance,
+    capacity,
     chunks,
     collective,
     constant,
@@ -35,6 +36,7 @@ from mgraph.ir.ops import (
 __all__ = [
     "attention",
     "balance",
+    "capacity",
     "chunks",
     "collective",
     "constant",

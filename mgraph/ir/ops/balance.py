@@ -15,13 +15,12 @@ from mgraph.ir.types import DType, TensorType
 
 
 def _expert_counts(indices: Any, *, num_experts: int) -> Any:
-    """How often each expert was chosen: indices i64[T, K] -> i64[E]."""
+    """How often each expert was chosen: indices i64[T, K] -> i64[E]; E itself, for what was dropped, is not counted."""
     import torch
 
     chosen = indices.flatten()
-    return torch.zeros(num_experts, dtype=torch.int64, device=indices.device).index_add(
-        0, chosen, torch.ones_like(chosen)
-    )
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=indices.device)
+    return counts.index_add(0, chosen, torch.ones_like(chosen))[:-1]
 
 
 def _infer_counts(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:

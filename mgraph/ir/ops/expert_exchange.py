@@ -110,10 +110,11 @@ def _clear_gradient(request: GradientRequest) -> Sequence[Value | None]:
 def _expert_places(indices: Tensor, *, num_experts: int, ranks: int) -> Tensor:
     """Where each token lies among those that go to a rank: indices i64[T, K] → i64[T, ranks], -1 where it does not go.
 
-    They are counted in the order of the tokens. A token goes to a rank once, however many of its experts are there.
+    They are counted in the order of the tokens. A token goes to a rank once, however many of its experts are there, and
+    nowhere for `num_experts`, an expert that dropped it.
     """
     owner = indices // (num_experts // ranks)
-    goes = owner.new_zeros(indices.shape[0], ranks).scatter(1, owner, 1)
+    goes = owner.new_zeros(indices.shape[0], ranks + 1).scatter(1, owner, 1)[:, :-1]
     return (goes.cumsum(0) - 1).where(goes > 0, -1)
 
 
