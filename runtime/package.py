@@ -212,8 +212,8 @@ class Package:
             below = value // number * number
             near = f"{below} or {below + number}" if below else str(number)
             raise OptionError(
-                f"{flag} {value} does not divide over the mesh: {dim} is split into {number} parts",
-                hint=f"{flag} {near}, or compile again without --sequence-parallel",
+                f"{flag} {value} does not divide: this package splits {dim} into {number} parts",
+                hint=f"{flag} {near}, or compile again without --sequence-parallel or --ep-chunks",
             )
 
     def bounds(self, dim: str) -> tuple[int, int | None]:

@@ -148,9 +148,9 @@ def test_what_is_split_over_the_mesh_must_divide(make_package: Callable[..., Pat
     package = load_package(make_package(multiples={"S": 4}), "cpu")
     package.check_size("S", 8, "--seq-len")
     package.check_size("B", 3, "--batch-size")
-    with pytest.raises(OptionError, match=r"--seq-len 10 does not divide over the mesh: S is split into 4") as caught:
+    with pytest.raises(OptionError, match=r"--seq-len 10 does not divide: this package splits S into 4") as caught:
         package.check_size("S", 10, "--seq-len")
-    assert caught.value.hint == "--seq-len 8 or 12, or compile again without --sequence-parallel"
+    assert caught.value.hint == "--seq-len 8 or 12, or compile again without --sequence-parallel or --ep-chunks"
 
 
 def test_runtime_runs_without_the_compiler(package_dir: Path) -> None:
