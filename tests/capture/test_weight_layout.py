@@ -94,7 +94,7 @@ def test_transformers_says_its_own_form(name: str) -> None:
     covered = {part["state"] for item in form.layout for part in item["parts"]}
     assert expected.keys() == found.keys() | (weights.keys() - covered)
     assert all(torch.equal(value, expected[n]) for n, value in found.items())
-    assert bool(found) == (name in ("qwen3-moe", "mixtral"))
+    assert bool(found) == (name in ("qwen3-moe", "mixtral", "deepseek-v3"))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mixtral", "gpt-oss"])

@@ -81,6 +81,36 @@ def _gpt_oss() -> Any:
     return GptOssConfig(**{**_COMMON, **_TOKENS, **sizes, "rope_parameters": scaling})
 
 
+def _deepseek_v3() -> Any:
+    """Latent attention with YaRN, groups of experts, biases that only choose, shared experts."""
+    from transformers import DeepseekV3Config
+
+    scaling = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 64,
+    }
+    attention = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+    experts = {
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 0,
+    }
+    sizes = {**_COMMON, **attention, **experts, "num_key_value_heads": 4, "head_dim": 8}
+    return DeepseekV3Config(**{**sizes, **_TOKENS, "rope_parameters": scaling})
+
+
 def _gemma3() -> Any:
     """Five sliding layers, then a full one, each kind with its own frequencies."""
     from transformers import Gemma3TextConfig
@@ -123,6 +153,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3-moe": _qwen3_moe,
     "mixtral": _mixtral,
     "gpt-oss": _gpt_oss,
+    "deepseek-v3": _deepseek_v3,
     "gemma3": _gemma3,
     "gpt2": _gpt2,
     "bert": _bert,
@@ -136,6 +167,7 @@ ARCHITECTURES = {
     "qwen3-moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "deepseek-v3": "DeepseekV3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "bert": "BertForMaskedLM",

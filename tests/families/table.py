@@ -45,6 +45,7 @@ EXPECTED: dict[str, Table] = {
     "qwen3-moe": {**_MIXTURE, "layer": {**_MIXTURE["layer"], "rms_norm": 4}},
     "mixtral": _MIXTURE,
     "gpt-oss": _MIXTURE,
+    "deepseek-v3": {**_MIXTURE, "layer": {**_MIXTURE["layer"], "rms_norm": 4, "glu": 2}},
     "gemma3": {**_LLAMA, "layer": {**_LLAMA["layer"], "rms_norm": 6}},
     "gpt2": {
         "layer": {"attention": 1, "layer_norm": 2},

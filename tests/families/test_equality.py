@@ -27,6 +27,8 @@ LONG = [case for case in CASES if case[:2] == ("gpt-oss", "aten")]
 def gradients(family: Family, dtype: torch.dtype, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Loss and gradients of the eager model in a dtype, under the masks of the package's dropout."""
     model = family.eager(dtype=dtype)
+    if dtype is torch.float64:
+        model.double()  # some weights of routers are float32 in a model of any dtype
     fill(model, state)
     # Torch's grouped product takes no float64; a loop over the experts is the same.
     model.config._experts_implementation = "eager"  # type: ignore[union-attr]
