@@ -24,6 +24,8 @@ import torch
 from safetensors.torch import save_file
 
 from mgraph.codegen.buckets import read_histogram
+from mgraph.compiler import compile_package
+from mgraph.recipe import Recipe
 from mgraph.runtime.handshake import MeshError
 from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.serving.parameters import SamplingParams
@@ -253,3 +255,20 @@ def test_the_number_of_processes_must_fit(packages: dict[str, Path]) -> None:
         assert done.returncode == 1 and done.stderr.count(expected) == 1
     with pytest.raises(MeshError, match=r"mesh tp=2 needs 2 processes, and 1 were started"):
         LLM(packages["2"], packages["weights"], device="cpu")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["gpt-oss-tiny", "moe-tiny", "dense-tiny-geglu", "dense-tiny-capped"])
+def test_families(model: str, tmp_path: Path) -> None:
+    """Sinks, experts that stay whole, a head that is the embedding, capped logits. Parameters are drawn."""
+    said = []
+    for mesh in ("dp=*", "tp=2"):
+        recipe = Recipe(model, "serve", mesh, arch="none", max_length=64, output=str(tmp_path / mesh))
+        built = compile_package(recipe).package
+        assert built is not None
+        ask = ["--prompt", "The cat sat on", "--max-new-tokens", "40", "--random-init", "--device", "cpu"]
+        command = [sys.executable, str(built / "serve.py"), *ask]
+        done = subprocess.run(command, env=environment(), capture_output=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert said[0] == said[1] and len(set(said[0])) > 10
