@@ -18,15 +18,15 @@ ROWS = 1 << 16
 """Of the cache."""
 
 
-def inputs(problem: RopeAppend, tokens: int) -> Callable[[torch.device], tuple[Any, ...]]:
-    """An empty cache, and queries, keys and values as projections give them."""
+def inputs(problem: RopeAppend, tokens: int, rows: int) -> Callable[[torch.device], tuple[Any, ...]]:
+    """An empty cache of so many rows, and queries, keys and values as projections give them."""
 
     def make(device: torch.device) -> tuple[Any, ...]:
         dtype = DTYPES[problem.dtype]
-        caches = (torch.zeros(ROWS, problem.groups, problem.width, device=device, dtype=dtype) for _ in range(2))
+        caches = (torch.zeros(rows, problem.groups, problem.width, device=device, dtype=dtype) for _ in range(2))
         heads = (problem.heads, problem.groups, problem.groups)
         new = (torch.randn(tokens, count, problem.width, device=device).to(dtype) for count in heads)
-        slots = torch.randperm(ROWS, device=device)[:tokens]
+        slots = torch.randperm(rows, device=device)[:tokens]
         tables = torch.randn(2, tokens, problem.table_width, device=device).to(DTYPES[problem.table])
         weights = [torch.rand(problem.width, device=device).to(dtype) + 0.5 for _ in range(2 * bool(problem.norm))]
         return *caches, *new, slots, *tables, *weights
@@ -43,7 +43,7 @@ def separate(problem: RopeAppend) -> Callable[..., Tensor]:
     return run
 
 
-def case(name: str, problem: RopeAppend, tokens: int) -> Case:
+def case(name: str, problem: RopeAppend, tokens: int, rows: int = ROWS) -> Case:
     """A case; what is new is read and written once."""
     elements = tokens * (problem.heads + 2 * problem.groups) * problem.width
     tables = 2 * tokens * problem.table_width * DTYPES[problem.table].itemsize
@@ -51,7 +51,7 @@ def case(name: str, problem: RopeAppend, tokens: int) -> Case:
         id=name,
         workload=f"{tokens} tokens, {problem}",
         spec=rope_append.append(name.replace("-", "_"), problem),
-        inputs=inputs(problem, tokens),
+        inputs=inputs(problem, tokens, rows),
         reference=lambda *given: (separate(problem)(*given),),
         peers={"eager": separate(problem), "compile": separate(problem)},
         bytes=2 * elements * DTYPES[problem.dtype].itemsize + tables,

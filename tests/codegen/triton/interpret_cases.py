@@ -58,6 +58,7 @@ def interpret(
     (directory / "manifest.json").write_text(json.dumps({"kernels": entries}))
     torch.save(list(cases), directory / "cases.pt")
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    assert not sanitizer or Path(tool).is_file(), f"MGRAPH_SANITIZER={sanitizer}: there is no {tool}"
     checked = [tool, "--tool", sanitizer, "--error-exitcode", "9"] if sanitizer else []
     how = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if arch else {"TRITON_INTERPRET": "1"}
     done = subprocess.run(

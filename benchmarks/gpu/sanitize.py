@@ -1,0 +1,134 @@
+"""Every family of kernels on small, awkward inputs under compute-sanitizer, whose summary must be clean.
+
+    python3 -m benchmarks.gpu.sanitize DIRECTORY [--prepare] [--tools memcheck racecheck] [--results FILE.jsonl]
+
+Compiles the kernels and makes inputs and references on the CPU, into DIRECTORY (`--prepare`: only that, on any
+machine); then one process under each tool launches every kernel once and compares. Each tensor is an allocation of its
+own that ends where the tensor does, and what torch launches is left out. Exit status 1 on any finding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.kernels import error_of, flat, wide
+from mgraph.codegen.triton.aot import build_kernels
+from mgraph.errors import MgraphError
+from mgraph.runtime import kernels as runtime
+
+CASE = "case.pt"
+TOOLS = ("memcheck", "racecheck")
+PLACES = ("/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer")
+SUMMARY = re.compile(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", re.MULTILINE)
+CLEAN = ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
+"""What the tools say at the end of a run in which they found nothing."""
+
+
+def prepare(directory: Path) -> None:
+    """Binaries, inputs and references of each case into a directory of its own."""
+    for index, case in enumerate(importlib.import_module("benchmarks.gpu.sanitize_cases").CASES):
+        place = directory / f"{index:02}-{case.id}"
+        place.mkdir(parents=True)
+        entries = build_kernels([case.spec], place, ["sm_90a"])
+        (place / "manifest.json").write_text(json.dumps({"kernels": entries}), encoding="utf-8")
+        torch.manual_seed(0)
+        inputs = case.inputs(torch.device("cpu"))
+        expected = [t.float() if t.is_floating_point() else t for t in flat(case.reference(*wide(inputs)))]
+        torch.save((case.spec.name, inputs, expected, case.bound), place / CASE)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Tensors, in lists too, each as an allocation that ends with it, with the strides that it has."""
+    if isinstance(value, list | tuple):
+        return [moved(v, device) for v in value]
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    held = value.as_strided((last + 1,), (1,)) if value.numel() else value.flatten()
+    return held.to(device, copy=True).as_strided(value.shape, value.stride(), 0)
+
+
+def launch(directory: Path) -> int:
+    """Launch every kernel once; the number of those that are wrong. Runs under the tool."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    runtime.set_device(device, strict=True)
+    wrong = 0
+    for place in sorted(directory.iterdir()):
+        name, inputs, expected, bound = torch.load(place / CASE)
+        site = getattr(runtime.kernels(place / "step.py"), name)
+        found = moved(site(*moved(inputs, device)), torch.device("cpu"))
+        error = error_of(found, expected)
+        if not error <= bound:
+            wrong += 1
+            print(f"{place.name}: error {error:.1e}, allowed {bound:.1e}", flush=True)
+    return wrong
+
+
+def check(directory: Path, tool: str, program: str) -> tuple[dict[str, Any], str]:
+    """A row of results, and what the tool and the process said."""
+    begin = time.perf_counter()
+    excluded = ["--kernel-regex-exclude", "kns=at6native"]
+    command = [program, "--tool", tool, *excluded, "--error-exitcode", "9", sys.executable, "-m"]
+    done = subprocess.run(
+        [*command, "benchmarks.gpu.sanitize", str(directory), "--launch"],
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    said = done.stdout + done.stderr
+    summary = SUMMARY.findall(said)
+    row: dict[str, Any] = {"id": f"sanitizer-{tool}", "summary": summary[-1] if summary else "none"}
+    row |= {"kernels": len(list(directory.iterdir())), "seconds": round(time.perf_counter() - begin, 1)}
+    row |= {"clean": done.returncode == 0 and row["summary"] in CLEAN}
+    return row, said
+
+
+def main() -> int:
+    """Prepare, and check with each tool."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--prepare", action="store_true")
+    parser.add_argument("--launch", action="store_true", help="what runs under a tool")
+    parser.add_argument("--tools", nargs="*", default=TOOLS)
+    parser.add_argument("--results", type=Path)
+    options = parser.parse_args()
+    if options.launch:
+        return launch(options.directory)
+    if not options.directory.is_dir():
+        prepare(options.directory)
+    if options.prepare:
+        return 0
+    program = shutil.which("compute-sanitizer") or next((place for place in PLACES if Path(place).is_file()), None)
+    if program is None:
+        raise MgraphError("compute-sanitizer is not on this machine", hint="it comes with the CUDA toolkit")
+    card = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(datetime.date.today())}
+    complaints = 0
+    for tool in options.tools:
+        row, said = check(options.directory, tool, program)
+        print(json.dumps(row), flush=True)
+        if not row["clean"]:
+            complaints += 1
+            print(said[:3000], flush=True)
+        if options.results is not None:
+            with options.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**row, **card}) + "\n")
+    return int(complaints > 0)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except MgraphError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
