@@ -125,7 +125,8 @@ def pipeline_text(recipe: Recipe) -> str:
         ways: dict[str, OptionValue] = {"size": recipe.expert_ranks, "chunks": recipe.ep_chunks}
         specs += [print_spec("expert-dispatch", ways)]
     specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]
-    specs += [print_spec("expert-bias", {"rate": recipe.expert_bias_rate})] if recipe.expert_bias_rate else []
+    counted: dict[str, OptionValue] = {"rate": recipe.expert_bias_rate, "report": recipe.expert_load}
+    specs += [print_spec("expert-bias", counted)] if recipe.expert_bias_rate or recipe.expert_load else []
     derive = ",".join(specs)
     shard = ""
     for axis in (axis for axis in _SHARDING if axis in recipe.mesh_axes()):

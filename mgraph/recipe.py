@@ -153,6 +153,7 @@ class Recipe:
     expert_bias_rate: float = option(
         0.0, "after each step, move the routers' selection biases by this towards equal load; 0: never", within=(0, 1)
     )
+    expert_load: bool = option(False, "log how many tokens each expert gets, per layer and step")
     loss_scale: float = option(
         65536.0, "with fp16: the factor that the loss's gradient begins with", within=(1, 2**100)
     )

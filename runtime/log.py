@@ -1,7 +1,8 @@
 """What a run reports while it goes: JSON lines, TensorBoard events, a progress bar or plain lines, and a picture.
 
 `log.jsonl` is the record from which everything else can be made: one object per step (`step`, `loss`, `grad_norm`,
-`learning_rate`, `tokens_per_second`, ...; what is not finite is left out) and one per evaluation (`step`,
+`learning_rate`, `tokens_per_second`, ..., `expert_load` by layer in packages that count it; what is not finite is
+left out) and one per evaluation (`step`,
 `validation_loss`). A resumed run first cuts the lines that lie after its checkpoint, so the file reads as if the run
 had never been interrupted.
 """
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mgraph.errors import StorageError, storage_hint
+from mgraph.runtime.expert_load import load_text
 from mgraph.runtime.plot import Points, save_loss_curve
 
 LOG_FILE = "log.jsonl"
@@ -69,6 +71,7 @@ class Log:
         last = records[-1]
         loss = f"{last['loss']:.4f}" if "loss" in last else "not finite"
         text = f"loss {loss}  lr {last['learning_rate']:.2e}  {last['tokens_per_second']:,.0f} tokens/s"
+        text += load_text(last)
         more = self._skipped() - skipped
         if more:
             steps = f"{more} step{'s' * (more > 1)}"
@@ -117,7 +120,7 @@ class Log:
             return
         for record in records:
             for name, value in record.items():
-                if name != "step":
+                if name != "step" and not isinstance(value, dict):
                     self._events.add_scalar(f"{tag}/{name.removeprefix('validation_')}", value, record["step"])
         self._events.flush()
 

@@ -33,6 +33,7 @@ from mgraph.runtime import checkpoint, dropout, mesh, v1
 from mgraph.runtime.corpus import load_corpus
 from mgraph.runtime.data import INPUTS, Batch, Corpus, Position, Stream, validation_batches, whole_rows
 from mgraph.runtime.export import check_export
+from mgraph.runtime.expert_load import LOADS, expert_loads
 from mgraph.runtime.handshake import Facts
 from mgraph.runtime.log import Log, Record
 from mgraph.runtime.lora import check_adapters
@@ -405,6 +406,11 @@ class Trainer:
         names = self.package.manifest["entries"][entry]["inputs"]
         return self.package.call(entry, self.state, *(batch[name].to(self.mesh.device) for name in names))
 
+    def _expert_loads(self, outputs: dict[str, Tensor]) -> Record:
+        """What a step says of the load of experts; nothing where its package does not count."""
+        tokens = self.microbatches * self.options.batch_size * self.options.seq_len
+        return expert_loads(outputs[LOADS], self.package.manifest[LOADS], tokens) if LOADS in outputs else {}
+
     def report(self) -> None:
         """Read and log the results of the steps since the last report.
 
@@ -412,7 +418,7 @@ class Trainer:
         gradients whose loss is scaled is no such step: it is how the scale is found.
         """
         results = [
-            {"step": step, "learning_rate": rate, **{name: value.item() for name, value in outputs.items()}}
+            {"step": step, "learning_rate": rate, **{n: value.item() for n, value in outputs.items() if n != LOADS}}
             for step, rate, outputs in self.unread
         ]
         tokens = len(results) * self.microbatches * self.options.batch_size * self.options.seq_len
@@ -420,7 +426,8 @@ class Trainer:
         problems = [_problem(result) if self.options.non_finite == "raise" else "" for result in results]
         bad = next((index for index, problem in enumerate(problems) if problem), None)
         finite = [{k: v for k, v in result.items() if math.isfinite(v)} for result in results[:bad]]
-        records: list[Record] = [{**result, "tokens_per_second": speed} for result in finite]
+        loads = [self._expert_loads(outputs) for _, _, outputs in self.unread]
+        records: list[Record] = [{**r, "tokens_per_second": speed, **load} for r, load in zip(finite, loads, strict=False)]
         self.unread = []
         self.mesh.together(lambda: self.log.train(records) if self.log is not None and records else None)
         if bad is not None:

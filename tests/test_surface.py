@@ -11,6 +11,7 @@ SURFACE = {
     "--target --arch --profile --provider --output/-o --recompute --activation-budget --memory-budget --batch "
     "--seq --offload --chunk-loss --optimizer --weight-decay "
     "--groups --lora --lora-train --beta1 --beta2 --eps --max-norm --expert-bias-rate "
+    "--expert-load/--no-expert-load "
     "--loss-scale --loss-scale-growth --loss-scale-backoff --loss-scale-interval --loss-mask/--no-loss-mask "
     "--packed/--no-packed --max-length --block-size --graph-policy --graph-workload --graphs --disable "
     "--verify/--no-verify --recipe/-c --force",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mgraph
 from mgraph.ir.dims import dim_text
@@ -48,6 +48,7 @@ def manifest(
         "inputs": _inputs(module),
         "state": [_state(state, adapters, module.mesh) for state in module.state.values()],
         "entries": _entries(module),
+        **_expert_loads(module),
         "weight_layout": list(weight_layout),
         "padded": list(padded),
     }
@@ -107,6 +108,16 @@ def _inputs(module: Module) -> list[dict[str, Any]]:
     if name is None:
         return []
     return [{"name": v.name, **_type(v)} for v in module.entry_function(name).params]
+
+
+def _expert_loads(module: Module) -> dict[str, Any]:
+    """Of each layer whose loads `finish` tells: its router, its experts, and how many of them a token chooses."""
+    for node in (node for _, node in module.walk() if node.op == "join_loads"):
+        layers, choices = (cast(tuple[Any, ...], node.attrs[name]) for name in ("layers", "choices"))
+        experts = [load.tensor.shape[0] for load in node.operands]
+        rows = zip(layers, experts, choices, strict=True)
+        return {"expert_loads": [{"layer": n, "experts": e, "choices": k} for n, e, k in rows]}
+    return {}
 
 
 def _state(state: State, adapters: Mapping[str, Mapping[str, Any]], mesh: Sequence[Axis]) -> dict[str, Any]:

@@ -134,6 +134,8 @@ EXPERTS: list[tuple[str, str, dict[str, Any]]] = [
     ("limited-weight", "ep=2", FUSED),
     ("limited-weight", "fsdp=2,tp=2", {}),
     ("moe-tiny-capacity", "ep=2", {}),
+    ("moe-tiny-capacity", "dp=2,ep=2", {"expert_load": True, "overlap": True}),
+    ("limited-weight", "fsdp=2,tp=2,ep=fsdp", {"expert_load": True, "zero": 1, "expert_bias_rate": 0.01}),
     *[("hf:deepseek-v3", mesh, {}) for mesh in ("ep=2", "fsdp=2,ep=fsdp", "ep=2,tp=2")],
     ("hf:deepseek-v3", "ep=2", {"expert_bias_rate": 0.01, "dispatch": "allgather"}),
     ("hf:qwen3-moe", "ep=2", {}),

@@ -1,4 +1,4 @@
-"""Balance of experts without a loss: a bias on each expert's score, moved after every step by the load (Wang 2024).
+"""Loads of experts, and balance without a loss: a bias on each expert's score, moved by the load (Wang 2024).
 
 load_e  = how many of all choices of the step were e
 bias_e += rate * sign(mean load - load_e)
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mgraph.ir.dims import as_dim
 from mgraph.ir.opdef import REQUIRED, define_op
 from mgraph.ir.ops.cost import per_element, traffic
 from mgraph.ir.types import DType, TensorType
@@ -53,6 +54,21 @@ def _infer_update(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tupl
     return tuple(types[:count])
 
 
+def _join_loads(*loads: Any, layers: Any, choices: Any) -> Any:
+    """The loads of all layers, i64[E] each, one after the other; `layers` are their names, `choices` how many experts
+    a token chooses in each."""
+    import torch
+
+    return torch.cat(loads)
+
+
+def _infer_join(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    if len(types) != len(attrs["layers"]) or len(types) != len(attrs["choices"]):
+        raise ValueError(f"join_loads: {len(types)} loads of {len(attrs['layers'])} layers")
+    return (TensorType(DType.I64, (as_dim(sum(t.shape[0] for t in types)),)),)
+
+
+define_op("join_loads", _join_loads, infer=_infer_join, attrs={"layers": REQUIRED, "choices": REQUIRED}, bytes=traffic)
 define_op(
     "expert_counts",
     _expert_counts,
