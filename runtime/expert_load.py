@@ -17,8 +17,8 @@ LOADS = "expert_loads"
 def expert_loads(loads: Tensor, layers: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, Any]:
     """The fields of a step's record, from the loads i64[sum of experts] of its layers and its number of tokens.
 
-    `expert_load` has each layer's counts by expert; `expert_imbalance` is the largest ratio of a layer's largest count to
-    its mean (1 in balance), 0 where nothing was counted; `expert_dropped` the share of choices that no expert took.
+    `expert_load` has each layer's counts by expert; `expert_imbalance` is the largest ratio of a layer's largest count
+    to its mean (1 in balance), 0 where nothing was counted; `expert_dropped` the share of choices that no expert took.
     """
     counts: dict[str, list[int]] = {}
     worst, taken, chosen, start, values = 0.0, 0, 0, 0, loads.tolist()

@@ -1,4 +1,4 @@
-"""Loads of experts in the log: those that hooks on the eager model count, over microbatches, ranks and recomputation."""
+"""Loads of experts in the log: those that hooks on the eager model count, over microbatches and ranks."""
 
 from __future__ import annotations
 
