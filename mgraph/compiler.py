@@ -121,6 +121,7 @@ def pipeline_text(recipe: Recipe) -> str:
     if (ranks := recipe.mesh_axes().get("tp")) and ranks > 1:
         specs += [print_spec("pad", {"size": ranks, **dict.fromkeys(recipe.padded, True)})] if recipe.pad else []
         specs += [print_spec("repeat-heads", {"size": ranks})]
+    specs += ["replayable-routing"] if recipe.replayable_routing else []
     if recipe.expert_axes():
         ways: dict[str, OptionValue] = {"size": recipe.expert_ranks, "chunks": recipe.ep_chunks}
         specs += [print_spec("expert-dispatch", ways)]

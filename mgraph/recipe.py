@@ -154,6 +154,9 @@ class Recipe:
         0.0, "after each step, move the routers' selection biases by this towards equal load; 0: never", within=(0, 1)
     )
     expert_load: bool = option(False, "log how many tokens each expert gets, per layer and step")
+    replayable_routing: bool = option(
+        False, "routers take recorded decisions and give those they took: the input and output routing"
+    )
     loss_scale: float = option(
         65536.0, "with fp16: the factor that the loss's gradient begins with", within=(1, 2**100)
     )
@@ -210,6 +213,11 @@ class Recipe:
                 raise OptionError(
                     f"unknown GPU architecture {arch!r}", where="--arch", hint=f"one of {', '.join(ARCHS)}, or none"
                 )
+        if self.expert_load and self.purpose == "serve":
+            raise OptionError("expert_load is for training", where="--expert-load", hint="leave it out")
+        if self.replayable_routing and self.purpose == "serve":
+            hint = "leave it out: what is served neither takes decisions nor gives them"
+            raise OptionError("replayable_routing is for training", where="--replayable-routing", hint=hint)
         if self.packed and self.purpose == "serve":
             raise OptionError("packed is for training", where="--packed", hint="a sequence that is served has its row")
         if self.place and self.purpose == "serve":

@@ -132,6 +132,8 @@ class ModelConfig:
     """A full expert keeps the tokens of largest weight, or the first ones."""
     jitter: float = 0.0
     """In training, the router's input is multiplied by random numbers in 1 - jitter .. 1 + jitter."""
+    choice_jitter: float = 0.0
+    """As `jitter`, of the scores by which experts are chosen, and of them alone: weights have no noise."""
     balance_loss: float = 0.0
     """Coefficient of the load-balancing loss; see `router.balance_loss`."""
     z_loss: float = 0.0
@@ -183,10 +185,11 @@ class ModelConfig:
             or self.z_loss
             or self.selection_bias
             or self.jitter
+            or self.choice_jitter
             or self.capacity_factor
         ):
             raise ValueError(
-                "shared_d_ff, balance_loss, z_loss, selection_bias, jitter and capacity_factor need num_experts"
+                "shared_d_ff, balance_loss, z_loss, selection_bias, jitters and capacity_factor need num_experts"
             )
 
     def _check_windows(self) -> None:

@@ -32,7 +32,7 @@ _COMMON = {
 """What every class has, by our name and by theirs."""
 
 _ANY = frozenset({*_COMMON, "head_width", "rope_theta"})
-_TRAINING = frozenset({"jitter", "balance_loss", "z_loss"})
+_TRAINING = frozenset({"jitter", "choice_jitter", "balance_loss", "z_loss"})
 """Options that change no logits: a class is the same with any of them, and is not told."""
 
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}

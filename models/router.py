@@ -39,6 +39,11 @@ def balance_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
     return probabilities.shape[1] * (counts / counts.sum() * probabilities.mean(0)).sum()
 
 
+def jittered(x: Tensor, size: float) -> Tensor:
+    """x times random numbers in 1 - size .. 1 + size."""
+    return x * (1 + size * (2 * torch.rand_like(x) - 1))
+
+
 class Router(nn.Module):
     """Chooses the K experts of highest score (in float32) and weighs them by their scores.
 
@@ -62,7 +67,7 @@ class Router(nn.Module):
         """
         config = self.config
         if config.jitter and self.training:
-            x = x * (1 + config.jitter * (2 * torch.rand_like(x) - 1))
+            x = jittered(x, config.jitter)
         logits = self.proj(x).float()
         scores = self.scores(logits)
         weights, experts = self.choose(scores)
@@ -92,10 +97,13 @@ class Router(nn.Module):
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """scores f32[T, E] -> those of the K best experts f32[T, K], and the experts i64[T, K]."""
         config = self.config
-        if self.selection_bias is None and config.num_groups == 1:
+        noisy = config.choice_jitter and self.training
+        if self.selection_bias is None and config.num_groups == 1 and not noisy:
             weights, experts = scores.topk(config.top_k, dim=-1)
             return weights, experts
         choice = scores if self.selection_bias is None else scores + self.selection_bias
+        if noisy:
+            choice = jittered(choice, config.choice_jitter)
         if config.num_groups > 1:
             choice = within_best_groups(choice, config.num_groups, config.top_groups)
         experts = choice.topk(config.top_k, dim=-1).indices

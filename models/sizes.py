@@ -88,6 +88,7 @@ SIZES: dict[str, dict[str, ModelConfig]] = {
         "tiny-losses": replace(_TINY_MOE, act="relu_squared", balance_loss=0.01, z_loss=0.001),
         "tiny-capacity": replace(_TINY_MOE, capacity_factor=1.0, balance_loss=0.01),
         "tiny-jitter": replace(_TINY_MOE, jitter=0.2),
+        "tiny-choice-jitter": replace(_TINY_MOE, choice_jitter=0.5),
         "demo": ModelConfig(d_model=128, num_layers=3, d_ff=128, num_experts=8),
         "100m": ModelConfig(d_model=512, num_layers=8, num_heads=8, num_kv_heads=4, d_ff=1024, num_experts=8),
     },

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from mgraph import philox
 
-STEP, SAMPLE = "rng.step", "rng.sample"
+SEED, STEP, SAMPLE = "rng.seed", "rng.step", "rng.sample"
+
+
+def seed(state: dict[str, Tensor], number: int) -> None:
+    """Let the random ops draw other numbers than those of the run's seed."""
+    if SEED in state:
+        state[SEED].fill_(number)
 
 
 def place(state: dict[str, Tensor], step: int, sample: int) -> None:

@@ -53,13 +53,41 @@ def moe_route(
     weights, indices = choice.topk(top_k, -1)
     if bias is not None:
         weights = scores.gather(1, indices)
+    return _weighed(weights, score, renormalize, epsilon, scale).to(dtype), indices
+
+
+def moe_weigh(
+    logits: Tensor,
+    indices: Tensor,
+    *,
+    score: str = "softmax",
+    renormalize: bool = False,
+    epsilon: float = 0.0,
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The weights [T, K] that `moe_route` gives these experts; logits [T, E], indices i64 [T, K]."""
+    chosen = _scores(wide(logits), score).gather(1, indices)
+    return _weighed(chosen, score, renormalize, epsilon, scale).to(dtype)
+
+
+def _weighed(chosen: Tensor, score: str, renormalize: bool, epsilon: float, scale: float) -> Tensor:
+    """Weights of chosen scores."""
     if score == "softmax_chosen":
-        weights = weights.softmax(-1)
+        chosen = chosen.softmax(-1)
     if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + epsilon)
-    if scale != 1.0:
-        weights = weights * scale
-    return weights.to(dtype), indices
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + epsilon)
+    return chosen * scale if scale != 1.0 else chosen
+
+
+def replay_choice(indices: Tensor, given: Tensor) -> Tensor:
+    """The experts that are given (i16 [T, K]), and those that were chosen (i64 [T, K]) where `given` is -1."""
+    return torch.where(given < 0, indices, given.long())
+
+
+def stack_choices(choices: list[Tensor]) -> Tensor:
+    """The decisions of L routers, that of the last one first, i16 [T, K] each, as [T, L, K] in their order."""
+    return torch.stack(choices[::-1], 1)
 
 
 def _scores(logits: Tensor, score: str) -> Tensor:

@@ -121,6 +121,15 @@ class Options(Settings):
     out: Path | None = field(default=None, metadata=about("directory of the run (default: runs/NAME of the package)"))
     resume: bool = field(default=False, metadata=about("go on from the newest checkpoint in --out, if there is one"))
     seed: int = field(default=0, metadata=about("of weights, data order and sample", low=0))
+    noise_seed: int = field(
+        default=-1, metadata=about("of dropout and of the noise of routers (default -1: that of --seed)", low=-1)
+    )
+    record_routing: Path | None = field(
+        default=None, metadata=about("write which experts the routers choose, step by step, into this directory")
+    )
+    replay_routing: Path | None = field(
+        default=None, metadata=about("tokens go to the experts that --record-routing wrote into this directory")
+    )
     sample_prompt: str = field(default="The ", metadata=about("beginning of the text that the model writes at the end"))
     sample_length: int = field(default=200, metadata=about("tokens that it writes (0: none)", low=0))
     temperature: float = field(default=0.8, metadata=about("of the sample; 0 takes the likeliest token", low=0))

@@ -16,7 +16,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,14 +32,15 @@ from mgraph.errors import MgraphError, OptionError, PackageError
 from mgraph.runtime import checkpoint, dropout, mesh, v1
 from mgraph.runtime.corpus import load_corpus
 from mgraph.runtime.data import INPUTS, Batch, Corpus, Position, Stream, validation_batches, whole_rows
-from mgraph.runtime.export import check_export
 from mgraph.runtime.expert_load import LOADS, expert_loads
+from mgraph.runtime.export import check_export
 from mgraph.runtime.handshake import Facts
 from mgraph.runtime.log import Log, Record
 from mgraph.runtime.lora import check_adapters
 from mgraph.runtime.mesh import DATA_AXES, Mesh
 from mgraph.runtime.options import Options, flag, parse
 from mgraph.runtime.package import Package, State, load_package
+from mgraph.runtime.routing import ROUTING, Decisions, Recording, Routers, Sizes, routers_of
 from mgraph.runtime.sample import generate
 from mgraph.runtime.saving import Saver
 from mgraph.runtime.schedule import learning_rate
@@ -127,6 +128,7 @@ def run(options: Options, package_dir: Path) -> None:
         trainer = where.together(lambda: Trainer.create(options, opened[0], where))
         where.agree({name: str(value) for name, value in trainer.identity().items()})
         trainer.resume_or_refuse()
+        trainer.begin_decisions()
         trainer.log = where.together(lambda: Log(trainer.out, trainer.step, options.steps) if where.is_first else None)
         if trainer.log is not None:
             stack.callback(trainer.log.close)
@@ -162,6 +164,9 @@ def _open(path: Path, device: torch.device, options: Options) -> Package:
             hint="compile it again with this version of mgraph, or --non-finite raise",
         )
     _check_inputs(package)
+    for option in ("record_routing", "replay_routing"):
+        if getattr(options, option) is not None:
+            routers_of(package, flag(option))
     package.check_size("B", options.batch_size, "--batch-size")
     package.check_size("S", options.seq_len, "--seq-len")
     return package
@@ -179,6 +184,8 @@ def _check_inputs(package: Package) -> None:
     for entry in ("microbatch", "evaluate", "predict"):
         given = [name for name in INPUTS if name != "labels" or entry != "predict"]
         for name in package.manifest["entries"][entry]["inputs"]:
+            if name == ROUTING and Routers.of(package) is not None:
+                continue
             if name not in given or listed[name] != FORM:
                 raise PackageError(
                     f"{entry} takes the input {name} {listed[name]}; the data gives {', '.join(given)}, each {FORM}",
@@ -214,6 +221,20 @@ def _is_exported(option: str, target: Path, options: Options, package: Package) 
     out = _directory(options, package)
     found = checkpoint.latest(out / CHECKPOINTS) if options.resume else None
     return found is not None and found.step >= options.steps and is_exported(option, target, out, found.step)
+
+
+def _decisions(options: Options, package: Package, where: Mesh, microbatches: int) -> Decisions | None:
+    """What the run does with the decisions of routers; None where its package has none to take."""
+    routers = Routers.of(package)
+    if routers is None:
+        return None
+    sizes = Sizes(options.batch_size, options.seq_len, microbatches)
+    record, replay = (
+        None if path is None else Recording(path, routers, sizes)
+        for path in (options.record_routing, options.replay_routing)
+    )
+    writes = all(where.index(axis) == 0 for axis in where.axes if axis not in DATA_AXES)
+    return Decisions(routers, record, replay, where.data_rank, where.data_size, writes)
 
 
 class StopSignal:
@@ -253,6 +274,7 @@ class Trainer:
     out: Path
     microbatches: int
     saver: Saver
+    decisions: Decisions | None = None
     step: int = 0
     log: Log | None = None
     validation_loss: float = math.nan
@@ -289,6 +311,7 @@ class Trainer:
             out=out,
             microbatches=microbatches,
             saver=Saver(out / CHECKPOINTS, package.state_specs, where, options.keep),
+            decisions=_decisions(options, package, where, microbatches),
         )
 
     def identity(self) -> dict[str, Any]:
@@ -331,6 +354,14 @@ class Trainer:
             for name, value in now.items()
             if saved.get(name, value) != value
         ]
+
+    def begin_decisions(self) -> None:
+        """Check the decisions that are replayed, make room for those that are recorded, and seed the noise."""
+        decisions, options = self.decisions, self.options
+        if decisions is not None:
+            self.mesh.together(lambda: decisions.begin(self.step + 1, options.steps, self.mesh.is_first))
+        if options.noise_seed >= 0:
+            dropout.seed(self.state, options.noise_seed)
 
     def announce(self) -> None:
         """Say what is going to run."""
@@ -383,27 +414,45 @@ class Trainer:
         """One optimizer step: this rank's microbatches and its end, which may go with the last of them."""
         rank, num_ranks = self.mesh.data_rank, self.mesh.data_size
         torch.manual_seed(philox.key_from(self.options.seed, "step", self.step, rank)[0])
-        batches = self.stream.microbatches(self.microbatches, rank, num_ranks)
-        options = self.options
+        batches = self._batches()
+        options, decisions, step = self.options, self.decisions, self.step + 1
         rate = learning_rate(self.step, options.steps, options.lr, options.min_lr, options.warmup, options.decay)
         lr = torch.tensor(rate, dtype=torch.float32, device=self.mesh.device)
         joined = LAST in self.package.manifest["entries"]
         outputs: dict[str, Tensor] = {}
+        taken: list[Tensor] = []
         for index, batch in enumerate(batches):
             dropout.place(self.state, self.step, (index * num_ranks + rank) * options.batch_size)
             if joined and index + 1 == self.microbatches // num_ranks:
-                outputs = self.call(LAST, {**batch, "lr": lr})
+                made = outputs = self.call(LAST, {**batch, "lr": lr})
             else:
-                self.call("microbatch", batch)
+                made = self.call("microbatch", batch)
+            if ROUTING in made:
+                routing = made.pop(ROUTING)
+                # The next microbatch may write where it lies.
+                taken += [routing.clone()] if decisions is not None and decisions.record is not None else []
         if not joined:
             outputs = self.package.call("finish", self.state, lr)
+        if decisions is not None and decisions.record is not None:
+            self.mesh.together(lambda: decisions.take(step, list(batches), taken))
         self.step += 1
         # Outputs may be views of state that the next step writes.
         self.unread.append((self.step, rate, {name: value.detach().clone() for name, value in outputs.items()}))
 
+    def _batches(self) -> Iterable[Batch]:
+        """This rank's microbatches of the next step, one by one, or all at once where decisions belong to them."""
+        decisions, step = self.decisions, self.step + 1
+        batches = self.stream.microbatches(self.microbatches, self.mesh.data_rank, self.mesh.data_size)
+        if decisions is None or (decisions.record is None and decisions.replay is None):
+            return batches
+        whole = list(batches)
+        return self.mesh.together(lambda: decisions.given(step, whole))
+
     def call(self, entry: str, batch: Batch) -> dict[str, Tensor]:
         """Call an entry with those inputs of a batch that it takes."""
         names = self.package.manifest["entries"][entry]["inputs"]
+        if self.decisions is not None and ROUTING in names and ROUTING not in batch:
+            batch = {**batch, ROUTING: self.decisions.routers.free(batch["tokens"])}
         return self.package.call(entry, self.state, *(batch[name].to(self.mesh.device) for name in names))
 
     def _expert_loads(self, outputs: dict[str, Tensor]) -> Record:
@@ -427,7 +476,9 @@ class Trainer:
         bad = next((index for index, problem in enumerate(problems) if problem), None)
         finite = [{k: v for k, v in result.items() if math.isfinite(v)} for result in results[:bad]]
         loads = [self._expert_loads(outputs) for _, _, outputs in self.unread]
-        records: list[Record] = [{**r, "tokens_per_second": speed, **load} for r, load in zip(finite, loads, strict=False)]
+        records: list[Record] = [
+            {**r, "tokens_per_second": speed, **load} for r, load in zip(finite, loads, strict=False)
+        ]
         self.unread = []
         self.mesh.together(lambda: self.log.train(records) if self.log is not None and records else None)
         if bad is not None:

@@ -28,7 +28,15 @@ from mgraph.runtime.collectives import (
     wait,
 )
 from mgraph.runtime.dropout import dropout, dropout_part, random
-from mgraph.runtime.expert_exchange import clear_tail, expert_places, own_choices, pack_rows, unpack_rows
+from mgraph.runtime.expert_exchange import (
+    clear_tail,
+    expert_places,
+    own_choices,
+    pack_rows,
+    places_overrun,
+    unpack_rows,
+    within_room,
+)
 from mgraph.runtime.experts import expert_glu, expert_glu_grad, moe_route_order
 from mgraph.runtime.kernels import kernels
 from mgraph.runtime.moe import (
@@ -44,6 +52,9 @@ from mgraph.runtime.moe import (
     moe_order,
     moe_route,
     moe_route_grad,
+    moe_weigh,
+    replay_choice,
+    stack_choices,
 )
 from mgraph.runtime.norm import (
     add_rms_norm,
@@ -158,10 +169,12 @@ __all__ = [
     "moe_route",
     "moe_route_grad",
     "moe_route_order",
+    "moe_weigh",
     "norm_rope",
     "norm_rope_grad",
     "own_choices",
     "pack_rows",
+    "places_overrun",
     "pad_extent",
     "pad_extent_grad",
     "padded_part",
@@ -174,6 +187,7 @@ __all__ = [
     "repeat_parts_grad",
     "repeated_part",
     "repeated_part_grad",
+    "replay_choice",
     "rms_norm",
     "rms_norm_grad",
     "rope",
@@ -183,10 +197,12 @@ __all__ = [
     "square_sum",
     "squared_relu",
     "squared_relu_grad",
+    "stack_choices",
     "store_start",
     "to_device_start",
     "to_host_start",
     "unpack_rows",
+    "within_room",
     "wait",
     "zero_",
 ]

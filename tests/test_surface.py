@@ -12,6 +12,7 @@ SURFACE = {
     "--seq --offload --chunk-loss --optimizer --weight-decay "
     "--groups --lora --lora-train --beta1 --beta2 --eps --max-norm --expert-bias-rate "
     "--expert-load/--no-expert-load "
+    "--replayable-routing/--no-replayable-routing "
     "--loss-scale --loss-scale-growth --loss-scale-backoff --loss-scale-interval --loss-mask/--no-loss-mask "
     "--packed/--no-packed --max-length --block-size --graph-policy --graph-workload --graphs --disable "
     "--verify/--no-verify --recipe/-c --force",

@@ -18,6 +18,7 @@ from mgraph.ir.types import TensorType
 _MAY_ALIAS = {
     "all_gather",  # over an axis of one rank
     "cast",
+    "first_layer",
     "pad_extent_grad",  # the first of one part
     "padded_part",
     "part_of",
@@ -48,7 +49,7 @@ _INLINE = {
 }
 """Views that cost nothing and read well inside the one expression that uses them."""
 
-_NAMING = {"call", "cross_entropy_with_grad", "pack"}
+_NAMING = {"call", "first_layer", "cross_entropy_with_grad", "pack"}
 """Ops whose operands have names of their own: the loss takes the memory of its logits, which are a view."""
 
 _OVERLAPPING = {"aten.expand.default", "aten.expand_as.default", "aten.broadcast_to.default", "aten.as_strided.default"}

@@ -48,6 +48,7 @@ def manifest(
         "inputs": _inputs(module),
         "state": [_state(state, adapters, module.mesh) for state in module.state.values()],
         "entries": _entries(module),
+        **_routing(module),
         **_expert_loads(module),
         "weight_layout": list(weight_layout),
         "padded": list(padded),
@@ -108,6 +109,14 @@ def _inputs(module: Module) -> list[dict[str, Any]]:
     if name is None:
         return []
     return [{"name": v.name, **_type(v)} for v in module.entry_function(name).params]
+
+
+def _routing(module: Module) -> dict[str, Any]:
+    """The routers whose decisions the entries take and give, in their order, and how many experts each chooses from."""
+    for node in (node for _, node in module.walk() if node.op == "stack_choices"):
+        layers, experts = (cast(tuple[Any, ...], node.attrs[name]) for name in ("layers", "experts"))
+        return {"routing": {"layers": list(layers), "experts": list(experts)}}
+    return {}
 
 
 def _expert_loads(module: Module) -> dict[str, Any]:

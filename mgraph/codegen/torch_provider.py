@@ -249,6 +249,15 @@ def _grouped_matmul(site: Site) -> str:
     return f"rt.grouped_mm({', '.join([rows, weight, *rest, *by])})"
 
 
+def _first_layer(site: Site) -> str:
+    (given,) = site.operands
+    return f"{given}[0], {given}[1:]"
+
+
+def _stack_choices(site: Site) -> str:
+    return f"rt.stack_choices([{', '.join(site.operands)}])"
+
+
 def _grouped_outer(site: Site) -> str:
     left, right, offsets = site.operands
     return f"rt.grouped_mm({left}.t(), {right}, {offsets})"
@@ -358,8 +367,8 @@ def _all_to_all(site: Site) -> str:
 
 
 def _pack_rows(site: Site) -> str:
-    fill = f", fill={site.node.attrs['fill']}" if "fill" in site.node.attrs else ""
-    return f"rt.pack_rows({', '.join(site.operands)}{fill})"
+    options = "".join(f", {name}={site.node.attrs[name]}" for name in ("fill", "part") if name in site.node.attrs)
+    return f"rt.pack_rows({', '.join(site.operands)}{options})"
 
 
 def _copies(site: Site) -> str:
@@ -417,7 +426,10 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "expert_places": _runtime(),
     "own_choices": _runtime(),
     "pack_rows": _pack_rows,
+    "places_overrun": _runtime(),
+    "within_room": _runtime(),
     "unpack_rows": _runtime(),
+    "first_layer": _first_layer,
     "glu": _runtime(),
     "glu_grad": _runtime(),
     "gradient_scale": _runtime(),
@@ -439,6 +451,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "moe_route": _runtime(),
     "moe_route_grad": _runtime(),
     "moe_route_order": _runtime(),
+    "moe_weigh": _runtime(),
     "norm_rope": _runtime(),
     "norm_rope_grad": _runtime(),
     "paged_attention": _runtime(),
@@ -453,6 +466,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "repeat_parts_grad": _runtime(),
     "repeated_part": _runtime(),
     "repeated_part_grad": _runtime(),
+    "replay_choice": _runtime(),
     "reshape": _reshape,
     "join_rows": lambda site: f"torch.cat({site.tensors(site.node.operands, '')})",
     "split_rows": lambda site: f"{site.operands[0]}.chunk({site.node.attrs['parts']})",
@@ -463,6 +477,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "sample": _runtime(),
     "rope_table_grad": _runtime(),
     "squared_relu": _runtime(),
+    "stack_choices": _stack_choices,
     "squared_relu_grad": _runtime(),
     "store_start": _store,
     "to_device_start": _copies,

@@ -30,6 +30,7 @@ PASSES: dict[str, str] = {
     "freeze": "mgraph.passes.freeze:Freeze",
     "pad": "mgraph.passes.pad:Pad",
     "repeat-heads": "mgraph.passes.repeat_heads:RepeatHeads",
+    "replayable-routing": "mgraph.passes.replayable_routing:ReplayableRouting",
     "expert-dispatch": "mgraph.passes.expert_dispatch:ExpertDispatch",
     "autodiff": "mgraph.passes.autodiff:Autodiff",
     "recompute": "mgraph.passes.recompute:Recompute",

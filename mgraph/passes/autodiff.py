@@ -11,11 +11,13 @@ After (backward seeded with 1 on the loss *sum*; every trainable param gets an a
     entry microbatch = @microbatch -> (loss_sum, count) updates (acc.loss_sum, acc.count, w.grad, …)
     entry evaluate = @evaluate -> (loss_sum, count)          (from the entry `evaluation` where there is one)
     entry predict = @predict -> (logits)
+
+What the forward gives besides (the decisions of routers), all three give.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -28,7 +30,7 @@ from mgraph.passes.differentiation import Differentiator, Sweep, gradient_type
 
 EVALUATION = "evaluation"
 """The entry of a model that computes something else when it is not trained: without dropout and noise."""
-LOSS, COUNT = "loss_sum", "count"
+LOSS, COUNT, LOGITS = "loss_sum", "count", "logits"
 LOSS_TOTAL, COUNT_TOTAL = "acc.loss_sum", "acc.count"
 LOSS_SCALE, CLEAN_STEPS = "loss_scale", "clean_steps"
 """The factor on the gradients of a scaled loss, and the steps since it last changed (`mgraph.passes.adamw`)."""
@@ -60,31 +62,35 @@ class Autodiff(Pass):
         if entry.outputs[:2] != (LOSS, COUNT):
             raise PassError(f"the forward entry gives {entry.outputs}, not a loss sum and a count")
         differentiator = Differentiator(module, self.name, low_sums=self.low_sums)
-        microbatch, state = _microbatch(differentiator, module, function, self.loss_scale)
+        besides = tuple(name for name in entry.outputs[2:] if name != LOGITS)
+        more = [entry.outputs.index(name) for name in besides]
+        microbatch, state = _microbatch(differentiator, module, function, self.loss_scale, more)
         updates = (LOSS_TOTAL, COUNT_TOTAL, *(s.name for s in state if s.kind is StateKind.GRAD))
         report.count("gradients", len(updates) - 2)
         quiet = module.entry_function(EVALUATION if EVALUATION in module.entries else "forward")
         functions = {n: f for n, f in module.functions.items() if n not in (function.name, quiet.name)}
-        evaluate = part_of(quiet, "evaluate", quiet.results[:2])
+        extra = [quiet.results[i] for i in more]
+        evaluate = part_of(quiet, "evaluate", (*quiet.results[:2], *extra))
         functions |= {**differentiator.functions, "microbatch": microbatch, "evaluate": evaluate}
         entries = {
-            "microbatch": Entry("microbatch", "microbatch", (LOSS, COUNT), updates),
-            "evaluate": Entry("evaluate", "evaluate", (LOSS, COUNT)),
+            "microbatch": Entry("microbatch", "microbatch", (LOSS, COUNT, *besides), updates),
+            "evaluate": Entry("evaluate", "evaluate", (LOSS, COUNT, *besides)),
         }
-        if "logits" in entry.outputs:
-            logits = quiet.results[entry.outputs.index("logits")]
-            functions["predict"] = part_of(quiet, "predict", (logits,))
-            entries["predict"] = Entry("predict", "predict", ("logits",))
+        if LOGITS in entry.outputs:
+            logits = quiet.results[entry.outputs.index(LOGITS)]
+            functions["predict"] = part_of(quiet, "predict", (logits, *extra))
+            entries["predict"] = Entry("predict", "predict", (LOGITS, *besides))
         declared = {**module.state, **{s.name: s for s in state}}
         return replace(module, functions=functions, entries=entries, state=declared)
 
 
 def _microbatch(
-    differentiator: Differentiator, module: Module, function: Function, loss_scale: float
+    differentiator: Differentiator, module: Module, function: Function, loss_scale: float, more: Sequence[int]
 ) -> tuple[Function, list[State]]:
-    """Forward and backward of one microbatch, and the accumulator states it needs."""
-    trimmed = part_of(function, "microbatch", function.results[:2])
-    loss, count = trimmed.results
+    """Forward and backward of one microbatch, and the accumulator states it needs; of the results besides loss and
+    count, it gives `more`."""
+    trimmed = part_of(function, "microbatch", [function.results[i] for i in (0, 1, *more)])
+    loss, count, *besides = trimmed.results
     needs = tuple(False for _ in trimmed.inputs())
     sweep = Sweep(differentiator, trimmed, "microbatch", needs)
     state = _accumulators(differentiator, loss.tensor.dtype)
@@ -114,7 +120,7 @@ def _microbatch(
     current = {f"{value.name}.grad": new for value, new in sweep.accumulators.items()}
     grads = [current.get(s.name, s.value) for s in state if s.kind is StateKind.GRAD]
     nodes = (*forward, *sweep.builder.nodes)
-    return replace(trimmed, nodes=nodes, results=(loss, count, *totals, *grads)), [*state, *scaling]
+    return replace(trimmed, nodes=nodes, results=(loss, count, *besides, *totals, *grads)), [*state, *scaling]
 
 
 def _loss_scale_states(type_: TensorType, begin: float) -> list[State]:

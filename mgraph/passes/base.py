@@ -139,6 +139,11 @@ class Pass:
         of any float dtype); `None` where there are none. Only a pass that adds what changes the results has others."""
         return states
 
+    def inputs_after(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Inputs (tensors by name) with which the module after this pass computes what `before` does with those of them
+        that it takes. Only a pass that adds an input has others."""
+        return inputs
+
     def on_twin(self, real: Module) -> Pass:
         """The pass to run on the reduced twin of `real`: this one, unless its decisions hang on extents."""
         return self

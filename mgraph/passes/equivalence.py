@@ -30,7 +30,7 @@ from mgraph.ir.mesh import coordinates_of, rank_of
 from mgraph.ir.torch_bridge import to_torch_dtype
 from mgraph.ir.types import Placement, Shard
 from mgraph.parameter_groups import assign
-from mgraph.passes.autodiff import COUNT_TOTAL, EVALUATION, LOSS_SCALE, LOSS_TOTAL
+from mgraph.passes.autodiff import COUNT_TOTAL, EVALUATION, LOGITS, LOSS_SCALE, LOSS_TOTAL
 from mgraph.passes.base import Pass, Tier
 from mgraph.passes.overlap_gradients import LAST
 from mgraph.passes.samples import (
@@ -259,9 +259,13 @@ def _same_entry(pass_: Pass, before: Module, after: Module, entry: str, shapes: 
     """The entry of both modules with the same inputs, and states that the pass says mean the same."""
     sizes = mesh_of(after)
     ranks = _data_ranks(after, sizes)
+    functions = after.entry_function(entry), before.entry_function(entry)
+
+    def given(rank: int, seed: int) -> Tensors:
+        return {n: t for function in functions for n, t in random_inputs(function, shapes, seed, rank).items()}
 
     def of(seed: int) -> _Run:
-        inputs = [random_inputs(before.entry_function(entry), shapes, seed, rank) for rank in ranks]
+        inputs = [dict(pass_.inputs_after(given(rank, seed))) for rank in ranks]
         states = [{**random_state(after, seed, rank), **random_state(before, seed, rank)} for rank in ranks]
         return _Run(after, entry, inputs, states, sizes)
 
@@ -276,7 +280,7 @@ def _same_entry(pass_: Pass, before: Module, after: Module, entry: str, shapes: 
             states.append(dict(given))
         return replace(run_, module=before, states=states)(lifted, hook)
 
-    besides = set(_added(before, after, entry))
+    besides = {*_added(before, after, entry), *after.entries[entry].outputs} - set(before.entries[entry].outputs)
 
     def actual(seed: int, lifted: bool) -> Tensors:
         return {n: t for n, t in of(seed)(lifted).items() if n.partition(" on rank ")[0] not in besides}
@@ -330,7 +334,7 @@ def _autograd(before: Module, inputs: Tensors, state: Tensors, lifted: bool) -> 
     out, _ = run(before, "forward", inputs, {**state, **leaves}, lifted=lifted)
     seed = state.get(LOSS_SCALE)
     out["loss_sum"].backward(None if seed is None else seed.to(out["loss_sum"].dtype))
-    wanted = {"loss_sum": out["loss_sum"].detach(), "count": out["count"]}
+    wanted = {n: t.detach() for n, t in out.items() if n != LOGITS}
     start = {n: t.double() if lifted and t.is_floating_point() else t for n, t in state.items()}
     wanted[LOSS_TOTAL] = start[LOSS_TOTAL] + wanted["loss_sum"]
     wanted[COUNT_TOTAL] = start[COUNT_TOTAL] + wanted["count"]
@@ -413,10 +417,11 @@ def _last(before: Module, after: Module, shapes: Shapes) -> Evidence:
 
     def apart(seed: int, lifted: bool, hook: Hook | None = None) -> Tensors:
         inputs, states = given(seed)
-        _, updates = _Run(before, "microbatch", inputs, states, sizes).apart(lifted, hook)
+        made, updates = _Run(before, "microbatch", inputs, states, sizes).apart(lifted, hook)
         states = [{**s, **u} for s, u in zip(states, updates, strict=True)]
         outputs, new = _Run(before, "finish", inputs, states, sizes).apart(lifted)
-        return named([{**u, **n, **o} for u, n, o in zip(updates, new, outputs, strict=True)])
+        besides = [{n: t for n, t in own.items() if n in after.entries[LAST].outputs} for own in made]
+        return named([{**m, **u, **n, **o} for m, u, n, o in zip(besides, updates, new, outputs, strict=True)])
 
     def joined(seed: int, lifted: bool) -> Tensors:
         inputs, states = given(seed)

@@ -54,7 +54,7 @@ class OverlapGradients(Pass):
             LAST, function.nodes[0].id, f"{joined.buckets} messages for reductions of {joined.reduced} tensors"
         )
         updates = (*finish.updates, *(name for name in microbatch.updates if name not in finish.updates))
-        entry = Entry(LAST, LAST, finish.outputs, updates)
+        entry = Entry(LAST, LAST, (*finish.outputs, *microbatch.outputs[2:]), updates)
         return replace(module, entries={**module.entries, LAST: entry}).with_function(function)
 
 
@@ -91,7 +91,10 @@ class _Joined:
         for node in self.finish.nodes:
             self._node(node)
         self.builder.params, self.builder.slots = [*self.microbatch.params, *params], []
-        results = [self._values.get(v, v) for v in self.finish.results]
+        given = len(finish.outputs)
+        results = [self._values.get(v, v) for v in self.finish.results[:given]]
+        results += self.microbatch.results[2 : len(microbatch.outputs)]
+        results += [self._values.get(v, v) for v in self.finish.results[given:]]
         results += [v for n, v in zip(microbatch.updates, made, strict=True) if n not in finish.updates]
         return self.builder.build(results)
 

@@ -17,6 +17,7 @@ from mgraph.ir.graph import Function, Module, Node, State, StateKind, Value
 from mgraph.ir.local import declared_sizes
 from mgraph.ir.mesh import mesh_sizes
 from mgraph.ir.opdef import op_def
+from mgraph.ir.ops.replay import ROUTING
 from mgraph.ir.ops.route import CHOOSING, moe_choices
 from mgraph.ir.torch_bridge import to_torch_dtype
 from mgraph.ir.types import DType, Partial
@@ -144,6 +145,9 @@ def _input(value: Value, shapes: Shapes, source: Any) -> Any:
         return torch.tensor(3, dtype=dtype)
     if value.name == "position_ids":
         return torch.arange(shape[-1], dtype=dtype).expand(shape).contiguous()
+    if value.name == ROUTING:  # of some tokens, distinct experts; the others are the routers'
+        given = torch.rand(shape, generator=source).argsort(-1)
+        return given.where(torch.rand((*shape[:-1], 1), generator=source) < 0.5, -1).to(dtype)
     if value.name == "segment_ids":
         return (torch.arange(shape[-1]) >= shape[-1] // 2).to(dtype).expand(shape).contiguous()
     made = torch.randint(shapes.vocab, shape, generator=source, dtype=dtype)

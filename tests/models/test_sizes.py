@@ -57,7 +57,9 @@ def test_contradictions_are_explained(changes: dict[str, Any], message: str) -> 
 def test_unknown_names_are_explained() -> None:
     with pytest.raises(KeyError, match="dense, gemma3"):
         models.get("mor")
-    with pytest.raises(KeyError, match="tiny, tiny-grouped, tiny-losses, tiny-jitter, demo, 100m"):
+    with pytest.raises(
+        KeyError, match="tiny, tiny-grouped, tiny-losses, tiny-capacity, tiny-jitter, tiny-choice-jitter, demo, 100m"
+    ):
         models.get("moe", "7b")
 
 

@@ -90,12 +90,20 @@ def moe_route(
         logits, bias, top_k=top_k, score=score, groups=groups, top_groups=top_groups, group_best=group_best
     )[-1]
     indices = values.topk(top_k, -1).indices
+    return weighed(logits, indices, score, renormalize, epsilon, scale, dtype), indices
+
+
+def weighed(
+    logits: Tensor, indices: Tensor, score: str, renormalize: bool, epsilon: float, scale: float, dtype: DType
+) -> Tensor:
+    """The weights [T, K] that `moe_route` gives these experts; logits [T, E], indices i64[T, K]."""
     weights = _scores(promote(logits), score).gather(1, indices)
     if score == "softmax_chosen":
         weights = weights.softmax(-1)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + epsilon)
-    return (weights * scale).to(to_torch_dtype(dtype)), indices
+    made: Tensor = (weights * scale).to(to_torch_dtype(dtype))
+    return made
 
 
 def moe_route_grad(

@@ -1,0 +1,119 @@
+"""Recorded decisions in files: what is written is read, and what does not fit is told of."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mgraph.errors import MgraphError
+from mgraph.runtime.routing import INDEX, Recording, Routers, Sizes
+
+ROUTERS = Routers(("layers.0.router", "layers.1.router"), (8, 6), 2)
+SIZES = Sizes(batch=2, seq=5, microbatches=3)
+
+
+def tokens(number: int) -> torch.Tensor:
+    return torch.arange(10).view(2, 5) + number
+
+
+def decisions(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.rand(2, 5, 2, 6, generator=generator).topk(2).indices.to(torch.int16)
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Recording:
+    """Two whole steps."""
+    made = Recording(tmp_path / "decisions", ROUTERS, SIZES)
+    made.begin(resumed=False)
+    for step in (1, 2):
+        for number in range(3):
+            made.write(step, number, tokens(number), decisions(10 * step + number))
+    return made
+
+
+def test_what_is_written_is_read(recording: Recording) -> None:
+    recording.check()
+    recording.check_steps(1, 2)
+    for step in (1, 2):
+        for number in range(3):
+            assert torch.equal(recording.read(step, number, tokens(number)), decisions(10 * step + number))
+    written = load_file(recording.file(2, 1))
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in written.items() if name != "tokens"} == dict.fromkeys(
+        ROUTERS.layers, (torch.uint8, (2, 5, 2))
+    )
+    assert not list(recording.path.rglob("*.unfinished"))
+
+
+def test_many_experts_take_two_bytes(tmp_path: Path) -> None:
+    many = Recording(tmp_path / "many", replace(ROUTERS, experts=(300, 300)), SIZES)
+    many.begin(resumed=False)
+    high = decisions(0) + 290
+    many.write(1, 0, tokens(0), high)
+    assert torch.equal(many.read(1, 0, tokens(0)), high)
+
+
+@pytest.mark.parametrize(
+    ("other", "sizes", "told"),
+    [
+        (replace(ROUTERS, layers=("layers.0.router", "layers.2.router")), SIZES, "layers.1.router was recorded where"),
+        (replace(ROUTERS, layers=("layers.0.router",), experts=(8,)), SIZES, "2 routers were recorded"),
+        (replace(ROUTERS, experts=(8, 7)), SIZES, "layers.1.router was recorded with 6 experts, and has 7"),
+        (replace(ROUTERS, choices=3), SIZES, "2 experts a token, and here are 3"),
+        (ROUTERS, replace(SIZES, batch=4), "2 sequences a microbatch, and here are 4"),
+        (ROUTERS, replace(SIZES, seq=6), "5 tokens a sequence, and here are 6"),
+        (ROUTERS, replace(SIZES, microbatches=4), "3 microbatches a step, and here are 4"),
+    ],
+)
+def test_another_model_or_size_is_told_of(recording: Recording, other: Routers, sizes: Sizes, told: str) -> None:
+    with pytest.raises(MgraphError, match=told):
+        Recording(recording.path, other, sizes).check()
+
+
+def test_missing_steps_and_files_are_told_of(recording: Recording) -> None:
+    with pytest.raises(MgraphError, match="no decisions of step 3"):
+        recording.check_steps(1, 3)
+    recording.file(2, 1).unlink()
+    with pytest.raises(MgraphError, match="no decisions of microbatch 1 of step 2"):
+        recording.check_steps(1, 2)
+    recording.file(1, 2).write_bytes(b"cut off")
+    with pytest.raises(MgraphError, match="decisions of step 1 cannot be read"):
+        recording.read(1, 2, tokens(2))
+
+
+def test_wrong_contents_name_layer_and_step(recording: Recording) -> None:
+    file = recording.file(1, 0)
+    whole = load_file(file)
+    name = ROUTERS.layers[1]
+    for change, told in [
+        ({name: whole[name] + 6}, "layers.1.router at step 1 chose an expert that is none of its 6"),
+        ({name: whole[name][:1].clone()}, r"layers.1.router at step 1 are uint8\[1, 5, 2\]"),
+    ]:
+        save_file({**whole, **change}, file)
+        with pytest.raises(MgraphError, match=told):
+            recording.read(1, 0, tokens(0))
+    save_file({n: t for n, t in whole.items() if n != name}, file)
+    with pytest.raises(MgraphError, match=r"step 1 has no decisions of layers\.1\.router"):
+        recording.read(1, 0, tokens(0))
+    save_file(whole, file)
+    with pytest.raises(MgraphError, match="microbatch 0, are for other"):
+        recording.read(1, 0, tokens(1))
+
+
+def test_nothing_is_written_over(recording: Recording) -> None:
+    with pytest.raises(MgraphError, match="there is something already"):
+        recording.begin(resumed=False)
+    recording.begin(resumed=True)
+    (recording.path / INDEX).write_text(json.dumps({"format": "another"}))
+    with pytest.raises(MgraphError, match="no recorded decisions of a known form"):
+        recording.begin(resumed=True)
+
+
+def test_tokens_without_decisions_are_free() -> None:
+    free = ROUTERS.free(tokens(0))
+    assert free.shape == (2, 5, 2, 2) and free.dtype is torch.int16 and bool((free == -1).all())
