@@ -51,7 +51,7 @@ STEP_TOKENS = 2048
 LONGEST_TEXT = 131072
 """The most tokens of penalised texts that a graph holds."""
 LAUNCH_BYTES = 2048
-"""What the driver keeps of the device's memory for a launch of a graph."""
+"""An estimate of what the driver keeps of the device's memory for a launch of a graph; it was not measured."""
 
 
 @dataclass(frozen=True)
