@@ -137,6 +137,7 @@ def pipeline_text(recipe: Recipe) -> str:
             shard += print_spec("expert-parallel", over) + ","
     schedule = "overlap-experts," if recipe.expert_ranks > 1 else ""
     schedule += "overlap-gradients," if recipe.overlap else ""
+    schedule += "write-gradients," if recipe.one_microbatch else ""
     fuse, graphs = (FUSE, ",cuda-graphs") if recipe.archs else ("", "")
     if recipe.loss_budget:
         fuse = (fuse or "fuse-loss,") + print_spec("chunk-loss", {"budget": recipe.loss_budget}) + ","

@@ -104,6 +104,9 @@ class Recipe:
         "dtype in which gradients are summed over microbatches: fp32, or param, that of their parameter",
         ("fp32", "param"),
     )
+    one_microbatch: bool = option(
+        False, "a step has one microbatch on each data rank, which writes the gradients in place of adding them"
+    )
     target: str = option("h100", "the machine that kernels are chosen for", tuple(TARGET_ARCHS))
     arch: str = option(
         "", "GPU architectures to build kernels for, comma-separated, or none (default: the target's, sm_90a for h100)"
@@ -199,6 +202,11 @@ class Recipe:
         object.__setattr__(self, "offload", ",".join(self.offloaded).replace("activations", f"activations{limit}"))
         if self.offload and self.purpose == "serve":
             raise OptionError("offload is for training", where="--offload", hint="what is served is on the device")
+        if self.one_microbatch and self.overlap:
+            problem = "one_microbatch and overlap do not go together: the last microbatch adds to those before it"
+            raise OptionError(problem, where="--one-microbatch", hint="without --overlap, or without --one-microbatch")
+        if self.one_microbatch and self.purpose == "serve":
+            raise OptionError("one_microbatch is for training", where="--one-microbatch", hint="leave it out")
         if self.lora_train and not self.lora:
             raise OptionError("there is no adapter", where="--lora-train", hint="--lora says which linears get one")
         if (self.recompute == "selective") != bool(self.activation_budget):

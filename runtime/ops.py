@@ -255,6 +255,16 @@ def addmm_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return total.add_(left @ right)
 
 
+def mm_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Write left [M, K] @ right [K, N] over total [M, N], whatever that holds; over an f32 one as `addmm_` adds."""
+    if total.dtype == left.dtype:
+        return torch.mm(left, right, out=total)
+    if total.is_cuda and total.dtype == torch.float32:
+        _aten.mm.dtype_out(left, right, torch.float32, out=total)
+        return total
+    return total.copy_(left @ right)
+
+
 def matmul_add_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Add left [..., K] @ right [K, N] to total [..., N], contiguous, in place."""
     total.view(-1, total.shape[-1]).addmm_(left.reshape(-1, left.shape[-1]), right)

@@ -141,6 +141,11 @@ class Package:
         return layout
 
     @property
+    def one_microbatch(self) -> bool:
+        """Whether a step has one microbatch on each data rank: it writes the gradients in place of adding to them."""
+        return bool(self.manifest.get("one_microbatch", False))
+
+    @property
     def edited(self) -> list[str]:
         """Files whose content is not what the compiler wrote."""
         listed: dict[str, str] = self.manifest["files"]

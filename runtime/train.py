@@ -293,6 +293,11 @@ class Trainer:
                 f"--accumulate {microbatches} microbatches cannot be shared evenly by {num_ranks} data-parallel ranks",
                 hint=f"a multiple of {num_ranks}",
             )
+        if package.one_microbatch and microbatches > num_ranks:
+            raise OptionError(
+                f"--accumulate {microbatches}: a step of this package has one microbatch on each of {num_ranks} ranks",
+                hint=f"--accumulate {num_ranks}, or compile it again without --one-microbatch",
+            )
         # Weights that will be read, of --init or of a checkpoint, need not be drawn.
         given = {s.name for s in model_tensors(package.state_specs)} if options.init is not None else set()
         tokenizer = load_tokenizer(options.tokenizer, package.vocab_size)

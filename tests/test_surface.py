@@ -8,6 +8,7 @@ SURFACE = {
     "compile": "MODEL --for --mesh --dispatch --ep-chunks --place --sequence-parallel/--no-sequence-parallel --pad "
     "--zero "
     "--keep-gathered/--no-keep-gathered --overlap/--no-overlap --wide-sums/--no-wide-sums --precision --grad-dtype "
+    "--one-microbatch/--no-one-microbatch "
     "--target --arch --profile --provider --output/-o --recompute --activation-budget --memory-budget --batch "
     "--seq --offload --chunk-loss --optimizer --weight-decay "
     "--groups --lora --lora-train --beta1 --beta2 --eps --max-norm --expert-bias-rate "

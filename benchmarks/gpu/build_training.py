@@ -24,6 +24,7 @@ def main() -> None:
             max_norm=0.0,  # as the peers: no clipping, no decay
             weight_decay=0.0,
             grad_dtype="param",  # theirs are bf16
+            one_microbatch=True,
             target="h100",
             output=str(Path(directory) / name),
         )

@@ -232,7 +232,9 @@ class FunctionText:
             and absorbable(self._live.inlined[last], node.operands[0])
         ):
             part = self._live.inlined[last]
-            return Written(write_accumulated(self._site(part, index), node.operands[0], self._operand(node, 0)), {0: 0})
+            fresh = bool(node.attrs.get("fresh"))
+            text = write_accumulated(self._site(part, index), node.operands[0], self._operand(node, 0), fresh=fresh)
+            return Written(text, {0: 0})
         return write(self._site(node, index))
 
     def _site(self, node: Node, index: int) -> Site:

@@ -44,6 +44,7 @@ def manifest(
         "mesh": {axis.name: list(axis.of) if axis.of else axis.size or "*" for axis in module.mesh},
         "dims": {dim.name: [dim.minimum, dim.maximum] for dim in module.dims.values() if not dim.ragged},
         "multiples": multiples((fact.text for fact in module.facts), declared_sizes(module)),
+        **({"one_microbatch": True} if any(node.attrs.get("fresh") for _, node in module.walk()) else {}),
         "vocab_size": vocabulary_size(module),
         "inputs": _inputs(module),
         "state": [_state(state, adapters, module.mesh) for state in module.state.values()],

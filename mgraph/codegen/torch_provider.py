@@ -189,9 +189,12 @@ def _widens(part: Node, dtypes: tuple[DType, DType]) -> bool:
     return low and part.op in ("aten.mm.default", *embedding, *_OUTERS)
 
 
-def write_accumulated(part: Site, total: Value, text: str) -> str:
-    """The statement that adds an absorbable node to `total`, which is written `text`."""
+def write_accumulated(part: Site, total: Value, text: str, *, fresh: bool = False) -> str:
+    """The statement that adds an absorbable node to `total`, which is written `text`, or writes it there if `fresh`."""
     operands = ", ".join(part.operands)
+    if fresh:
+        assert part.node.op == "aten.mm.default", f"{part.node!r} is added to totals alone"
+        return f"rt.mm_({text}, {operands})"
     if (kernel := part.kernels.name_of_sum(part.node, total)) is not None:
         return f"K.{kernel}({text}, {operands})" if part.node.op in _OUTERS else _sum_by_token(part, kernel, text)
     if part.node.op in _OUTERS:
@@ -265,6 +268,9 @@ def _grouped_outer(site: Site) -> str:
 
 def _accumulate(site: Site) -> str:
     total, part = site.operands
+    if site.node.attrs.get("fresh"):
+        assert site.node.op.endswith("_"), f"{site.node!r}: a total is written in place"
+        return f"{total}.copy_({part})"
     return f"{total}.add{'_' if site.node.op.endswith('_') else ''}({part})"
 
 

@@ -54,6 +54,7 @@ PASSES: dict[str, str] = {
     # schedule
     "overlap-experts": "mgraph.passes.overlap_experts:OverlapExperts",
     "overlap-gradients": "mgraph.passes.overlap_gradients:OverlapGradients",
+    "write-gradients": "mgraph.passes.write_gradients:WriteGradients",
     "offload": "mgraph.passes.offload:Offload",
     "in-place": "mgraph.passes.in_place:InPlace",
     "cuda-graphs": "mgraph.passes.cuda_graphs:CudaGraphs",

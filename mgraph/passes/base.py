@@ -125,6 +125,8 @@ class Pass:
     provides: ClassVar[frozenset[str]] = frozenset()
     invalidates: ClassVar[frozenset[str]] = frozenset()
     conflicts: ClassVar[frozenset[str]] = frozenset()
+    whole_steps: ClassVar[bool] = False
+    """Whether only whole steps mean what they did: a microbatch and its end, from what the last one left."""
 
     def run(self, module: Module, report: Report) -> Module:
         """The new module; what was done goes into `report`. A module that needs nothing is returned as it is."""

@@ -95,6 +95,11 @@ def check(pass_: Pass, before: Module, after: Module, shapes: Shapes) -> list[Ev
         evidence, covered = _training(pass_, before, after, shapes), {"microbatch", "evaluate", "predict"}
     elif "forward" in before.entries and "step" in new:
         evidence, covered = [_serving(before, after, shapes)], {"step", *SAMPLING}  # each of those is one op
+    elif pass_.whole_steps:
+        evidence, covered = [_whole_step(before, after, shapes)], {"microbatch", "finish"}
+        for entry in sorted(set(after.entries) - covered - new):
+            evidence.append(_same_entry(pass_, before, after, entry, shapes))
+            covered.add(entry)
     elif len(after.mesh) > len(before.mesh):
         evidence, covered = [_spread(before, after, shapes)], set(after.entries)
     else:
@@ -431,6 +436,29 @@ def _last(before: Module, after: Module, shapes: Shapes) -> Evidence:
     seeds = _steady(before, lambda seed, hook: apart(seed, True, hook))
     pair = functools.partial(_pair, apart, joined)
     return judge(LAST, Tier.REASSOCIATING, "the microbatch, then the end of the step", seeds, pair)
+
+
+def _whole_step(before: Module, after: Module, shapes: Shapes) -> Evidence:
+    """A step of one microbatch from cleared accumulators, against one from what those held that are not cleared."""
+    sizes = mesh_of(after)
+    numbers = _data_ranks(after, sizes)
+    function = before.entry_function("microbatch")
+    kept = set(before.entries["finish"].updates) - set(after.entries["finish"].updates)
+
+    def step(module: Module, seed: int, lifted: bool, hook: Hook | None = None) -> Tensors:
+        inputs = [random_inputs(function, shapes, seed, number) for number in numbers]
+        ends = [random_inputs(before.entry_function("finish"), shapes, seed, number) for number in numbers]
+        held = [random_state(before, seed, number) for number in numbers]
+        states = [{**zero_accumulators(before, s), **{n: s[n] for n in kept if module is after}} for s in held]
+        first, updates = _Run(module, "microbatch", inputs, states, sizes).apart(lifted, hook)
+        states = [{**s, **u} for s, u in zip(states, updates, strict=True)]
+        outputs, new = _Run(module, "finish", ends, states, sizes).apart(lifted)
+        made = [{**f, **o, **n} for f, o, n in zip(first, outputs, new, strict=True)]
+        return {f"{n} on rank {r}": t for r, tensors in enumerate(made) for n, t in tensors.items() if n not in kept}
+
+    seeds = _steady(before, lambda seed, hook: step(before, seed, True, hook))
+    pair = functools.partial(_pair, functools.partial(step, before), functools.partial(step, after))
+    return judge("finish", Tier.REASSOCIATING, "whole steps of one microbatch", seeds, pair)
 
 
 def _data_ranks(module: Module, sizes: Mapping[str, int]) -> list[int]:

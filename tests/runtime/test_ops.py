@@ -97,3 +97,13 @@ def test_norm_copies_and_zeros() -> None:
     assert torch.equal(targets[0], tensors[0].bfloat16()) and torch.equal(targets[1], tensors[1])
     rt.zero_(tensors)
     assert not any(t.any() for t in tensors)
+
+
+@pytest.mark.parametrize("total_dtype", [torch.float32, torch.bfloat16])
+def test_mm_writes_over_whatever_is_there(total_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(5, 7, generator=generator).bfloat16() for _ in range(2))
+    total = torch.full((5, 5), float("nan"), dtype=total_dtype)
+    assert rt.mm_(total, left, right.t()) is total
+    assert torch.equal(total, rt.addmm_(torch.zeros(5, 5, dtype=total_dtype), left, right.t()))
+    torch.testing.assert_close(total.double(), left.double() @ right.double().t(), rtol=2**-7, atol=2**-7)

@@ -482,3 +482,13 @@ def test_no_thread_of_the_process_group_outlives_the_run(
     done = trainer(driver, *arguments, processes=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("left: []") == 2, done.stdout
+
+
+def test_a_package_that_writes_gradients_takes_one_microbatch(
+    package_dir: Path, text_file: Path, tmp_path: Path
+) -> None:
+    manifest = package_dir / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "one_microbatch": True}))
+    with pytest.raises(OptionError, match="a step of this package has one microbatch on each of 1 ranks"):
+        train(package_dir, tmp_path / "run", text_file, "--steps", "2", "--accumulate", "2")
+    train(package_dir, tmp_path / "run", text_file, "--steps", "2", "--accumulate", "1")

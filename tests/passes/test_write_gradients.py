@@ -1,0 +1,123 @@
+"""write-gradients: whole steps are equal, each guard broken once, and two steps of the emitted package."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from mgraph.compiler import compile_package
+from mgraph.errors import OptionError, PassError
+from mgraph.ir.graph import Module, Node
+from mgraph.ir.verifier import verify
+from mgraph.passes.base import Report
+from mgraph.passes.data_parallel import DataParallel
+from mgraph.passes.equivalence import Mismatch, check
+from mgraph.passes.overlap_gradients import OverlapGradients
+from mgraph.passes.samples import Shapes
+from mgraph.passes.write_gradients import WriteGradients
+from mgraph.recipe import Recipe
+from mgraph.runtime.package import Package, load_package
+from mgraph.runtime.state import create_state
+from tests.passes.spread import trained
+
+
+@cache
+def before(model: str = "dense-tiny") -> Module:
+    return trained(model)
+
+
+def written(module: Module) -> tuple[Module, Report]:
+    report = Report()
+    after = WriteGradients().run(module, report)
+    verify(after)
+    return after, report
+
+
+def missed(report: Report) -> dict[str, str]:
+    return {miss.node: miss.detail for miss in report.near_misses}
+
+
+@pytest.mark.parametrize("model", ["dense-tiny", pytest.param("moe-tiny", marks=pytest.mark.full)])
+def test_whole_steps_are_equal(model: str) -> None:
+    module = before(model)
+    after, report = written(module)
+    evidence = check(WriteGradients(), module, after, Shapes.of(module))
+    assert "whole steps of one microbatch" in {e.method for e in evidence} and max(e.error for e in evidence) == 0.0
+    grads = {name for name in module.state if name.endswith(".grad")}
+    kept = grads & set(after.entries["finish"].updates)
+    assert kept == set(missed(report)) and report.counts == {"gradients": len(grads - kept)}
+    assert all("adds to parts of it" in why for why in missed(report).values())
+    (zero,) = [node for node in after.entry_function("finish").nodes if node.op == "zero"]
+    assert {v.name for v in zero.operands} == {"acc.loss_sum", "acc.count", *kept}
+
+
+def test_a_sum_that_is_left_would_be_seen() -> None:
+    """The check begins from what the step before left: a reset that is missing shows."""
+    module = before()
+    after, _ = written(module)
+
+    def summed(node: Node) -> Node:
+        return replace(node, attrs={k: v for k, v in node.attrs.items() if k != "fresh"})
+
+    functions = {n: replace(f, nodes=tuple(map(summed, f.nodes))) for n, f in after.functions.items()}
+    with pytest.raises(Mismatch):
+        check(WriteGradients(), module, replace(after, functions=functions), Shapes.of(module))
+
+
+def test_what_is_summed_twice_keeps_its_zeros() -> None:
+    """Of a tied matrix the head's product and the embedding's rows are summed."""
+    after, report = written(before("gemma3-tiny"))
+    assert any("is read" in why for why in missed(report).values()), missed(report)
+    marked = [node for _, node in after.walk() if node.attrs.get("fresh")]
+    assert marked and all(node.op == "accumulate" for node in marked)
+
+
+def test_another_entry_that_sums_is_refused() -> None:
+    module = OverlapGradients().run(DataParallel(size=2).run(before(), Report()), Report())
+    with pytest.raises(PassError, match="summed by another entry"):
+        WriteGradients().run(module, Report())
+    with pytest.raises(OptionError, match="do not go together"):
+        Recipe(model="dense-tiny", overlap=True, one_microbatch=True)
+    with pytest.raises(OptionError, match="is for training"):
+        Recipe(model="dense-tiny", purpose="serve", one_microbatch=True)
+
+
+@pytest.mark.parametrize("grad_dtype", [pytest.param("fp32", marks=pytest.mark.full), "param"])
+def test_steps_of_a_package(grad_dtype: str, tmp_path: Path) -> None:
+    """Two steps, so that the second meets what the first left: all is bitwise as in a package that sums."""
+    made: list[list[torch.Tensor]] = []
+    for one in (False, True):
+        recipe = Recipe(
+            model="dense-tiny",
+            arch="none",
+            mesh="dp=1",
+            precision="bf16",
+            grad_dtype=grad_dtype,
+            one_microbatch=one,
+            output=str(tmp_path / str(one)),
+        )
+        compile_package(recipe)
+        package = load_package(tmp_path / str(one), "cpu")
+        assert package.one_microbatch is one
+        made.append(after_two_steps(package))
+    text = (tmp_path / "True" / "step.py").read_text()
+    assert "rt.mm_(" in text and "rt.addmm_(" not in text
+    assert len(made[0]) == len(made[1])
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+def after_two_steps(package: Package) -> list[torch.Tensor]:
+    """Losses, norms, parameters and moments."""
+    state = create_state(package.state_specs, 0, "cpu")
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(2):
+        tokens = torch.randint(0, package.vocab_size, (2, 17), generator=generator)
+        package.call("microbatch", state, tokens[:, :-1], tokens[:, 1:])
+        ended = package.call("finish", state, torch.tensor(1e-2))
+        found += [ended["loss"], ended["grad_norm"]]
+    return found + [state[s.name] for s in package.state_specs if s.kind in ("param", "master", "moment")]
