@@ -35,6 +35,7 @@ FAMILIES = (
     "attention",
     "embedding",
     "experts",
+    "few_rows",
     "glu",
     "loss",
     "moe",

@@ -1,0 +1,209 @@
+"""Products of a few rows with a weight, as Triton source and torch twin: what decoding spends its time in.
+
+    y = x w^T (+ bias) (+ residual)          x [..., size], w [columns, size], y [..., columns]
+    y = glu(x gate^T, x up^T)                gate, up [columns, size]; the unit as in `glu.py`
+
+summed in f32 and rounded once. With 1 to 16 rows all time goes into reading the weight, so programs are many and small,
+each with enough loads on the way, and x is read by each again: it lies in the L2 cache. A site for one row multiplies
+by elements and sums at the end, which needs no shared memory; one for more goes through the tensor cores, padded to 16
+rows. What a row gives does not depend on how many rows there are. Any number is right in both, and slow past theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mgraph.codegen.triton.glu import Glu, forward_lines
+from mgraph.codegen.triton.kernel import ITEM_BYTES, TRITON_LANGUAGE_DTYPES, Expression, KernelSpec, Launch, TensorSpec
+
+ROWS = 16
+"""Rows of a tile of the tensor cores."""
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """One product: extents, the dtype of all tensors, and what is done with the sums: a `bias` [columns] and a
+    `residual` [..., columns] are added, or the unit `glu` is made of those of two weights."""
+
+    size: int
+    columns: int
+    dtype: str
+    bias: bool = False
+    residual: bool = False
+    glu: Glu | None = None
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the weights."""
+        return ("gate", "up") if self.glu else ("weight",)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """What the site takes."""
+        return ("x", *self.weights, *["bias"] * self.bias, *["residual"] * self.residual)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every row of x and of the weights starts on a 16-byte boundary when the tensor does."""
+        return self.size * ITEM_BYTES[self.dtype] % 16 == 0
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a launch is cut: rows of a program (1, or 16 for the tensor cores), columns, elements of a row at once
+    (powers of two), warps, and stages."""
+
+    rows: int
+    columns: int
+    part: int
+    num_warps: int
+    num_stages: int
+
+
+def one_row_tuning(problem: FewRows) -> Tuning:
+    """8 KB of weights at once a program, of which several share a multiprocessor."""
+    return Tuning(1, 4 // len(problem.weights), 1024, 4, 1)
+
+
+def rows_tuning(problem: FewRows) -> Tuning:
+    """8 columns a warp, as the tensor cores take them, and four parts on the way."""
+    return Tuning(ROWS, 32 // len(problem.weights), 128, 4 // len(problem.weights), 4)
+
+
+def forward(name: str, problem: FewRows, tuning: Tuning | None = None) -> KernelSpec:
+    """The site `y = name(x, weight[, bias][, residual])` or `y = name(x, gate, up)`; without a tuning that for more
+    rows than one."""
+    cut = tuning or rows_tuning(problem)
+    assert cut.rows in (1, ROWS), f"a program takes 1 or {ROWS} rows, not {cut.rows}"
+    source = _one_row_source if cut.rows == 1 else _rows_source
+    vector, row = (problem.columns,), ("*", problem.columns)
+    shapes = {"x": ("*", problem.size), "bias": vector, "residual": row}
+    shapes |= dict.fromkeys(problem.weights, (problem.columns, problem.size))
+    grid: tuple[Expression, ...] = (-(-problem.columns // cut.columns), ("cdiv", "rows", cut.rows))
+    args = (*problem.operands, "y", "rows")
+    return KernelSpec(
+        name=name,
+        source=source(name, problem, cut),
+        twin=_twin(name, problem),
+        inputs=tuple(TensorSpec(operand, problem.dtype, shapes[operand]) for operand in problem.operands),
+        outputs=(TensorSpec("y", problem.dtype, row),),
+        scratch=(),
+        launches=(Launch(name, args, grid, cut.num_warps, cut.num_stages, problem.aligned),),
+    )
+
+
+def _formula(problem: FewRows) -> str:
+    if problem.glu:
+        return f"{problem.glu.act} unit of x gate^T and x up^T"
+    return "x weight^T" + " + bias" * problem.bias + " + residual" * problem.residual
+
+
+def _signature(problem: FewRows) -> str:
+    return ", ".join([*(f"{name}_ptr" for name in (*problem.operands, "y")), "rows"])
+
+
+def _column_lines(problem: FewRows, cut: Tuning) -> list[str]:
+    return [
+        f"column = tl.program_id(0) * {cut.columns} + tl.arange(0, {cut.columns})",
+        *([f"inside = column < {problem.columns}"] if problem.columns % cut.columns else []),
+    ]
+
+
+def _mask(*parts: str) -> str:
+    kept = [part for part in parts if part]
+    return f", mask={' & '.join(kept)}, other=0.0" if kept else ""
+
+
+def _one_row_source(name: str, problem: FewRows, cut: Tuning) -> str:
+    """Columns of the weight lie along the first dim, and parts of a row along the second."""
+    within = "(k < size)[None, :]".replace("size", str(problem.size)) if problem.size % cut.part else ""
+    inside = "inside[:, None]" if problem.columns % cut.columns else ""
+    lines = ["row = tl.program_id(1).to(tl.int64)", *_column_lines(problem, cut)]
+    lines += [f"{w}_sums = tl.zeros([{cut.columns}, {cut.part}], dtype=tl.float32)" for w in problem.weights]
+    lines += [
+        f"element = column.to(tl.int64)[:, None] * {problem.size}",
+        f"for start in tl.range(0, {problem.size}, {cut.part}, num_stages={cut.num_stages}):",
+        f"    k = start + tl.arange(0, {cut.part})",
+        f"    x = tl.load(x_ptr + row * {problem.size} + k{_mask(within.removesuffix('[None, :]'))}).to(tl.float32)",
+    ]
+    for w in problem.weights:
+        load = f'tl.load({w}_ptr + element + k[None, :]{_mask(inside, within)}, eviction_policy="evict_first")'
+        lines += [f"    {w} = {load}", f"    {w}_sums += {w}.to(tl.float32) * x[None, :]"]
+    lines += [f"{w} = tl.sum({w}_sums, axis=1)" for w in problem.weights]
+    masked = ", mask=inside" if inside else ""
+    lines += _end_lines(problem, "column", f"row * {problem.columns} + column", masked, masked)
+    return _function(name, problem, f"One row; {cut.columns} column(s) per program.", lines)
+
+
+def _rows_source(name: str, problem: FewRows, cut: Tuning) -> str:
+    """Rows lie along the first dim, columns of the weight along the second."""
+    within = f"(k < {problem.size})" if problem.size % cut.part else ""
+    inside = "inside[None, :]" if problem.columns % cut.columns else ""
+    exact = ', input_precision="ieee"' if problem.dtype == "f32" else ""
+    x_mask = _mask("(row < rows)[:, None]", f"{within}[None, :]" if within else "")
+    lines = [f"row = tl.program_id(1) * {ROWS} + tl.arange(0, {ROWS})", *_column_lines(problem, cut)]
+    lines += [f"{w} = tl.zeros([{ROWS}, {cut.columns}], dtype=tl.float32)" for w in problem.weights]
+    lines += [
+        f"element = column.to(tl.int64)[None, :] * {problem.size}",
+        f"x_element = row.to(tl.int64)[:, None] * {problem.size}",
+        f"for start in tl.range(0, {problem.size}, {cut.part}, num_stages={cut.num_stages}):",
+        f"    k = start + tl.arange(0, {cut.part})",
+        f"    x = tl.load(x_ptr + x_element + k[None, :]{x_mask})",
+    ]
+    for w in problem.weights:
+        mask = _mask(inside, f"{within}[:, None]" if within else "")
+        load = f'tl.load({w}_ptr + element + k[:, None]{mask}, eviction_policy="evict_first")'
+        lines += [f"    {w}_part = {load}", f"    {w} = tl.dot(x, {w}_part, {w}{exact})"]
+    masks = ["(row < rows)[:, None]", *([inside] if inside else [])]
+    place = f"row.to(tl.int64)[:, None] * {problem.columns} + column[None, :]"
+    masked = ", mask=inside" if inside else ""
+    lines += _end_lines(problem, "column", place, masked, f", mask={' & '.join(masks)}", wide=True)
+    return _function(name, problem, f"{ROWS} rows by {cut.columns} columns per program.", lines)
+
+
+def _end_lines(
+    problem: FewRows, column: str, place: str, column_mask: str, mask: str, *, wide: bool = False
+) -> list[str]:
+    """From sums to what is stored."""
+    lines = [f"place = {place}"]
+    if problem.glu:
+        lines += forward_lines(problem.glu)
+    else:
+        lines.append("y = weight")
+    if problem.bias:
+        lines.append(
+            f"y += tl.load(bias_ptr + {column}{column_mask}).to(tl.float32){'[None, :]' * wide}",
+        )
+    if problem.residual:
+        lines.append(f"y += tl.load(residual_ptr + place{mask}).to(tl.float32)")
+    return [*lines, f"tl.store(y_ptr + place, y.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}){mask})"]
+
+
+def _function(name: str, problem: FewRows, shape: str, lines: list[str]) -> str:
+    body = "".join(f"    {line}\n" for line in lines)
+    return f'''
+@triton.jit
+def {name}({_signature(problem)}):
+    """{shape}
+
+    y = {_formula(problem)}
+    """
+{body}'''
+
+
+def _twin(name: str, problem: FewRows) -> str:
+    def product(weight: str) -> str:
+        return f"torch.nn.functional.linear(x, {weight}{', bias' * problem.bias})"
+
+    if problem.glu:
+        unit = problem.glu
+        options = f', act="{unit.act}"' + f", alpha={unit.alpha!r}" * (unit.act == "quick_gelu")
+        options += f", limit={unit.limit!r}" * bool(unit.limit) + f", offset={unit.offset!r}" * bool(unit.offset)
+        made = f"rt.glu({product('gate')}, {product('up')}{options})"
+    else:
+        made = product("weight") + " + residual" * problem.residual
+    return f'''
+def {name}({", ".join(problem.operands)}):
+    """{_formula(problem)}."""
+    return {made}
+'''

@@ -1,0 +1,94 @@
+"""Products of a few rows: the twins and the kernels in Triton's interpreter, both against float64."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mgraph.codegen.triton import few_rows, reference_text
+from mgraph.codegen.triton.few_rows import FewRows, Tuning
+from mgraph.codegen.triton.glu import Glu
+from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+BOUNDS = {"f32": 2e-6, "bf16": 6e-3, "f16": 5e-4}
+SHAPES: list[tuple[int, ...]] = [(1,), (1, 2), (3,), (2, 8), (17,), (0,)]
+SMALL = {"one": Tuning(1, 4, 64, 1, 1), "more": Tuning(16, 16, 32, 1, 2)}
+LIMITED = Glu(24, 1, "f32", "quick_gelu", limit=1.0, offset=1.0)
+PROBLEMS = {
+    "plain": FewRows(128, 64, "f32"),
+    "odd": FewRows(77, 37, "f32", bias=True, residual=True),
+    "residual": FewRows(96, 40, "f16", residual=True),
+    "bias": FewRows(130, 33, "bf16", bias=True),
+    "silu": FewRows(72, 35, "bf16", glu=Glu(35, 1, "bf16", "silu")),
+    "limited": FewRows(64, 24, "f32", glu=LIMITED),
+}
+
+
+def draw(problem: FewRows, shape: tuple[int, ...], gaps: bool = False) -> tuple[Tensor, ...]:
+    """The inputs of a site; x with gaps between its elements, if asked for."""
+    generator = torch.Generator().manual_seed(problem.size + sum(shape))
+    shapes = {"x": (*shape, problem.size), "bias": (problem.columns,), "residual": (*shape, problem.columns)}
+    made = []
+    for name in problem.operands:
+        extents = shapes.get(name, (problem.columns, problem.size))
+        tensor = torch.randn(*extents, 2, generator=generator).to(DTYPES[problem.dtype])[..., 0]
+        made.append(tensor if gaps and name == "x" else tensor.contiguous())
+    return tuple(made)
+
+
+def exact(problem: FewRows, given: tuple[Tensor, ...]) -> Tensor:
+    """The result in float64, by torch's own functions."""
+    named = dict(zip(problem.operands, (tensor.double() for tensor in given), strict=True))
+    if problem.glu is None:
+        y = functional.linear(named["x"], named["weight"], named.get("bias"))
+        return y + named.get("residual", 0.0)
+    gate, up = (functional.linear(named["x"], named[name]) for name in ("gate", "up"))
+    if problem.glu.limit:
+        gate, up = gate.clamp(max=problem.glu.limit), up.clamp(-problem.glu.limit, problem.glu.limit)
+    alpha = problem.glu.alpha if problem.glu.act == "quick_gelu" else 1.0
+    return gate * torch.sigmoid(alpha * gate) * (up + problem.glu.offset)
+
+
+def check(problem: FewRows, given: tuple[Tensor, ...], found: Tensor, factor: float = 1.0) -> None:
+    """Shape, dtype, and the error in the Frobenius norm."""
+    want = exact(problem, given)
+    assert found.shape == want.shape and found.dtype is DTYPES[problem.dtype]
+    if want.numel():
+        off = float((found.double() - want).norm() / want.norm())
+        assert off <= factor * BOUNDS[problem.dtype], off
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_twins(name: str, shape: tuple[int, ...]) -> None:
+    problem = PROBLEMS[name]
+    twins = types.ModuleType("twins")
+    exec(reference_text([few_rows.forward("product", problem)]), twins.__dict__)
+    given = draw(problem, shape)
+    check(problem, given, twins.product(*given), factor=2.0)  # what is not the last result is rounded, too
+
+
+@pytest.mark.skipif(BROKEN_INTERPRETER, reason="this interpreter and this NumPy do not fit")
+def test_kernels(tmp_path: Path) -> None:
+    sites = [(name, way) for name in PROBLEMS for way in SMALL]
+    specs = [few_rows.forward(f"{way}_{name}", PROBLEMS[name], SMALL[way]) for name, way in sites]
+    named: list[tuple[str, str, tuple[int, ...], bool]] = []
+    named += [(name, way, shape, False) for name, way in sites for shape in ((1,), (3,))]
+    named += [("silu", "more", shape, False) for shape in SHAPES]
+    named += [("odd", "more", (rows,), rows % 2 == 0) for rows in range(4, 18, 3)]
+    cases: list[Case] = [(f"{way}_{name}", draw(PROBLEMS[name], shape, gaps)) for name, way, shape, gaps in named]
+    x, weight = draw(PROBLEMS["plain"], (16,))
+    counts = (16, 1, 5)
+    alone: list[Case] = [(f"{way}_plain", (x[:rows], weight)) for way in SMALL for rows in counts]
+    found = interpret(specs, cases + alone, tmp_path)
+    rest = [results[0] for results, _ in found[len(cases) :]]
+    for index, y in enumerate(rest):  # what a row gives does not depend on how many there are
+        assert torch.equal(y, rest[index - index % len(counts)][: y.shape[0]])
+    for (name, *_), (_, given), (results, _) in zip(named, cases, found[: len(cases)], strict=True):
+        check(PROBLEMS[name], given, results[0])
