@@ -212,7 +212,7 @@ def _layout(item: Mapping[str, Any], arguments: Collection[str]) -> str:
 @dataclass(frozen=True)
 class _Plan:
     """All that follows from the shapes and strides of a call: dims and strides by name, shape and strides of each new
-    tensor, the grid of each launch, and whether the strides are multiples of 16."""
+    tensor, the grid of each launch (empty: it is left out), and whether the strides are multiples of 16."""
 
     dims: Mapping[str, int]
     created: tuple[tuple[Shape, Shape], ...]
@@ -276,7 +276,8 @@ class GpuSite:
             tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         aligned = plan.even and bits % ALIGNMENT == 0  # New tensors always are.
         for launcher, grid in zip(self._launchers, plan.grids, strict=True):
-            launcher.launch(tensors, plan.dims, grid, aligned)
+            if grid:
+                launcher.launch(tensors, plan.dims, grid, aligned)
         results = tuple([tensors[name] for name in self._results])
         return results if len(results) > 1 else results[0]
 
@@ -318,7 +319,10 @@ class GpuSite:
             if (argument := f"{name}_stride_{i}") in arguments
         }
         grids = tuple(
-            (*(evaluate(extent, dims) for extent in launch["grid"]), 1, 1)[:3] for launch in self._entry["launches"]
+            (*(evaluate(extent, dims) for extent in launch["grid"]), 1, 1)[:3]
+            if evaluate(launch.get("when", 1), dims)
+            else ()
+            for launch in self._entry["launches"]
         )
         if max(*dims.values(), *named.values(), 0) > LARGEST_INDEX:
             return f"{max(*dims.values(), *named.values())} is more than a 32-bit integer counts"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu.kernel_case import Case
 from mgraph.codegen.triton import paged_attention
-from mgraph.codegen.triton.paged_attention import PagedAttention, Tuning
+from mgraph.codegen.triton.paged_attention import PagedAttention, Tuning, tunings
 from mgraph.runtime.kernels import DTYPES
 from mgraph.runtime.paged import paged_attention as on_torch
 
@@ -61,7 +61,14 @@ def contiguous(requests: int, new: int, length: int) -> Callable[..., Tensor]:
     return run
 
 
-def case(name: str, problem: PagedAttention, requests: int, new: int, length: int, cut: Tuning | None = None) -> Case:
+def case(
+    name: str,
+    problem: PagedAttention,
+    requests: int,
+    new: int,
+    length: int,
+    cuts: tuple[Tuning, Tuning] | None = None,
+) -> Case:
     """A case; the cache is what must be read."""
     seen = min(length, problem.window + new - 1) if problem.window else length
     item = DTYPES[problem.dtype].itemsize
@@ -69,7 +76,7 @@ def case(name: str, problem: PagedAttention, requests: int, new: int, length: in
     return Case(
         id=name,
         workload=f"{requests} requests, {new} new of {length} tokens, {problem}",
-        spec=paged_attention.forward(name.replace("-", "_"), problem, cut),
+        spec=paged_attention.forward(name.replace("-", "_"), problem, cuts),
         inputs=inputs(problem, requests, new, length),
         reference=reference(problem),
         peers={} if problem.window or problem.sinks else {"sdpa without blocks": contiguous(requests, new, length)},
@@ -90,8 +97,19 @@ CASES = [
     case("A3-window", GPT_OSS, 128, 1, 2048),
     case("A3-chunk-8b", LLAMA_8B, 2, 512, 4096),
 ]
+SINGLES = [Tuning(16, keys, warps, stages) for keys, warps, stages in ((64, 4, 3), (64, 4, 2), (32, 4, 4), (128, 4, 2))]
+CHUNKS = [
+    Tuning(rows, keys, warps, stages)
+    for rows, keys, warps, stages in ((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3))
+]
 TUNINGS = [
-    case(f"A3-{what}-{rows}-{keys}-{warps}", LLAMA_8B, *sizes, Tuning(rows, keys, warps))
-    for what, sizes in (("many", (128, 1, 2048)), ("chunk", (2, 512, 4096)))
-    for rows, keys, warps in ((16, 32, 4), (16, 64, 4), (16, 128, 4), (16, 64, 2), (64, 64, 4), (128, 64, 8))
+    *(
+        case(f"A3-{what}-{cut.keys}-{cut.num_warps}-{cut.num_stages}", LLAMA_8B, *sizes, (cut, tunings(LLAMA_8B)[1]))
+        for what, sizes in (("one", (1, 1, 512)), ("long", (1, 1, 65536)), ("many", (128, 1, 2048)))
+        for cut in SINGLES
+    ),
+    *(
+        case(f"A3-chunk-{cut.rows}-{cut.keys}-{cut.num_stages}", LLAMA_8B, 2, 512, 4096, (tunings(LLAMA_8B)[0], cut))
+        for cut in CHUNKS
+    ),
 ]

@@ -11,7 +11,8 @@ An entry of the manifest's `kernels` list, as `build_kernels` returns it:
     inputs, outputs, scratch    tensors: {name, dtype, shape, strided, like, alias, many}, as in `kernel.py`
     dims      named extents, in order of evaluation
     lists     of a kernel over lists of tensors: {chunk, numbers}
-    launches  in order; each {function, args, grid, num_warps, num_stages, most_registers, binaries}, each binary
+    launches  in order; each {function, args, grid, num_warps, num_stages, most_registers, binaries}, each binary;
+              those that some calls leave out have `when`
         file, symbol          cubin path inside the package, name of the kernel in it
         arch, cuda            `sm_90a`; least CUDA major version of the driver
         alignment             bytes on which every tensor must start
@@ -201,6 +202,8 @@ def _entry(
         del entry["lists"]
     for launch, data in zip(spec.launches, entry["launches"], strict=True):
         del data["aligned"]
+        if data["when"] == 1:
+            del data["when"]
         data["binaries"] = []
         for arch in archs:
             assert module is not None

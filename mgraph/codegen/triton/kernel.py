@@ -90,7 +90,8 @@ class Launch:
     An argument is the name of a tensor (passed as a pointer), of a dim or of a stride (passed as an i32). `aligned`
     says that every row of every tensor starts on a 16-byte boundary if the tensor does and its strides are multiples
     of 16 elements, so that a variant for aligned pointers and strides pays. `most_registers` bounds those of a thread,
-    so that several blocks share a multiprocessor; 0 leaves it to the compiler.
+    so that several blocks share a multiprocessor; 0 leaves it to the compiler. Where `when` is 0, a call leaves the
+    launch out: so a site has several ways to do its work, chosen by shapes.
     """
 
     function: str
@@ -100,6 +101,7 @@ class Launch:
     num_stages: int
     aligned: bool
     most_registers: int = 0
+    when: Expression = 1
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,10 @@ class KernelSpec:
             return tuple(TensorSpec(**{**item, "shape": _frozen(item["shape"])}) for item in data[key])
 
         launches = tuple(
-            Launch(**{**item, "args": tuple(item["args"]), "grid": _frozen(item["grid"])}) for item in data["launches"]
+            Launch(
+                **{**item, "args": tuple(item["args"]), "grid": _frozen(item["grid"]), "when": _frozen(item["when"])}
+            )
+            for item in data["launches"]
         )
         dims = {name: _frozen(value) for name, value in data["dims"].items()}
         lists = data.get("lists")

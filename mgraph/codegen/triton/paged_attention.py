@@ -1,11 +1,12 @@
 """Attention over a paged cache, single new tokens and parts of prompts alike, as Triton source and torch twin.
 
-Two launches. The first cuts the new tokens of each request into tiles of a few tokens times the query heads that read
-one key head, and the keys that a tile sees into `splits` runs; a program takes one run for one tile and key head, walks
-over it through the block table, and leaves sums that are not normalised (Milakov and Gimelshein 2018,
-arXiv:1805.02867): the largest score, the sum of weights, and weights times values, in f32. The second adds the runs of
-each token, and the sink. `splits` follows from shapes alone, as many as fill the GPU where there are few tiles, so that
-a CUDA graph of a bucket keeps it.
+The new tokens of each request are cut into tiles of a few tokens times the query heads that read one key head, and the
+keys that a tile sees into `splits` runs. A program takes one run for one tile and key head, walks over it through the
+block table, and has sums that are not normalised (Milakov and Gimelshein 2018, arXiv:1805.02867): the largest score,
+the sum of weights, and weights times values, in f32. With one run it ends there; else a second launch adds the runs of
+each token, and the sink. Scores are in powers of two. Tiles are low where most requests have a single new token, as
+then reading the cache is all the work, and high where there are chunks of prompts. That choice and `splits`, as many as
+fill the GPU where there are few tiles, follow from shapes alone, so that a CUDA graph of a bucket keeps them.
 
 Tile p belongs to the last request r with starts[r] // tokens + r <= p: each request may waste one tile, and no table of
 tiles is needed. Tokens of no request give 0.
@@ -16,16 +17,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mgraph.codegen.triton.kernel import ITEM_BYTES, TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, TensorSpec
+from mgraph.codegen.triton.kernel import (
+    ITEM_BYTES,
+    TRITON_LANGUAGE_DTYPES,
+    Expression,
+    KernelSpec,
+    Launch,
+    TensorSpec,
+)
 from mgraph.ir.graph import Node, Static
 from mgraph.ir.opdef import op_def
 
-PER_SM = 2
+PER_SM = 4
 """Programs of the first launch that each multiprocessor should have, if need be by splits."""
-MOST_SPLITS = 32
-LEAST_KEYS = 256
+MOST_SPLITS = 128
+LEAST_KEYS = 64
 """A run of keys is not shorter than that, of the longest sequences there may be."""
+SPAN = 32
+"""Runs that are added at once, and starts of requests that are looked at at once."""
 WIDEST = 256
+LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -47,11 +58,12 @@ class PagedAttention:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Rows of a tile (tokens times heads), keys at a time, and warps."""
+    """Rows of a tile (tokens times heads), keys at a time, warps, and steps of the walk that are on the way."""
 
     rows: int
     keys: int
     num_warps: int = 4
+    num_stages: int = 3
 
 
 def problem_of(node: Node) -> PagedAttention | str:
@@ -76,27 +88,30 @@ def problem_of(node: Node) -> PagedAttention | str:
     return PagedAttention(q.dtype.text, heads, groups, width, value_width, block_size, scale, window, softcap, kind)
 
 
-def tuning(problem: PagedAttention) -> Tuning:
-    """Tiles for single tokens: what these cost is reading the cache."""
+def tunings(problem: PagedAttention) -> tuple[Tuning, Tuning]:
+    """Tiles for single tokens, which cost the reading of the cache, and for chunks of prompts."""
     wide = max(_power(problem.width), _power(problem.value_width)) * ITEM_BYTES[problem.dtype]
-    return Tuning(max(16, _power(problem.heads // problem.groups)), 64 if wide <= 256 else 32)
+    least = max(16, _power(problem.heads // problem.groups))
+    single = Tuning(least, 64 if wide <= 256 else 32)
+    if problem.dtype == "f32":
+        return single, Tuning(max(32, least), 32, 4, 2)
+    return single, Tuning(max(128, least), 64, 8, 2) if wide <= 256 else Tuning(max(64, least), 32, 4, 2)
 
 
-def forward(name: str, problem: PagedAttention, cut: Tuning | None = None) -> KernelSpec:
+def forward(name: str, problem: PagedAttention, cuts: tuple[Tuning, Tuning] | None = None) -> KernelSpec:
     """The site `out = name(q, keys, values, starts, lengths, blocks[, sinks])`: out [T, H, E] like q's dtype."""
-    cut = cut or tuning(problem)
-    tokens = _tokens(problem, cut)
+    cuts = cuts or tunings(problem)
     head, value = (problem.heads, problem.width), (problem.heads, problem.value_width)
     sinks = (TensorSpec("sinks", problem.sinks, (problem.heads,)),) if problem.sinks else ()
-    tables = ("starts", "lengths", "blocks")
-    parts = ("q", "keys", "values", *tables, "part", "top", "total", "T", "R", "W", "splits", *_STRIDES)
+    given = ("q", "keys", "values", "starts", "lengths", "blocks", *(s.name for s in sinks))
+    walk = (*given, "part", "top", "total", "out", "T", "R", "W", "splits", *_STRIDES)
     ends = (*(s.name for s in sinks), "starts", "part", "top", "total", "out", "T", "R", "splits")
     aligned = all(width * ITEM_BYTES[problem.dtype] % 16 == 0 for width in (problem.width, problem.value_width))
-    busy = ("cdiv", ("mul", "sms", PER_SM), ("mul", "tiles", problem.groups))
-    longest = ("cdiv", ("mul", "W", problem.block_size), LEAST_KEYS)
+    ways = list(zip(("single", "chunk"), cuts, strict=True))
     return KernelSpec(
         name=name,
-        source=_parts_source(name, problem, cut, parts) + _ends_source(name, problem, ends),
+        source="".join(_walk_source(f"{name}_{way}", problem, cut, walk) for way, cut in ways)
+        + _ends_source(name, problem, ends),
         twin=_twin(name, problem),
         inputs=(
             TensorSpec("q", problem.dtype, ("T", *head), strided=True),
@@ -109,19 +124,45 @@ def forward(name: str, problem: PagedAttention, cut: Tuning | None = None) -> Ke
         ),
         outputs=(TensorSpec("out", problem.dtype, ("T", *value)),),
         scratch=(
-            TensorSpec("part", "f32", ("splits", "T", *value)),
-            TensorSpec("top", "f32", ("splits", "T", problem.heads)),
-            TensorSpec("total", "f32", ("splits", "T", problem.heads)),
+            TensorSpec("part", "f32", ("parts", "T", *value)),
+            TensorSpec("top", "f32", ("parts", "T", problem.heads)),
+            TensorSpec("total", "f32", ("parts", "T", problem.heads)),
         ),
         launches=(
-            Launch(f"{name}_parts", parts, ("tiles", problem.groups, "splits"), cut.num_warps, 2, aligned),
-            Launch(f"{name}_ends", ends, ("T", problem.heads), 1, 1, aligned),
+            *(
+                Launch(
+                    f"{name}_{way}",
+                    walk,
+                    (("add", ("cdiv", "T", _tokens(problem, cut)), "R"), problem.groups, "splits"),
+                    cut.num_warps,
+                    cut.num_stages,
+                    aligned,
+                    when=way,
+                )
+                for way, cut in ways
+            ),
+            Launch(f"{name}_ends", ends, ("T", problem.heads), 4, 1, aligned, when="parts"),
         ),
-        dims={
-            "tiles": ("add", ("cdiv", "T", tokens), "R"),
-            "splits": ("max", 1, ("min", MOST_SPLITS, ("min", busy, longest))),
-        },
+        dims=_dims(problem, cuts),
     )
+
+
+def _dims(problem: PagedAttention, cuts: tuple[Tuning, Tuning]) -> dict[str, Expression]:
+    """`single` or `chunk` is 1: whether there are at most two new tokens a request. `parts` is `splits` if there are
+    several, else 0."""
+    longest: Expression = ("cdiv", ("mul", "W", problem.block_size), LEAST_KEYS)
+
+    def splits(cut: Tuning) -> Expression:
+        tiles: Expression = ("max", "R", ("cdiv", "T", _tokens(problem, cut)))
+        busy: Expression = ("cdiv", ("mul", "sms", PER_SM), ("max", 1, ("mul", tiles, problem.groups)))
+        return ("max", 1, ("min", MOST_SPLITS, ("min", busy, longest)))
+
+    return {
+        "chunk": ("max", 0, ("min", 1, ("add", ("cdiv", "T", ("max", 1, ("mul", "R", 2))), -1))),
+        "single": ("add", 1, ("mul", -1, "chunk")),
+        "splits": ("add", ("mul", "single", splits(cuts[0])), ("mul", "chunk", splits(cuts[1]))),
+        "parts": ("mul", "splits", ("min", 1, ("add", "splits", -1))),
+    }
 
 
 _STRIDES = ("q_stride_0", "q_stride_1")
@@ -130,6 +171,11 @@ _STRIDES = ("q_stride_0", "q_stride_1")
 def _power(number: int) -> int:
     """The least power of two that is not less."""
     return 1 << max(0, number - 1).bit_length()
+
+
+def _padded(width: int) -> int:
+    """The width of a tile, of which a product takes at least 16."""
+    return max(16, _power(width))
 
 
 def _tokens(problem: PagedAttention, cut: Tuning) -> int:
@@ -142,52 +188,106 @@ def _signature(args: tuple[str, ...]) -> str:
     return ", ".join(name if name in numbers else f"{name}_ptr" for name in args)
 
 
-def _score_lines(problem: PagedAttention) -> str:
+def _score_lines(problem: PagedAttention, masked: bool) -> list[str]:
+    """Scores of a tile of keys, as powers of two; all keys are seen unless `masked`."""
     precision = ', input_precision="ieee"' if problem.dtype == "f32" else ""
-    lines = [f"score = tl.dot(q, k{precision}) * {problem.scale!r}"]
+    scale = problem.scale if problem.softcap else problem.scale * LOG2_E
+    lines = [f"score = tl.dot(q, k{precision}) * {scale!r}"]
     if problem.softcap:  # cap * tanh(score / cap), by the exponential of a number that is not positive
         lines += [
             f"bent = tl.exp(-2.0 * tl.abs(score) / {problem.softcap!r})",
-            f"bent = {problem.softcap!r} * (1.0 - bent) / (1.0 + bent)",
+            f"bent = {problem.softcap * LOG2_E!r} * (1.0 - bent) / (1.0 + bent)",
             "score = tl.where(score < 0.0, -bent, bent)",
         ]
-    seen = "inside[None, :] & (key[None, :] <= position[:, None])"
-    if problem.window:
-        seen += f" & (key[None, :] > position[:, None] - {problem.window})"
-    return "\n            ".join([*lines, f'score = tl.where({seen}, score, float("-inf"))'])
+    if masked:
+        seen = "inside[None, :] & (key[None, :] <= position[:, None])"
+        if problem.window:
+            seen += f" & (key[None, :] > position[:, None] - {problem.window})"
+        lines.append(f'score = tl.where({seen}, score, float("-inf"))')
+    return lines
 
 
-def _parts_source(name: str, problem: PagedAttention, cut: Tuning, args: tuple[str, ...]) -> str:
+def _walk_lines(problem: PagedAttention, cut: Tuning, low: str, high: str, masked: bool) -> str:
+    """A loop over keys from `low` to `high`; where it is not `masked`, the latter is whole tiles away."""
+    language = f"tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}"
+    precision = ', input_precision="ieee"' if problem.dtype == "f32" else ""
+    narrow, value_narrow = (width < _padded(width) for width in (problem.width, problem.value_width))
+    k_masks = ["inside[None, :]"] * masked + [f"(wide < {problem.width})[:, None]"] * narrow
+    v_masks = ["inside[:, None]"] * masked + [f"(across < {problem.value_width})[None, :]"] * value_narrow
+
+    def mask(conditions: list[str]) -> str:
+        return f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
+
+    top = ["higher = tl.maximum(top, tl.max(score, 1))"]
+    top += ['finite = tl.where(higher == float("-inf"), 0.0, higher)'] if masked else ["finite = higher"]
+    lines = [
+        "key = place + tl.arange(0, {keys})",
+        *["inside = key < high"] * masked,
+        "table = blocks_ptr + request * W + key // {block_size}",
+        "block = tl.load(table" + ", mask=inside, other=0" * masked + ").to(tl.int64)",
+        "slot = (block * {block_size} + key % {block_size}) * {groups} + group",
+        "k_place = slot[None, :] * {width} + wide[:, None]",
+        f"k = tl.load(keys_ptr + k_place{mask(k_masks)})",
+        *_score_lines(problem, masked),
+        *top,
+        "weight = tl.exp2(score - finite[:, None])",
+        "scale = tl.exp2(top - finite)",
+        "total = total * scale + tl.sum(weight, 1)",
+        "v_place = slot[:, None] * {value_width} + across[None, :]",
+        f"v = tl.load(values_ptr + v_place{mask(v_masks)})",
+        f"part = part * scale[:, None] + tl.dot(weight.to({language}), v{precision})",
+        "top = higher",
+    ]
+    numbers = {"keys": cut.keys, "block_size": problem.block_size, "groups": problem.groups}
+    numbers |= {"width": problem.width, "value_width": problem.value_width}
+    head = f"for place in tl.range({low}, {high}, {cut.keys}):"
+    return "\n        ".join([head, *("    " + line.format(**numbers) for line in lines)])
+
+
+def _walk_source(name: str, problem: PagedAttention, cut: Tuning, args: tuple[str, ...]) -> str:
     repeat, tokens = problem.heads // problem.groups, _tokens(problem, cut)
     language = f"tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}"
-    width, value_width = max(16, _power(problem.width)), max(16, _power(problem.value_width))
+    width, value_width = _padded(problem.width), _padded(problem.value_width)
     lowest = f"tl.maximum(0, length - end + first - {problem.window - 1})" if problem.window else "0"
-    precision = ', input_precision="ieee"' if problem.dtype == "f32" else ""
+    walk = _walk_lines(problem, cut, "low", "high", masked=True)
+    # Masks cost nothing beside the reading of the cache, but much beside products of high tiles.
+    if tokens > 1 and not problem.window:
+        bare = _walk_lines(problem, cut, "low", "seen", masked=False)
+        walk = (
+            f"seen = low + tl.maximum(0, tl.minimum(high, length - end + first + 1) - low) // {cut.keys} * {cut.keys}"
+        )
+        walk += f"\n        {bare}\n        {_walk_lines(problem, cut, 'seen', 'high', masked=True)}"
+    sink = ""
+    if problem.sinks:
+        sink = f"""
+            sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * {LOG2_E!r}
+            higher = tl.maximum(top, sink)
+            total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
+            part = part * tl.exp2(top - higher)[:, None]"""
     return f'''
 @triton.jit
-def {name}_parts(
+def {name}(
     {_signature(args)}
 ):
-    """Sums of a run of keys for a tile of {tokens} token(s) and {repeat} head(s) each: largest score, weights, values.
+    """Attention of a tile of {tokens} token(s) and {repeat} head(s) each, or its sums over a run of keys.
 
     score = {problem.scale!r} * q k
     """
     tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    request = 0
-    beyond = R
-    while beyond - request > 1:
-        middle = (request + beyond) // 2
-        before = tl.load(starts_ptr + middle) // {tokens} + middle <= tile
-        request = tl.where(before, middle, request)
-        beyond = tl.where(before, beyond, middle)
+    request = -1
+    for base in tl.range(0, R, {SPAN}):
+        one = base + tl.arange(0, {SPAN})
+        start = tl.load(starts_ptr + one, mask=one < R, other=1 << 30)
+        request += tl.sum((start // {tokens} + one <= tile).to(tl.int32), 0)
     begin = tl.load(starts_ptr + request)
     end = tl.load(starts_ptr + request + 1)
-    length = tl.load(lengths_ptr + request)
     first = begin + (tile - begin // {tokens} - request) * {tokens}
+    row = tl.arange(0, {cut.rows})
+    head = group * {repeat} + row % {repeat}
+    across = tl.arange(0, {value_width})
     if first < end:
-        row = tl.arange(0, {cut.rows})
+        length = tl.load(lengths_ptr + request)
         token = first + row // {repeat}
-        head = group * {repeat} + row % {repeat}
         real = (token < end) & (row < {tokens * repeat})
         position = length - end + token
         wide = tl.arange(0, {width})
@@ -199,43 +299,36 @@ def {name}_parts(
         run = tl.cdiv(tl.cdiv(last - lowest, splits), {cut.keys}) * {cut.keys}
         low = lowest + split * run
         high = tl.minimum(last, low + run)
-        across = tl.arange(0, {value_width})
         top = tl.full([{cut.rows}], float("-inf"), dtype=tl.float32)
         total = tl.zeros([{cut.rows}], dtype=tl.float32)
         part = tl.zeros([{cut.rows}, {value_width}], dtype=tl.float32)
-        for place in tl.range(low, high, {cut.keys}):
-            key = place + tl.arange(0, {cut.keys})
-            inside = key < high
-            table = blocks_ptr + request * W + key // {problem.block_size}
-            block = tl.load(table, mask=inside, other=0).to(tl.int64)
-            slot = (block * {problem.block_size} + key % {problem.block_size}) * {problem.groups} + group
-            k_inside = inside[None, :] & (wide < {problem.width})[:, None]
-            k = tl.load(keys_ptr + slot[None, :] * {problem.width} + wide[:, None], mask=k_inside, other=0.0)
-            {_score_lines(problem)}
-            higher = tl.maximum(top, tl.max(score, 1))
-            finite = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = tl.exp(score - finite[:, None])
-            scale = tl.exp(top - finite)
-            total = total * scale + tl.sum(weight, 1)
-            v_inside = inside[:, None] & (across < {problem.value_width})[None, :]
-            v_place = slot[:, None] * {problem.value_width} + across[None, :]
-            v = tl.load(values_ptr + v_place, mask=v_inside, other=0.0)
-            part = part * scale[:, None] + tl.dot(weight.to({language}), v{precision})
-            top = higher
-        out = (split.to(tl.int64) * T + token) * {problem.heads} + head
-        tl.store(top_ptr + out, top, mask=real)
-        tl.store(total_ptr + out, total, mask=real)
+        {walk}
+        out = token.to(tl.int64) * {problem.heads} + head
         out_inside = real[:, None] & (across < {problem.value_width})[None, :]
-        tl.store(part_ptr + out[:, None] * {problem.value_width} + across[None, :], part, mask=out_inside)
+        if splits == 1:{sink}
+            out_place = out[:, None] * {problem.value_width} + across[None, :]
+            tl.store(out_ptr + out_place, (part / total[:, None]).to({language}), mask=out_inside)
+        else:
+            out += split.to(tl.int64) * T * {problem.heads}
+            tl.store(top_ptr + out, top, mask=real)
+            tl.store(total_ptr + out, total, mask=real & (low < high))
+            part_place = out[:, None] * {problem.value_width} + across[None, :]
+            tl.store(part_ptr + part_place, part, mask=out_inside & (low < high))
+    elif (request == R - 1) & (splits == 1):  # tokens of no request
+        token = first + end - begin - tl.cdiv(end - begin, {tokens}) * {tokens} + row // {repeat}
+        out = token.to(tl.int64) * {problem.heads} + head
+        nothing = ((token < T) & (row < {tokens * repeat}))[:, None] & (across < {problem.value_width})[None, :]
+        zeros = tl.zeros([{cut.rows}, {value_width}], dtype={language})
+        tl.store(out_ptr + out[:, None] * {problem.value_width} + across[None, :], zeros, mask=nothing)
 
 '''
 
 
 def _ends_source(name: str, problem: PagedAttention, args: tuple[str, ...]) -> str:
-    value_width = max(16, _power(problem.value_width))
-    sink = (
-        "tl.load(sinks_ptr + head).to(tl.float32)" if problem.sinks else "tl.load(total_ptr + row) * 0.0 - float('inf')"
-    )
+    value_width = _padded(problem.value_width)
+    sink = f"tl.load(sinks_ptr + head).to(tl.float32) * {LOG2_E!r}"
+    begin = [f"sink = {sink}", "largest = sink"] if problem.sinks else ['largest = float("-inf")']
+    total = "tl.exp2(sink - largest)" if problem.sinks else "0.0"
     language = f"tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}"
     return f'''
 @triton.jit
@@ -249,19 +342,23 @@ def {name}_ends(
     row = token.to(tl.int64) * {problem.heads} + head
     made = tl.zeros([{value_width}], dtype=tl.float32)
     if token < tl.load(starts_ptr + R):
-        sink = {sink}
-        largest = sink
-        place = row
-        for _ in tl.range(0, splits):
-            largest = tl.maximum(largest, tl.load(top_ptr + place))
-            place += T * {problem.heads}
-        sum = tl.exp(sink - largest)
-        place = row
-        for _ in tl.range(0, splits):
-            scale = tl.exp(tl.load(top_ptr + place) - largest)
-            sum += scale * tl.load(total_ptr + place)
-            made += scale * tl.load(part_ptr + place * {problem.value_width} + across, mask=inside, other=0.0)
-            place += T * {problem.heads}
+        {(chr(10) + "        ").join(begin)}
+        for base in tl.range(0, splits, {SPAN}):
+            run = base + tl.arange(0, {SPAN})
+            place = row + run.to(tl.int64) * T * {problem.heads}
+            tops = tl.load(top_ptr + place, mask=run < splits, other=float("-inf"))
+            largest = tl.maximum(largest, tl.max(tops, 0))
+        sum = {total}
+        for base in tl.range(0, splits, {SPAN}):
+            run = base + tl.arange(0, {SPAN})
+            place = row + run.to(tl.int64) * T * {problem.heads}
+            tops = tl.load(top_ptr + place, mask=run < splits, other=float("-inf"))
+            read = tops > float("-inf")
+            scale = tl.exp2(tops - largest)
+            sum += tl.sum(scale * tl.load(total_ptr + place, mask=read, other=0.0), 0)
+            part_place = place[:, None] * {problem.value_width} + across[None, :]
+            part = tl.load(part_ptr + part_place, mask=read[:, None] & inside[None, :], other=0.0)
+            made += tl.sum(scale[:, None] * part, 0)
         made = made / sum
     tl.store(out_ptr + row * {problem.value_width} + across, made.to({language}), mask=inside)
 '''

@@ -16,28 +16,31 @@ from tests.ir.ops.paged_cases import MIXED, expected, ragged
 from tests.passes.raising import module_of
 
 SCALE = 0.3
-PROBLEMS: dict[str, tuple[PagedAttention, Tuning | None]] = {
+PROBLEMS: dict[str, tuple[PagedAttention, tuple[Tuning, Tuning] | None]] = {
     "plain": (PagedAttention("f32", 4, 2, 8, 8, 4, SCALE), None),
-    "one_group": (PagedAttention("f32", 3, 1, 24, 24, 1, SCALE), Tuning(16, 16)),
-    "window": (PagedAttention("f32", 4, 4, 16, 16, 16, SCALE, window=6), Tuning(16, 16)),
-    "everything": (PagedAttention("f32", 4, 2, 8, 8, 4, SCALE, 7, 1.5, "f32"), Tuning(32, 16)),
+    "one_group": (PagedAttention("f32", 3, 1, 24, 24, 1, SCALE), (Tuning(16, 16), Tuning(32, 16))),
+    "window": (PagedAttention("f32", 4, 4, 16, 16, 16, SCALE, window=6), (Tuning(16, 16), Tuning(16, 16))),
+    "everything": (PagedAttention("f32", 4, 2, 8, 8, 4, SCALE, 7, 1.5, "f32"), (Tuning(16, 32), Tuning(32, 16))),
     "half": (PagedAttention("f16", 8, 2, 32, 32, 4, SCALE, sinks="f16"), None),
 }
 BATCHES = {
-    "mixed": (MIXED, (2, 1)),
-    "single": ([(1, 40), (1, 1), (1, 9)], (0, 0)),
-    "one": ([(1, 70)], (0, 0)),
-    "padding": ([(1, 3)], (3, 3)),
+    "mixed": (MIXED, (2, 1), 1024),
+    "mixed, one run": (MIXED, (9, 2), 0),
+    "single": ([(1, 40), (1, 1), (1, 9)], (0, 0), 1024),
+    "single, one run": ([(1, 40), (1, 1), (1, 9)], (3, 2), 0),
+    "one": ([(1, 70)], (0, 0), 1024),
+    "padding": ([(1, 3)], (3, 3), 1024),
 }
+"""Requests, padding, and for how many rows each table is: wide ones give several runs of keys on three
+multiprocessors, which the interpreter has."""
 
 
 def given(problem: PagedAttention, batch: str) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Inputs of a site, of which nothing that is not read is a number, and what it gives."""
-    requests, padding = BATCHES[batch]
+    requests, padding, rows = BATCHES[batch]
     sizes = {"heads": problem.heads, "groups": problem.groups, "width": problem.width}
     dtype = DTYPES[problem.dtype]
-    # A table wide enough for several splits on the interpreter's three multiprocessors.
-    table = -(-1024 // problem.block_size)
+    table = -(-rows // problem.block_size)
     made = ragged(requests, **sizes, block_size=problem.block_size, padding=padding, table=table, dtype=dtype)
     sinks = torch.linspace(-1, 2, problem.heads).to(dtype) if problem.sinks else None
     wanted = expected(made, SCALE, problem.window or None, problem.softcap or None, sinks)
@@ -84,6 +87,6 @@ def test_problem_of_a_node() -> None:
     (node,) = module_of(GRAPH).functions["f"].nodes
     assert node.op == "paged_attention"
     assert paged_attention.problem_of(node) == PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125)
-    assert paged_attention.tuning(PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125)) == Tuning(16, 64)
+    assert paged_attention.tunings(PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125))[0] == Tuning(16, 64)
     mixed = module_of(GRAPH.replace("%k: bf16", "%k: f32")).functions["f"].nodes[0]
     assert "the cache f32" in str(paged_attention.problem_of(mixed))
