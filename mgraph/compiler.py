@@ -128,12 +128,15 @@ def pipeline_text(recipe: Recipe) -> str:
     specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]
     counted: dict[str, OptionValue] = {"rate": recipe.expert_bias_rate, "report": recipe.expert_load}
     specs += [print_spec("expert-bias", counted)] if recipe.expert_bias_rate or recipe.expert_load else []
+    if recipe.expert_axes() and recipe.expert_budget:
+        specs += [print_spec("expert-budget", {"size": recipe.expert_ranks})]
     derive = ",".join(specs)
     shard = ""
     for axis in (axis for axis in _SHARDING if axis in recipe.mesh_axes()):
         shard += f"{_sharding(recipe, axis)},"
         if axis in recipe.expert_axes()[-1:]:
             over: dict[str, OptionValue] = {"over": recipe.expert_axes(), "gather": recipe.dispatch == "allgather"}
+            over |= {"budget": recipe.expert_budget} if recipe.expert_budget else {}
             shard += print_spec("expert-parallel", over) + ","
     schedule = "overlap-experts," if recipe.expert_ranks > 1 else ""
     schedule += "overlap-gradients," if recipe.overlap else ""

@@ -47,6 +47,7 @@ _OF_AXIS = {
     "pad": "tp",
     "dispatch": "ep",
     "ep_chunks": "ep",
+    "expert_budget": "ep",
 }
 """Fields that say how an axis is used."""
 
@@ -80,6 +81,12 @@ class Recipe:
         "with ep: in how many messages a layer's tokens go, one on its way while the experts work on another; it must "
         "divide --seq-len",
         within=(1, 64),
+    )
+    expert_budget: float = option(
+        0.0,
+        "with ep: a rank has room for this times the rows that it receives in balance; a step that needs more ends the "
+        "run with an error; 0: for all tokens of all ranks",
+        within=(0, 1024),
     )
     place: tuple[str, ...] = option(
         (), "where parameters lie over a mesh axis, instead of as their use says: 'PATTERN|PATTERN: S(1)@tp' or R@tp"

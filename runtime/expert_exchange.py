@@ -6,6 +6,9 @@ device, nor do shapes depend on values: a step may be one CUDA graph.
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import torch
 from torch import Tensor
 
@@ -25,33 +28,49 @@ def expert_places(indices: Tensor, *, num_experts: int, ranks: int) -> Tensor:
     return torch.where(goes > 0, goes.cumsum(0) - 1, -1)
 
 
-def pack_rows(x: Tensor, places: Tensor, *, fill: int = 0) -> Tensor:
-    """The rows that go to each rank, [n*T, N]: those of x [T, N] by their places i64 [T, n], all others `fill`, if
-    anything reads them."""
+def within_room(places: Tensor, *, part: float) -> Tensor:
+    """places i64 [T, n] with -1 for tokens that a rank has no room for: of `part` of T tokens from each rank."""
+    return torch.where(places < _room(places.shape[0], part), places, -1)
+
+
+def places_overrun(places: Tensor, index: int, *, part: float) -> Tensor:
+    """How many tokens of this rank, number `index` of n, find no room, at its place of i64 [n]; 0 elsewhere."""
+    ranks = torch.arange(places.shape[1], device=places.device)
+    return torch.where(ranks == index, (places >= _room(places.shape[0], part)).sum(), 0)
+
+
+def _room(tokens: int, part: float) -> int:
+    return math.ceil(Fraction(str(part)) * tokens)
+
+
+def pack_rows(x: Tensor, places: Tensor, *, fill: int = 0, part: float = 1.0) -> Tensor:
+    """The rows that go to each rank, [n*C, N], where C is T, or `part` of it rounded up: those of x [T, N] by their
+    places i64 [T, n], all others `fill`, if anything reads them."""
     tokens, ranks = places.shape
+    rows = ranks * _room(tokens, part)
     # Which token lies in each row; those that go nowhere share a last one, which is cut off.
-    sources = places.new_full((ranks * tokens + 1,), tokens)
-    sources[_rows(places, ranks * tokens)] = torch.arange(tokens, device=x.device)[:, None].expand(tokens, ranks)
+    sources = places.new_full((rows + 1,), tokens)
+    sources[_rows(places, rows, part)] = torch.arange(tokens, device=x.device)[:, None].expand(tokens, ranks)
     sources = sources[:-1]
     packed = x.index_select(0, sources.clamp(max=tokens - 1))
     return packed.masked_fill_((sources == tokens).view(-1, *[1] * (x.dim() - 1)), fill)
 
 
-def unpack_rows(y: Tensor, places: Tensor) -> Tensor:
-    """The sum of a token's rows over the ranks that it went to, [T, N], in at least f32; y [n*T, N], places [T, n]."""
-    rows = _rows(places, 0)
+def unpack_rows(y: Tensor, places: Tensor, *, part: float = 1.0) -> Tensor:
+    """The sum of a token's rows over the ranks that it went to, [T, N], in at least f32; y [n*C, N], places [T, n]."""
+    rows = _rows(places, 0, part)
     total: Tensor | None = None
     for rank in range(places.shape[1]):
-        part = wide(y.index_select(0, rows[:, rank])).where(places[:, rank, None] >= 0, 0.0)
-        total = part if total is None else total.add_(part)
+        own = wide(y.index_select(0, rows[:, rank])).where(places[:, rank, None] >= 0, 0.0)
+        total = own if total is None else total.add_(own)
     assert total is not None, "a group has a rank"
     return total.to(y.dtype)
 
 
-def _rows(places: Tensor, nowhere: int) -> Tensor:
+def _rows(places: Tensor, nowhere: int, part: float) -> Tensor:
     """The rows that places stand for, i64 [T, n]; `nowhere` for -1."""
     tokens, ranks = places.shape
-    return torch.where(places < 0, nowhere, places + torch.arange(ranks, device=places.device) * tokens)
+    return torch.where(places < 0, nowhere, places + torch.arange(ranks, device=places.device) * _room(tokens, part))
 
 
 def own_choices(indices: Tensor, index: int | Tensor, *, num_experts: int, ranks: int) -> Tensor:

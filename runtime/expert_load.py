@@ -12,6 +12,8 @@ from torch import Tensor
 
 LOADS = "expert_loads"
 """The output of `finish` with the loads of all layers, and the key of the manifest that says whose they are."""
+OVERRUNS = "expert_overruns"
+"""The same for tokens that found no room within a budget."""
 
 
 def expert_loads(loads: Tensor, layers: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, Any]:
@@ -30,6 +32,17 @@ def expert_loads(loads: Tensor, layers: Sequence[Mapping[str, Any]], tokens: int
         taken, chosen = taken + total, chosen + tokens * layer["choices"]
     dropped = 1 - taken / chosen if chosen else 0.0
     return {"expert_load": counts, "expert_imbalance": round(worst, 4), "expert_dropped": round(dropped, 6)}
+
+
+def overrun_text(counts: Tensor, layers: Sequence[Mapping[str, Any]], step: int) -> str:
+    """What is wrong with a step in which tokens found no room, "" where all did; counts i64[sum of ranks] of layers."""
+    found, start, values = [], 0, counts.tolist()
+    for layer in layers:
+        own = values[start : start + layer["ranks"]]
+        start += layer["ranks"]
+        found += [f"{n} of rank {rank} of ep in {layer['layer']}" for rank, n in enumerate(own) if n]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"step {step}: tokens found no room on their way to experts: {', '.join(found[:3])}{more}" if found else ""
 
 
 def load_text(record: Mapping[str, Any]) -> str:

@@ -32,7 +32,7 @@ from mgraph.errors import MgraphError, OptionError, PackageError
 from mgraph.runtime import checkpoint, dropout, mesh, v1
 from mgraph.runtime.corpus import load_corpus
 from mgraph.runtime.data import INPUTS, Batch, Corpus, Position, Stream, validation_batches, whole_rows
-from mgraph.runtime.expert_load import LOADS, expert_loads
+from mgraph.runtime.expert_load import LOADS, OVERRUNS, expert_loads, overrun_text
 from mgraph.runtime.export import check_export
 from mgraph.runtime.handshake import Facts
 from mgraph.runtime.log import Log, Record
@@ -76,6 +76,14 @@ OF_A_MACHINE = ("data", "tokenizer", "chat_template", "threads")
 
 SAME_RUN = ("out", "resume")
 """Options that say where a run is, not how it goes on."""
+
+
+_COUNTS = (LOADS, OVERRUNS)
+"""Outputs of `finish` that are no numbers of a step."""
+
+
+class BudgetError(MgraphError):
+    """Tokens found no room on their way to experts: what the step computed is wrong."""
 
 
 class NonFiniteLossError(MgraphError):
@@ -465,14 +473,26 @@ class Trainer:
         tokens = self.microbatches * self.options.batch_size * self.options.seq_len
         return expert_loads(outputs[LOADS], self.package.manifest[LOADS], tokens) if LOADS in outputs else {}
 
+    def _check_room(self) -> None:
+        """Raises `BudgetError` at a step in which tokens found no room on their way to experts."""
+        for step, _, outputs in self.unread:
+            if OVERRUNS in outputs and (text := overrun_text(outputs[OVERRUNS], self.package.manifest[OVERRUNS], step)):
+                hint = "--resume goes on from the last checkpoint, if there is one"
+                raise BudgetError(text, hint=f"compile with a larger --expert-budget; {hint}")
+
     def report(self) -> None:
         """Read and log the results of the steps since the last report.
 
         Raises `NonFiniteLossError` at a step that was not finite, unless such steps are skipped. An overflow of
         gradients whose loss is scaled is no such step: it is how the scale is found.
         """
+        self._check_room()
         results = [
-            {"step": step, "learning_rate": rate, **{n: value.item() for n, value in outputs.items() if n != LOADS}}
+            {
+                "step": step,
+                "learning_rate": rate,
+                **{name: value.item() for name, value in outputs.items() if name not in _COUNTS},
+            }
             for step, rate, outputs in self.unread
         ]
         tokens = len(results) * self.microbatches * self.options.batch_size * self.options.seq_len

@@ -50,7 +50,7 @@ def manifest(
         "state": [_state(state, adapters, module.mesh) for state in module.state.values()],
         "entries": _entries(module),
         **_routing(module),
-        **_expert_loads(module),
+        **_counts_of_experts(module),
         "weight_layout": list(weight_layout),
         "padded": list(padded),
     }
@@ -120,14 +120,20 @@ def _routing(module: Module) -> dict[str, Any]:
     return {}
 
 
-def _expert_loads(module: Module) -> dict[str, Any]:
-    """Of each layer whose loads `finish` tells: its router, its experts, and how many of them a token chooses."""
-    for node in (node for _, node in module.walk() if node.op == "join_loads"):
-        layers, choices = (cast(tuple[Any, ...], node.attrs[name]) for name in ("layers", "choices"))
-        experts = [load.tensor.shape[0] for load in node.operands]
-        rows = zip(layers, experts, choices, strict=True)
-        return {"expert_loads": [{"layer": n, "experts": e, "choices": k} for n, e, k in rows]}
-    return {}
+def _counts_of_experts(module: Module) -> dict[str, Any]:
+    """Of each layer whose loads, or tokens without room, `finish` tells: its router, how many counts, and how many
+    experts a token chooses, or how many ranks share the experts."""
+    found: dict[str, Any] = {}
+    entry = module.entries.get("finish")
+    nodes = module.functions[entry.function].nodes if entry is not None else ()
+    for node in (node for node in nodes if node.op == "join_loads"):
+        assert entry is not None, "what is told, finish tells"
+        layers, more = (cast(tuple[Any, ...], node.attrs[name]) for name in ("layers", "choices"))
+        rows = zip(layers, (count.tensor.shape[0] for count in node.operands), more, strict=True)
+        output = entry.outputs[module.functions[entry.function].results.index(node.result)]
+        names = ("layer", "experts", "choices") if output == "expert_loads" else ("layer", "counts", "ranks")
+        found[output] = [dict(zip(names, row, strict=True)) for row in rows]
+    return found
 
 
 def _state(state: State, adapters: Mapping[str, Mapping[str, Any]], mesh: Sequence[Axis]) -> dict[str, Any]:

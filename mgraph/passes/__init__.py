@@ -36,6 +36,7 @@ PASSES: dict[str, str] = {
     "recompute": "mgraph.passes.recompute:Recompute",
     "derive-serve": "mgraph.passes.derive_serve:DeriveServe",
     "adamw": "mgraph.passes.adamw:AdamW",
+    "expert-budget": "mgraph.passes.expert_budget:ExpertBudget",
     "expert-bias": "mgraph.passes.expert_bias:ExpertBias",
     # shard
     "data-parallel": "mgraph.passes.data_parallel:DataParallel",

@@ -33,7 +33,7 @@ from mgraph.ir.types import Partial, PendingType, Placement, Shard, TensorType
 from mgraph.passes.autodiff import COUNT_TOTAL, LOSS_TOTAL, accumulator_states
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.calls import callee
-from mgraph.passes.expert_bias import load_states
+from mgraph.passes.counting import count_states
 from mgraph.passes.expert_weights import EXPERTS, GRADIENTS, expert_states
 from mgraph.passes.placing import rules_of
 from mgraph.passes.spreading import Spreader
@@ -69,7 +69,7 @@ class DataParallel(Pass):
 
 def accumulators(module: Module) -> list[str]:
     """The states that add up over microbatches."""
-    counted = [module.state[LOSS_TOTAL], module.state[COUNT_TOTAL], *load_states(module.state)]
+    counted = [module.state[LOSS_TOTAL], module.state[COUNT_TOTAL], *count_states(module.state)]
     return [s.name for s in (*accumulator_states(module.state), *counted)]
 
 

@@ -18,7 +18,9 @@ all ranks, and what comes back is summed on the way:
 
     %x_sent, … = all_gather(%x, …)            %out = reduce_scatter(%combined)
 
-Rows have room for the worst case, all tokens of all ranks on one: R <= ranks * B*S.
+Rows have room for the worst case, all tokens of all ranks on one: R <= ranks * B*S. With a `budget` each rank has room
+for a part of the tokens of each other; `expert-budget` has put `expert_overrun` where tokens are sent, which counts
+those that find no room, so that a run ends with an error where there are any.
 
 The passes of the data axes have placed the weights of experts over them (`mgraph.passes.expert_weights`), and left
 their gradients alone: a rank's experts see the tokens of all ranks, so their sums are whole, and are divided by the
@@ -27,30 +29,33 @@ count of all ranks like those of any other weight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from mgraph.errors import PassError
 from mgraph.ir.builder import FunctionBuilder, rebuild
-from mgraph.ir.dims import as_dim
+from mgraph.ir.dims import Extent, as_dim
 from mgraph.ir.graph import Axis, Function, Module, Node, Value
+from mgraph.ir.ops.expert_exchange import room
 from mgraph.ir.types import DType, TensorType
 from mgraph.passes.base import Pass, Report, Stage, Tier
 
-_SENT, _BACK = "expert_send", "expert_return"
+_SENT, _BACK, OVERRUN = "expert_send", "expert_return", "expert_overrun"
 
 
 @dataclass(frozen=True)
 class ExpertParallel(Pass):
     """Send tokens over the axes of `over`, data axes of the mesh, major first; of several, `axis` names the product.
 
-    `gather`: all tokens go to all ranks.
+    `gather`: all tokens go to all ranks. `budget`: a rank has room for this times the rows that it receives where all
+    ranks receive equally many, each token going to as many ranks as it may; 0: for all tokens.
     """
 
     axis: str = "ep"
     over: tuple[str, ...] = ("ep",)
     gather: bool = False
+    budget: float = 0.0
 
     name: ClassVar[str] = "expert-parallel"
     stage: ClassVar[Stage] = Stage.SHARD
@@ -74,15 +79,30 @@ class ExpertParallel(Pass):
         if ranks == 1:
             return module
         used = {str(n.attrs["rows"]) for _, n in module.walk() if n.op in (_SENT, _BACK)}
+        if self.budget and self.gather:
+            hint = "leave it out, or --dispatch alltoall"
+            raise PassError("a budget is for tokens that go to some ranks alone", "--expert-budget", hint)
+        parts = {rows: self._part(module, rows, ranks) for rows in used}
+        extent = Extent.BUDGET if self.budget else Extent.BOUND
         dims = {
-            n: replace(d, bound=as_dim(ranks * d.bound)) if n in used and d.bound is not None else d
+            n: replace(d, bound=as_dim(ranks * room(d.bound, parts[n])), extent=extent)
+            if n in used and d.bound is not None
+            else d
             for n, d in module.dims.items()
         }
         functions = {}
         for function_name, function in module.functions.items():
             if any(node.op in (_SENT, _BACK) for node in function.nodes):
-                functions[function_name] = _Ways(function, name, ranks, self, report).rewritten()
+                functions[function_name] = _Ways(function, name, ranks, self, report, parts).rewritten()
         return replace(module, mesh=mesh, dims=dims, functions={**module.functions, **functions})
+
+    def _part(self, module: Module, rows: str, ranks: int) -> float:
+        """The part of its tokens for which a rank has room on another; 1.0: all."""
+        if not self.budget:
+            return 1.0
+        sent = [n for _, n in module.walk() if n.op == _SENT and n.attrs["rows"] == rows]
+        choices = max(int(str(n.operands[-1].tensor.shape[1])) for n in sent)
+        return min(1.0, self.budget * min(choices, ranks) / ranks)
 
 
 @dataclass
@@ -94,6 +114,9 @@ class _Ways:
     ranks: int
     options: ExpertParallel
     report: Report
+    parts: Mapping[str, float]
+    """How much of its tokens a rank may send to another, by the ragged dim of what is received."""
+    _all_places: dict[Value, Value] = field(default_factory=dict)
     _places: dict[Value, Value] = field(default_factory=dict)
     _index: Value | None = None
 
@@ -106,6 +129,8 @@ class _Ways:
                     self._send(builder, node)
                 elif node.op == _BACK:
                     self._return(builder, node)
+                elif node.op == OVERRUN:
+                    self._overrun(builder, node)
                 else:
                     builder.keep(node)
         return builder.build(self.source.results)
@@ -123,7 +148,7 @@ class _Ways:
             packed: list[Value] = []
             for value, type_ in zip(sent, types, strict=True):
                 fill = {"fill": -1} if value is indices else {}
-                attrs = {"rows": node.attrs["rows"], **fill}
+                attrs = {"rows": node.attrs["rows"], **fill, **self._room(node)}
                 operands = (value, self._place(builder, node, indices))
                 packed += builder.emit("pack_rows", operands, attrs, types=[type_], names=[f"{value.name}_packed"])
             attrs = {"axis": self.axis, "split_dim": 0, "join_dim": 0}
@@ -132,9 +157,7 @@ class _Ways:
             builder.replace(old, new)
         if choices:
             attrs = {"num_experts": node.attrs["num_experts"], "ranks": self.ranks}
-            if self._index is None:
-                self._index = builder.one("axis_index", axis=self.axis)
-            own = builder.emit("own_choices", (got[-1], self._index), attrs, types=types[-1:], names=["own"])
+            own = builder.emit("own_choices", (got[-1], self._at(builder)), attrs, types=types[-1:], names=["own"])
             builder.replace(got[-1], own[0])
             self.report.match(self.source.name, node.id, f"tokens go to {self.ranks} ranks of {self.axis}")
 
@@ -151,16 +174,43 @@ class _Ways:
             back = builder.emit("all_to_all", tensors, attrs, types=[v.tensor for v in tensors], names=backs)
             places = self._place(builder, node, indices)
             made = [
-                builder.emit("unpack_rows", (value, places), types=[type_], names=[name])[0]
+                builder.emit("unpack_rows", (value, places), self._room(node), types=[type_], names=[name])[0]
                 for value, type_, name in zip(back, types, names, strict=True)
             ]
         for old, new in zip(node.results, made, strict=True):
             builder.replace(old, new)
+
+    def _at(self, builder: FunctionBuilder) -> Value:
+        """The number of this rank."""
+        if self._index is None:
+            self._index = builder.one("axis_index", axis=self.axis)
+        return self._index
+
+    def _room(self, node: Node) -> dict[str, object]:
+        part = self.parts[str(node.attrs["rows"])]
+        return {} if part == 1.0 else {"part": part}
+
+    def _overrun(self, builder: FunctionBuilder, node: Node) -> None:
+        """What finds no room is counted; where all do, nothing is."""
+        attrs = self._room(node)
+        if not attrs or self.options.gather:
+            attrs = {"part": 1.0}
+        self._place(builder, node, builder.value(node.operands[0]))
+        places = self._all_places[builder.value(node.operands[0])]
+        types = [v.tensor for v in node.results]
+        operands = (places, self._at(builder))
+        (made,) = builder.emit("places_overrun", operands, attrs, types=types, names=[node.result.name])
+        builder.replace(node.result, made)
 
     def _place(self, builder: FunctionBuilder, node: Node, indices: Value) -> Value:
         """Where the tokens of these choices lie, made where it is first needed."""
         if indices not in self._places:
             type_ = TensorType(DType.I64, (indices.tensor.shape[0], self.ranks), indices.tensor.placement)
             attrs = {"num_experts": node.attrs["num_experts"], "ranks": self.ranks}
-            self._places[indices] = builder.emit("expert_places", (indices,), attrs, types=[type_], names=["places"])[0]
+            places = builder.emit("expert_places", (indices,), attrs, types=[type_], names=["places"])[0]
+            self._all_places[indices] = self._places[indices] = places
+            if limit := self._room(node):
+                self._places[indices] = builder.emit("within_room", (places,), limit, types=[type_], names=["places"])[
+                    0
+                ]
         return self._places[indices]

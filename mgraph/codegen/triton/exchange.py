@@ -58,6 +58,8 @@ class Exchange:
 
 def problem_of(node: Node) -> Exchange | str:
     """The instance that a node `pack_rows` or `unpack_rows` is, or why there is no kernel for it."""
+    if node.attrs.get("part", 1.0) != 1.0:
+        return "rows have room for a part of the tokens, by a budget; the kernel takes all"
     rows, places = (value.tensor for value in node.operands)
     dtypes = _PACKED if node.op == "pack_rows" else tuple(TRITON_LANGUAGE_DTYPES)
     if rows.dtype.text not in dtypes:

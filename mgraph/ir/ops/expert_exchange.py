@@ -10,15 +10,19 @@ replaces them by the other ops and collectives:
     return    unpack_rows(all_to_all(y), places)
 
 R is a ragged dim. Of the n·T rows that a rank has room for, T for each rank that it receives from, those in use come
-first within the part of each rank; a row that is not in use has no experts, and is read into no result.
+first within the part of each rank; a row that is not in use has no experts, and is read into no result. With a budget
+there is room for a `part` of T only, and what finds none is counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from mgraph.ir.dims import symbol
+import sympy
+
+from mgraph.ir.dims import Dim, as_dim, symbol
 from mgraph.ir.opdef import REQUIRED, GradientRequest, define_op
 from mgraph.ir.ops.cost import per_element, traffic
 from mgraph.ir.ops.numeric import rounded
@@ -122,11 +126,50 @@ def _infer_places(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     return (TensorType(DType.I64, (types[0].shape[0], attrs["ranks"])),)
 
 
-def _pack_rows(x: Tensor, places: Tensor, *, rows: str, fill: int = 0) -> Tensor:
-    """The rows that go to each rank: x [T, N], places i64[T, n] → [n·T, N]; token t lies at d·T + places[t, d] for
-    each rank d that it goes to. All other rows are `fill`; where nothing is said, nothing reads them."""
+def room(tokens: Dim, part: float) -> Dim:
+    """How many of so many tokens one rank may send to another: `part` of them, rounded up. `part` is the decimal it is
+    written as; 1.0: all of them, which always fit."""
+    if part == 1.0:
+        return tokens
+    share = Fraction(str(part))
+    return as_dim(sympy.ceiling(sympy.Rational(share.numerator, share.denominator) * tokens))
+
+
+def _slots(tokens: int, part: float) -> int:
+    return int(str(room(tokens, part)))
+
+
+def _within_room(places: Tensor, *, part: float) -> Tensor:
+    """places i64[T, n] with -1 for tokens that a rank has no room for: of `part` of T tokens from each rank."""
+    return places.where(places < _slots(places.shape[0], part), -1)
+
+
+def _expert_overrun(indices: Tensor, *, num_experts: int, rows: str, ranks: int) -> Tensor:
+    """How many tokens found no room on their way, by the rank that sent them, i64[ranks]: on one rank none.
+
+    indices i64[T, K]. `expert-parallel` makes `places_overrun` of it.
+    """
+    return indices.new_zeros(ranks)
+
+
+def _places_overrun(places: Tensor, index: Tensor, *, part: float) -> Tensor:
+    """How many tokens this rank, number `index` (i64[]) of n, has no room for, at its place of i64[n], and 0 elsewhere.
+
+    places i64[T, n] are those of all tokens.
+    """
+    import torch
+
+    count = (places >= _slots(places.shape[0], part)).sum()
+    ranks = torch.arange(places.shape[1], device=places.device)
+    return torch.where(ranks == index, count, 0)
+
+
+def _pack_rows(x: Tensor, places: Tensor, *, rows: str, fill: int = 0, part: float = 1.0) -> Tensor:
+    """The rows that go to each rank: x [T, N], places i64[T, n] → [n·C, N], where C is T, or `part` of it; token t lies
+    at d·C + places[t, d] for each rank d that it goes to. All other rows are `fill`; where nothing is said,
+    nothing reads them."""
     tokens, ranks = places.shape
-    out = x.new_full((ranks, tokens, *x.shape[1:]), fill)
+    out = x.new_full((ranks, _slots(tokens, part), *x.shape[1:]), fill)
     for rank in range(ranks):
         goes = places[:, rank] >= 0
         out[rank, places[goes, rank]] = x[goes]
@@ -137,13 +180,13 @@ def _infer_pack(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     return (TensorType(types[0].dtype, (symbol(attrs["rows"]), *types[0].shape[1:])),)
 
 
-def _unpack_rows(y: Tensor, places: Tensor) -> Tensor:
-    """The sum over the ranks that token t went to of y[d·T + places[t, d]]: y [n·T, N], places i64[T, n] → [T, N].
+def _unpack_rows(y: Tensor, places: Tensor, *, part: float = 1.0) -> Tensor:
+    """The sum over the ranks that token t went to of y[d·C + places[t, d]]: y [n·C, N], places i64[T, n] → [T, N].
 
     Summed in at least f32.
     """
     tokens, ranks = places.shape
-    parts = promote(y).unflatten(0, (ranks, tokens))
+    parts = promote(y).unflatten(0, (ranks, _slots(tokens, part)))
     total = parts.new_zeros(tokens, *y.shape[1:])
     for rank in range(ranks):
         goes = places[:, rank] >= 0
@@ -184,10 +227,34 @@ define_op(
     flops=per_element(2),
     bytes=traffic,
 )
-define_op("pack_rows", _pack_rows, infer=_infer_pack, attrs={"rows": REQUIRED, "fill": 0}, bytes=traffic)
+define_op("pack_rows", _pack_rows, infer=_infer_pack, attrs={"rows": REQUIRED, "fill": 0, "part": 1.0}, bytes=traffic)
+define_op(
+    "within_room",
+    _within_room,
+    infer=lambda types, attrs: (types[0],),
+    attrs={"part": REQUIRED},
+    flops=per_element(1),
+    bytes=traffic,
+)
+define_op(
+    "expert_overrun",
+    _expert_overrun,
+    infer=lambda types, attrs: (TensorType(DType.I64, (attrs["ranks"],)),),
+    attrs={"num_experts": REQUIRED, "rows": REQUIRED, "ranks": REQUIRED},
+    bytes=traffic,
+)
+define_op(
+    "places_overrun",
+    _places_overrun,
+    infer=lambda types, attrs: (TensorType(DType.I64, (types[0].shape[1],)),),
+    attrs={"part": REQUIRED},
+    flops=per_element(1),
+    bytes=traffic,
+)
 define_op(
     "unpack_rows",
     _unpack_rows,
+    attrs={"part": 1.0},
     infer=lambda types, attrs: (TensorType(types[0].dtype, (types[1].shape[0], *types[0].shape[1:])),),
     flops=per_element(1),
     bytes=traffic,
