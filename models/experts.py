@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from .capacity import clear_tail
 from .config import ModelConfig
+from .custom_router import checked
 from .feed_forward import FeedForward, hidden_units, is_gated
 from .grouped import grouped_linear
 from .layers import output_std
@@ -45,7 +46,7 @@ class Experts(nn.Module):
         super().__init__()
         self.config = config
         width = config.d_model
-        self.router = Router(config)
+        self.router: nn.Module = Router(config)
         self.gate = GroupedLinear(config, width, config.d_ff, config.init_std) if is_gated(config) else None
         self.up = GroupedLinear(config, width, config.d_ff, config.init_std)
         self.down = GroupedLinear(config, config.d_ff, width, output_std(config))
@@ -54,7 +55,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [B, S, N] -> [B, S, N], and the router's loss f32[] if it has one. The weighted sum is made in float32."""
         tokens = x.flatten(0, 1)
-        weights, experts, loss = self.router(tokens)
+        weights, experts, loss = checked(self.router(tokens), self.router, tokens, self.config.num_experts)
         top_k = experts.shape[1]
 
         # One row for each (token, expert) pair, sorted by expert; ends[e] is where the rows of expert e end.

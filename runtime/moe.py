@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mgraph.errors import PackageError
 from mgraph.runtime import te_products
 from mgraph.runtime.ops import wide
 
@@ -131,7 +132,17 @@ def moe_route_grad(
 
 
 def moe_order(indices: Tensor, *, num_experts: int, others: bool = False) -> tuple[Tensor, Tensor]:
-    """Pairs of token and choice by expert, then by token: order i64 [T*K], cumulative ends i32 [E]; indices [T, K]."""
+    """Pairs of token and choice by expert, then by token: order i64 [T*K], cumulative ends i32 [E]; indices [T, K].
+
+    Raises PackageError on the CPU, where a look costs nothing, for the number of an expert that there is not.
+    """
+    if indices.device.type == "cpu" and indices.numel():
+        low, high = (int(number) for number in torch.aminmax(indices))
+        if low < 0 or high > num_experts:  # that one is of no expert here
+            raise PackageError(
+                f"a router chose expert {low if low < 0 else high}, and the experts are 0 to {num_experts - 1}",
+                hint="mend the router of the model, and compile it again",
+            )
     # A GPU sorts byte by byte: two of them take a quarter of the time of eight.
     chosen = indices.flatten().to(torch.int16 if num_experts < 2**15 else torch.int64)
     by_expert, order = chosen.sort(stable=True)

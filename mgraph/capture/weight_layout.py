@@ -56,8 +56,10 @@ def checkpoint_form(module: nn.Module, names: Sequence[str], configuration: str 
 
 
 def _is_zoo(module: nn.Module) -> TypeGuard[Decoder]:
-    """Whether it is a decoder as it is: a class made from it may have other parameters, or compute something else."""
-    return type(module) is Decoder
+    """Whether it is a decoder as it is: a class made from it, or a part of a user's own (a router), may have other
+    parameters, or compute something else."""
+    ours = (f"{Decoder.__module__.rpartition('.')[0]}.", "torch.")
+    return type(module) is Decoder and all(type(part).__module__.startswith(ours) for part in module.modules())
 
 
 def _form_of(module: nn.Module) -> Form | None:

@@ -1,0 +1,68 @@
+"""Routers of a user's own in the place of the zoo's.
+
+A router is a module that is called with the tokens [T, N] of a layer and gives (weights [T, K], experts i64[T, K]), or
+these and a loss f32[] that is added to the model's (a balance, say). K, at most E, is the router's own; weights are of
+any float dtype, and gradients reach the router through them. Experts of a token should differ. Nothing else is asked of
+it: it may have parameters, buffers and noise, and its states keep their own names (`layers.0.ffn.router.…`).
+
+    model = models.get("moe", "tiny")
+    use_router(model, lambda config: CosineRouter(config))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import ModelConfig
+
+Choice = tuple[Tensor, Tensor, Tensor | None]
+_CONTRACT = "expected (weights [T, K], experts i64[T, K]) or these and a loss f32[]"
+
+
+def use_router(model: nn.Module, make: Callable[[ModelConfig], nn.Module]) -> nn.Module:
+    """The model with `make(config)` as the router of every layer that has experts; a router for each.
+
+    Raises ValueError where no layer has experts, TypeError where `make` gives no module.
+    """
+    from .experts import Experts
+
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    if not layers:
+        raise ValueError("no layer of the model has experts, and so a router")
+    for layer in layers:
+        router = make(layer.config)
+        if not isinstance(router, nn.Module):
+            raise TypeError(f"the router is a {type(router).__name__}, expected a module")
+        layer.router = router
+    return model
+
+
+def checked(made: Any, router: nn.Module, tokens: Tensor, num_experts: int) -> Choice:
+    """What a router gave for tokens [T, N], with its loss or None. Raises TypeError or ValueError, which name the
+    router and say what is wrong, where it breaks the contract; the experts themselves are not looked at."""
+    name = f"the router {type(router).__name__}"
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not all(isinstance(t, Tensor) for t in made[:2]):
+        raise TypeError(f"{name} gave {_told(made)}; {_CONTRACT}")
+    weights, experts, *rest = made
+    loss = rest[0] if rest else None
+    if experts.dtype is not torch.int64 or not weights.dtype.is_floating_point:
+        raise TypeError(f"{name} gave {_told(made)}; {_CONTRACT}")
+    if experts.dim() != 2 or weights.shape != experts.shape or experts.shape[0] != tokens.shape[0]:
+        raise ValueError(f"{name} gave {_told(made)} for tokens {list(tokens.shape)}; {_CONTRACT}")
+    if not 1 <= experts.shape[1] <= num_experts:
+        raise ValueError(f"{name} chose {experts.shape[1]} experts a token, expected 1 to {num_experts}")
+    if loss is not None and (not isinstance(loss, Tensor) or loss.dim() or not loss.dtype.is_floating_point):
+        raise ValueError(f"{name} gave the loss {_told(loss)}; {_CONTRACT}")
+    return weights, experts, loss
+
+
+def _told(made: Any) -> str:
+    if isinstance(made, tuple):
+        return f"({', '.join(map(_told, made))})"
+    if isinstance(made, Tensor):
+        return f"{str(made.dtype).removeprefix('torch.')}{list(made.shape)}"
+    return f"a {type(made).__name__}" if made is not None else "None"
