@@ -48,7 +48,7 @@ class ExpertDispatch(Pass):
 
     name: ClassVar[str] = "expert-dispatch"
     stage: ClassVar[Stage] = Stage.DERIVE
-    tier: ClassVar[Tier] = Tier.BITWISE
+    tier: ClassVar[Tier] = Tier.REASSOCIATING  # chunks are other products
     requires: ClassVar[frozenset[str]] = frozenset({"forward"})
     provides: ClassVar[frozenset[str]] = frozenset({"expert-dispatch"})
 
