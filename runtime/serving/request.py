@@ -89,7 +89,8 @@ class Request:
     @property
     def decodes(self) -> bool:
         """Whether its next token is all that it lacks."""
-        return self.computed > 0 and self.length - self.computed == 1 and self.sampled > 0
+        sampled = len(self.output) + self.in_flight
+        return sampled > 0 and 0 < self.computed == len(self.prompt) + sampled - 1
 
     @property
     def complete(self) -> bool:

@@ -78,24 +78,25 @@ class Scheduler:
         works: list[Work] = []
         # Logits are large: those of prompts are of so many rows a step, whatever its tokens.
         self._rows = max(self.max_requests - len(self.running), self.max_requests // 2, 1)
-        writing = [r for r in self.running if r.decodes and not r.complete]
+        writing = {r for r in self.running if r.decodes and not r.complete}
         budget = self.max_tokens - len(writing)
         preempted = False
         for request in list(self.running):
-            if request.status is not Status.RUNNING or request.complete:
+            writes = request in writing
+            if request.status is not Status.RUNNING or (not writes and request.complete):
                 continue  # preempted just now, or waiting for its last results
             if request.needs_known and request.in_flight:
                 continue
-            todo = request.length - request.computed
-            count = 1 if request.decodes else self._rows_allow(request, min(todo, budget, self.chunk))
+            todo = 1 if writes else min(request.length - request.computed, budget, self.chunk)
+            count = 1 if writes else self._rows_allow(request, todo)
             if count == 0:
                 continue
             preempted |= not self._make_room(request, count)
             if request.status is not Status.RUNNING:
                 continue
-            budget -= 0 if request.decodes else count
+            budget -= 0 if writes else count
             works.append(self._work(request, count))
-        if self.waiting and not preempted:
+        if self.waiting and not preempted and len(self.running) < self.max_requests:
             self._admit(works, budget)
         for work in works:
             self._remember(work.request)
@@ -110,6 +111,8 @@ class Scheduler:
     def _make_room(self, request: Request, count: int) -> bool:
         """Get the blocks for `count` more tokens. False: the youngest were sent away for it, this one perhaps too."""
         more = self.pool.needed(request.computed + count) - len(request.blocks)
+        if more <= 0:
+            return True
         enough = True
         while self.pool.available < more and request.status is Status.RUNNING:
             self._preempt(self.running[-1])
