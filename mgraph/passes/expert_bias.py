@@ -96,6 +96,12 @@ class ExpertBias(Pass):
         return module.with_function(builder.build(results))
 
 
+_CHOICES = {"moe_route": 1, "replay_choice": 0, "moe_capacity": 1}
+"""Ops that give the choice of experts, and as which result."""
+_OF_CHOICE = {"replay_choice": 0, "moe_capacity": 1}
+"""Those that make it of another, and which operand that is."""
+
+
 @dataclass
 class _Loads(Counting):
     """Counts how often routers choose each expert; with `every` those without a bias too, for the weight of theirs."""
@@ -108,19 +114,22 @@ class _Loads(Counting):
     suffix: ClassVar[str] = LOAD
 
     def counted(self, builder: FunctionBuilder, function: Function, node: Node) -> tuple[Value, Value] | None:
-        """A router with its choice, or what experts keep of it: what they drop is no load of theirs."""
-        if node.op == "moe_capacity":
-            router = function.producers().get(node.operands[1])
-        elif node.op == "moe_route" and all(n.op != "moe_capacity" for n in function.users().get(node.results[1], [])):
-            router = node
-        else:
+        """A router with its choice, or that which is given instead, or what experts keep of either: what they drop is no
+        load of theirs."""
+        if node.op not in _CHOICES:
             return None
+        choice = node.results[_CHOICES[node.op]]
+        if any(user.op in _OF_CHOICE for user in function.users().get(choice, [])):
+            return None
+        router: Node | None = node
+        while router is not None and router.op in _OF_CHOICE:
+            router = function.producers().get(router.operands[_OF_CHOICE[router.op]])
         if router is None or router.op != "moe_route" or not (self.every or len(router.operands) == 2):
             return None
         owner = self._bias(function, router) if len(router.operands) == 2 else router_weight(function, router)
-        self.choices[owner] = int(str(node.results[1].tensor.shape[1]))
+        self.choices[owner] = int(str(choice.tensor.shape[1]))
         experts = router.operands[0].tensor.shape[1]
-        return owner, builder.one("expert_counts", node.results[1], num_experts=experts)
+        return owner, builder.one("expert_counts", choice, num_experts=experts)
 
     def handed(self, owner: Value, slot: Value, node: Node) -> None:
         """What is handed over as a bias is a buffer, or a slot again."""

@@ -91,6 +91,19 @@ def test_each_rank_records_its_own(mesh: str, tmp_path: Path) -> None:
     assert len(list(Path(kept).rglob("*.safetensors"))) == 3 * 4
 
 
+@pytest.mark.parametrize("model", ["moe-tiny-grouped", "moe-tiny-capacity"])
+def test_the_load_is_that_of_what_is_replayed(model: str, tmp_path: Path) -> None:
+    package = load_package(build(model, tmp_path, replayable_routing=True, expert_load=True).path, "cpu")
+    state = create_state(package.state_specs, 3, "cpu")
+    tokens, labels = torch.randint(0, 256, (2, 2, 8))
+    given = torch.tensor([0, 3], dtype=torch.int16).expand(2, 8, 2, 2)
+    made = package.call("microbatch", state, tokens, labels, given)
+    assert torch.equal(made["routing"], given)
+    loads = [t for n, t in state.items() if n.endswith(".load")]
+    kept = 4 if model.endswith("capacity") else 16
+    assert [t.tolist() for t in loads] == [[kept, 0, 0, kept, 0, 0, 0, 0]] * 2
+
+
 def test_a_package_without_decisions_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     package = build("moe-tiny", tmp_path).path
     with pytest.raises(SystemExit) as end:
