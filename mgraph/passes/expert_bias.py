@@ -114,8 +114,8 @@ class _Loads(Counting):
     suffix: ClassVar[str] = LOAD
 
     def counted(self, builder: FunctionBuilder, function: Function, node: Node) -> tuple[Value, Value] | None:
-        """A router with its choice, or that which is given instead, or what experts keep of either: what they drop is no
-        load of theirs."""
+        """A router with its choice, or what is given instead, or what experts keep of either: what they drop is no load
+        of theirs."""
         if node.op not in _CHOICES:
             return None
         choice = node.results[_CHOICES[node.op]]
