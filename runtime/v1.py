@@ -39,6 +39,7 @@ from mgraph.runtime.expert_exchange import (
 )
 from mgraph.runtime.experts import expert_glu, expert_glu_grad, moe_route_order
 from mgraph.runtime.kernels import kernels
+from mgraph.runtime.linear import linear, linear_glu
 from mgraph.runtime.moe import (
     expert_bias_update_,
     expert_counts,
@@ -157,7 +158,9 @@ __all__ = [
     "layer_norm",
     "layer_norm_grad",
     "likeliest",
+    "linear",
     "linear_cross_entropy_with_grad_",
+    "linear_glu",
     "loss_scale_update",
     "matmul_add_",
     "mm_",

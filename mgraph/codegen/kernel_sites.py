@@ -14,6 +14,7 @@ from mgraph.codegen.triton import (
     embedding_grad,
     exchange,
     expert_glu,
+    few_rows,
     glu,
     grouped,
     grouped_outer,
@@ -87,6 +88,8 @@ ON_GPUS: dict[str, Template] = {
     "linear_cross_entropy_with_grad": Template(
         "cross_entropy", cross_entropy.chunk_problem_of, cross_entropy.forward_backward
     ),
+    "linear": Template("few_rows", few_rows.problem_of, few_rows.forward),
+    "linear_glu": Template("few_rows", few_rows.problem_of, few_rows.forward),
     "moe_combine": Template("moe_combine_fwd", moe_rows.problem_of, moe_rows.combine),
     "moe_combine_grad": Template("moe_combine_bwd", moe_rows.problem_of, moe_rows.combine_grad),
     "moe_dispatch_grad": Template("moe_dispatch_bwd", moe_rows.problem_of, moe_rows.dispatch_grad),

@@ -37,6 +37,7 @@ _FAMILIES = {
     "grouped_matmul_sum": "grouped_matmul",
     "embedding_part_grad": "embedding_grad",
     "linear_cross_entropy_with_grad": "cross_entropy",
+    "linear_glu": "linear",
     "moe_combine": "moe_rows",
     "moe_dispatch": "moe_rows",
     "moe_order": "moe_route",

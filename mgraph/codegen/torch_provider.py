@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -86,6 +86,8 @@ def write(site: Site) -> Written:
         return Written(f"rt.matmul_add_({', '.join([total, *rest])})", {0: 0} if site.overwrite == 0 else {})
     if name == "linear_cross_entropy_with_grad":
         return _linear_cross_entropy(site)
+    if name in ("linear", "linear_glu"):
+        return Written(_linear(site), {})
     if name == "wait":  # of what is reduced in place there is no more to write, and that is not asked for
         return Written(_chosen(site, f"rt.wait({site.operands[0]})"), {})
     if (kernel := site.kernels.name(node)) is not None:
@@ -108,6 +110,24 @@ def _kernel(site: Site, name: str, in_place: dict[int, int]) -> Written:
         if result not in in_place and operand != site.overwrite:
             texts[operand] += ".clone()"
     return Written(f"K.{name}({', '.join(texts)})", in_place)
+
+
+def _linear(site: Site) -> str:
+    """A call of the runtime's op, which takes the kernel for a few rows where there are few. More have their gated unit
+    made by its own kernel."""
+    node = site.node
+    parts = [*site.operands, *(f"{name}={_tuple(site, value)}" for name, value in node.attrs.items())]
+    if (few := site.kernels.name(node)) is not None:
+        parts.append(f"few=K.{few}")
+    if node.op == "linear_glu":
+        glu = replace(node.with_values((node.result, node.result), node.results), op="glu")
+        if (unit := site.kernels.name(glu)) is not None:
+            parts.append(f"unit=K.{unit}")
+    return f"rt.{node.op}({', '.join(parts)})"
+
+
+def _tuple(site: Site, value: Any) -> str:
+    return repr(value) if isinstance(value, tuple) else site.literal(value)
 
 
 def _linear_cross_entropy(site: Site) -> Written:

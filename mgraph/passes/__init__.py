@@ -51,6 +51,7 @@ PASSES: dict[str, str] = {
     "fuse-rope": "mgraph.passes.fuse_rope:FuseRope",
     "fuse-experts": "mgraph.passes.fuse_experts:FuseExperts",
     "fuse-products": "mgraph.passes.fuse_products:FuseProducts",
+    "fuse-linear": "mgraph.passes.fuse_linear:FuseLinear",
     "fuse-regions": "mgraph.passes.fuse_regions:FuseRegions",
     # schedule
     "overlap-experts": "mgraph.passes.overlap_experts:OverlapExperts",

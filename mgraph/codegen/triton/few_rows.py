@@ -11,10 +11,13 @@ rows. What a row gives does not depend on how many rows there are. Any number is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from mgraph.codegen.triton import glu
 from mgraph.codegen.triton.glu import Glu, forward_lines
 from mgraph.codegen.triton.kernel import ITEM_BYTES, TRITON_LANGUAGE_DTYPES, Expression, KernelSpec, Launch, TensorSpec
+from mgraph.ir.graph import Node
 
 ROWS = 16
 """Rows of a tile of the tensor cores."""
@@ -46,6 +49,24 @@ class FewRows:
     def aligned(self) -> bool:
         """Whether every row of x and of the weights starts on a 16-byte boundary when the tensor does."""
         return self.size * ITEM_BYTES[self.dtype] % 16 == 0
+
+
+def problem_of(node: Node) -> FewRows | str:
+    """The instance that a node `linear` or `linear_glu` is, or why there is no kernel for it."""
+    dtypes = {value.tensor.dtype.text for value in node.operands}
+    dtype = node.operands[0].tensor.dtype.text
+    if len(dtypes) > 1:
+        return f"the operands are {' and '.join(sorted(dtypes))}; the kernel takes one dtype"
+    if dtype not in ("bf16", "f16"):
+        return f"the operands are {dtype}; the tensor cores take bf16 and f16"
+    columns, size = node.operands[1].tensor.shape
+    if not isinstance(columns, int) or not isinstance(size, int):
+        return f"the weight is [{columns}, {size}], which are no known numbers"
+    if node.op == "linear":
+        extra: Any = node.attrs.get("extra", ())
+        return FewRows(size, columns, dtype, bias="bias" in extra, residual="residual" in extra)
+    unit = glu.problem_of(replace(node.with_values((node.result, node.result), node.results), op="glu"))
+    return unit if isinstance(unit, str) else FewRows(size, columns, dtype, glu=unit)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,51 @@
+"""Products of rows with weights: by a kernel made for a few rows where there are few, else by torch (cuBLAS).
+
+Which it is follows from the shapes alone, so a CUDA graph of a bucket holds one or the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from mgraph.runtime.ops import glu
+
+MOST_FEW_ROWS = 16
+"""Rows that a kernel for a few takes at once; more are faster with tiles that share what they read."""
+
+Site = Callable[..., Any]
+
+
+def are_few(x: Tensor) -> bool:
+    """Whether x [..., k] has so few rows that a product is read of the weight."""
+    return 0 < x.numel() // max(1, x.shape[-1]) <= MOST_FEW_ROWS
+
+
+def linear(x: Tensor, weight: Tensor, *more: Tensor, extra: tuple[str, ...] = (), few: Site | None = None) -> Tensor:
+    """`x weight^T (+ bias) (+ residual)`: x [..., k], weight [n, k] → [..., n]; `extra` names what follows weight.
+
+    `few` is the kernel site of the same operands that takes a few rows.
+    """
+    if few is not None and are_few(x):
+        made: Tensor = few(x, weight, *more)
+        return made
+    named = dict(zip(extra, more, strict=True))
+    y = F.linear(x, weight, named.get("bias"))
+    return y.add_(named["residual"]) if "residual" in named else y
+
+
+def linear_glu(
+    x: Tensor, gate: Tensor, up: Tensor, *, few: Site | None = None, unit: Site | None = None, **options: Any
+) -> Tensor:
+    """`glu(x gate^T, x up^T)` with the `options` of `glu`: x [..., k], gate and up [f, k] → [..., f].
+
+    `few` is the kernel site of the same operands that takes a few rows, `unit` that of the unit alone, for more.
+    """
+    if few is not None and are_few(x):
+        made: Tensor = few(x, gate, up)
+        return made
+    parts = F.linear(x, gate), F.linear(x, up)
+    return unit(*parts) if unit is not None else glu(*parts, **options)
