@@ -6,9 +6,12 @@ of a layer: C rows in blocks of `block_size`. See `mgraph.runtime.serving.step` 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from mgraph.runtime import invariant
 from mgraph.runtime.attention import attention
 from mgraph.runtime.norm import norm_rope
 from mgraph.runtime.ops import rope
@@ -69,6 +72,9 @@ def paged_attention(
     Request by request, its rows gathered; tokens of no request give 0. The host reads starts and lengths, so on a GPU
     this waits for the device and is in no CUDA graph.
     """
+    if invariant.active():
+        sight = {"scale": scale, "window": window, "softcap": softcap}
+        return _by_position(q, keys, values, starts.tolist(), lengths.tolist(), blocks, sinks, block_size, sight)
     out = q.new_zeros(q.shape[0], q.shape[1], values.shape[2])
     bounds = starts.tolist()
     within = torch.arange(block_size, device=q.device)
@@ -98,4 +104,46 @@ def paged_attention(
             extra=tuple(more),
         )
         out[begin:end] = made[0].transpose(0, 1)
+    return out
+
+
+def _by_position(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: list[int],
+    lengths: list[int],
+    blocks: Tensor,
+    sinks: tuple[Tensor, ...],
+    block_size: int,
+    sight: dict[str, Any],
+) -> Tensor:
+    """`paged_attention` in shapes that follow from a token's position alone: `ROWS` positions of a request at a time,
+    counted from its beginning, each in its row, over the keys up to the last of them. What is not there is 0."""
+    out = q.new_zeros(q.shape[0], q.shape[1], values.shape[2])
+    within = torch.arange(block_size, device=q.device)
+    size, window = invariant.ROWS, sight["window"]
+    with invariant.as_it_is():
+        for request, length in enumerate(lengths):
+            begin, end = starts[request : request + 2]
+            old = length - (end - begin)
+            for first in range(old // size * size, length if end > begin else 0, size):
+                low = 0 if window is None else max(0, first + 1 - window)
+                high = min(first + size, length)
+                table = blocks[request, low // block_size : -(-high // block_size)]
+                held = (table[:, None] * block_size + within).flatten()[low % block_size :][: high - low]
+                seen = []
+                for cache in (keys, values):
+                    rows = cache.new_zeros(first + size - low, *cache.shape[1:])
+                    rows[: high - low] = cache.index_select(0, held)
+                    seen.append(rows.transpose(0, 1)[None])
+                here = max(first, old)
+                queries = q.new_zeros(size, *q.shape[1:])
+                queries[here - first : high - first] = q[begin + here - old : begin + high - old]
+                start = torch.tensor(first - low, device=q.device)
+                extra = ("start", "sinks")[: 1 + len(sinks)]
+                more = start, *sinks
+                given = queries.transpose(0, 1)[None], *seen
+                made, _ = attention(*given, *more, causal=True, extra=extra, **sight)
+                out[begin + here - old : begin + high - old] = made[0].transpose(0, 1)[here - first : high - first]
     return out

@@ -47,6 +47,8 @@ class Settings:
     """The most tokens of a step (0: the package's)."""
     prefix_cache: bool = True
     """Whether what was computed of earlier prompts is used again."""
+    batch_invariant: bool = False
+    """Whether what a request gets has the same bits whatever else is served, and however its prompt is computed."""
     device: str = "auto"
     seed: int = 0
     """Of drawn weights, and of requests that bring none."""
@@ -128,6 +130,7 @@ def open_stepper(package: Path, weights: Path | None, settings: Settings) -> Ste
         max_tokens=settings.step_tokens or found.MAX_TOKENS,
         max_requests=settings.max_requests or found.MAX_REQUESTS,
         mesh=where,
+        batch_invariant=settings.batch_invariant,
     )
     if settings.cache_memory:
         stepper.resize(max(2, int(settings.cache_memory * 2**30 / stepper.block_bytes)))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mgraph.errors import OptionError
 from mgraph.runtime import checkpoint
+from mgraph.runtime.invariant import fixed_shapes
 from mgraph.runtime.mesh import ALONE, Mesh, bind_axes
 from mgraph.runtime.package import Package, State, load_package
 from mgraph.runtime.serving.choices import sampled
@@ -46,7 +47,8 @@ class PackageStepper:
 
     `weights` are a safetensors file or directory, or a training run's directory; None draws the parameters with `seed`.
     `num_blocks` 0 takes what the memory allows. A rank of a `mesh` has its shares of parameters and cache; all ranks
-    then run the same steps. Raises OptionError, PackageError, CheckpointError.
+    then run the same steps. With `batch_invariant` what a request gets has the same bits whatever else is in a step
+    (`runtime/invariant.py`). Raises OptionError, PackageError, CheckpointError.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class PackageStepper:
         jit: bool = False,
         cuda_graphs: bool = True,
         mesh: Mesh = ALONE,
+        batch_invariant: bool = False,
     ) -> None:
         self.device, self.mesh = torch.device(device), mesh
         loaded = package if isinstance(package, Package) else load_serving(package, self.device, strict, jit)
@@ -77,6 +80,7 @@ class PackageStepper:
         self.asynchronous = self.device.type == "cuda"
         self.package: Package = loaded
         self.state = _parameters(loaded, weights, seed, self.device, mesh)
+        self._batch_invariant = batch_invariant
         self._last: Tensor | None = None
         self._caches = caches
         self.block_bytes = sum(math.prod(s.share(mesh).shape) * s.dtype.itemsize for s in caches)
@@ -86,6 +90,8 @@ class PackageStepper:
         self._steps = 0
         self.num_blocks = 0
         self.resize(num_blocks or min(mesh.gather(self._blocks_that_fit(self.block_bytes))))
+        if batch_invariant:
+            self._prove_invariant()
 
     def resize(self, num_blocks: int) -> None:
         """Give the cache another number of blocks, all empty."""
@@ -152,7 +158,22 @@ class PackageStepper:
         return self._sample(logits, sampling)
 
     def _call(self, entry: str, *inputs: Tensor) -> Sequence[Tensor]:
-        return list(self.package.call(entry, self.state, *inputs).values())
+        with fixed_shapes(self._batch_invariant):
+            return list(self.package.call(entry, self.state, *inputs).values())
+
+    def _prove_invariant(self) -> None:
+        """Run a step of one token, which belongs to no request, so that an op whose results depend on the batch is
+        refused at start-up. Raises OptionError, PackageError."""
+        if self.device.type != "cpu" or self.mesh.world_size > 1:
+            kernels = "kernels of a GPU divide work by the size of a step"
+            where = kernels if self.device.type != "cpu" else "the order of sums of several ranks follows its size"
+            raise OptionError(f"batch invariance is for the CPU and one rank: {where}", hint="--device cpu, without tp")
+        i64, i32 = torch.int64, torch.int32
+        width = -(-self.max_length // self.block_size)
+        inputs = [torch.zeros(1, dtype=i64), torch.zeros(1, dtype=i64), torch.zeros(1, dtype=i64)]
+        inputs += [torch.tensor([0, 1], dtype=i32), torch.ones(1, dtype=i32), torch.zeros(1, width, dtype=i32)]
+        with torch.no_grad():
+            self._call("step", *inputs, torch.zeros(1, dtype=i64))
 
     def _sample(self, logits: Tensor, sampling: Sampling) -> Sequence[Tensor]:
         return sampled(self._call, logits, sampling, self._on_device, self._known)

@@ -73,6 +73,10 @@ class ServeOptions(Settings):
     no_prefix_cache: bool = field(
         default=False, metadata=about("compute every prompt anew, even one that begins like an earlier one")
     )
+    batch_invariant: bool = field(
+        default=False,
+        metadata=about("give each request the same bits whatever else is served; slow, and on the CPU alone"),
+    )
     max_queue: int = field(
         default=1024, metadata=about("sequences under way or waiting; more are refused with 429", low=1)
     )
