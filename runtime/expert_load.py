@@ -12,6 +12,8 @@ from torch import Tensor
 
 LOADS = "expert_loads"
 """The output of `finish` with the loads of all layers, and the key of the manifest that says whose they are."""
+OVERRUN = ".overrun"
+"""The end of the names of states in which the device counts them."""
 OVERRUNS = "expert_overruns"
 """The same for tokens that found no room within a budget."""
 

@@ -32,7 +32,7 @@ from mgraph.errors import MgraphError, OptionError, PackageError
 from mgraph.runtime import checkpoint, dropout, mesh, v1
 from mgraph.runtime.corpus import load_corpus
 from mgraph.runtime.data import INPUTS, Batch, Corpus, Position, Stream, validation_batches, whole_rows
-from mgraph.runtime.expert_load import LOADS, OVERRUNS, expert_loads, overrun_text
+from mgraph.runtime.expert_load import LOADS, OVERRUN, OVERRUNS, expert_loads, overrun_text
 from mgraph.runtime.export import check_export
 from mgraph.runtime.handshake import Facts
 from mgraph.runtime.log import Log, Record
@@ -523,6 +523,10 @@ class Trainer:
         for axis in DATA_AXES:
             v1.all_reduce([total], axis)
         loss, count = total.tolist()
+        lost = sum(int(t.sum()) for name, t in self.state.items() if name.endswith(OVERRUN))
+        if self.mesh.largest(lost):
+            text = f"step {self.step}: tokens of the evaluation found no room on their way to experts"
+            raise BudgetError(text, hint="compile with a larger --expert-budget")
         self.validation_loss = loss / count
         self.mesh.together(
             lambda: self.log.validation(self.step, self.validation_loss) if self.log is not None else None

@@ -37,6 +37,7 @@ class Counting:
     report: Report
     done: dict[str, Function] = field(default_factory=dict)
     _counts: dict[str, dict[Value, Value]] = field(default_factory=dict)
+    _states: dict[str, Value] = field(default_factory=dict)
 
     suffix: ClassVar[str]
 
@@ -47,18 +48,21 @@ class Counting:
     def handed(self, owner: Value, slot: Value, node: Node) -> None:
         """Called for what a call hands over for a slot that counts belong to."""
 
-    def everywhere(self, entry: str) -> tuple[Module, dict[Value, Value]]:
-        """The module whose entry counts, and the counts by what they belong to."""
-        function, counts = self.function(self.module.entry_function(entry))
-        declared = {count.name: _declared(count) for count in counts.values()}
-        changed = replace(self.module.entries[entry], updates=(*self.module.entries[entry].updates, *declared))
-        module = replace(
-            self.module,
-            state={**self.module.state, **declared},
-            entries={**self.module.entries, entry: changed},
-            functions={**self.module.functions, **self.done, function.name: function},
-        )
-        return module, counts
+    def everywhere(self, *entries: str) -> tuple[Module, dict[Value, Value]]:
+        """The module whose entries count, and the counts by what they belong to."""
+        module, found = self.module, dict[Value, Value]()
+        for name in entries:
+            function, counts = self.function(self.module.entry_function(name))
+            found |= counts
+            declared = {count.name: _declared(count) for count in counts.values()}
+            entry = replace(module.entries[name], updates=(*module.entries[name].updates, *declared))
+            module = replace(
+                module,
+                state={**module.state, **declared},
+                entries={**module.entries, name: entry},
+                functions={**module.functions, **self.done, function.name: function},
+            )
+        return module, found
 
     def function(self, function: Function) -> tuple[Function, dict[Value, Value]]:
         """The function, and the counts that it now takes by what they belong to: states in an entry, else slots."""
@@ -109,7 +113,8 @@ class Counting:
         """The count of an owner: a state of a state, a slot of a slot."""
         if owner not in counts:
             name = f"{owner.name}{self.suffix}"
-            counts[owner] = Value(name if owner.is_state else builder.fresh(name), type_, is_state=owner.is_state)
+            made = Value(name if owner.is_state else builder.fresh(name), type_, is_state=owner.is_state)
+            counts[owner] = self._states.setdefault(name, made) if owner.is_state else made
         return counts[owner]
 
 

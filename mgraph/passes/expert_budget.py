@@ -43,8 +43,9 @@ class ExpertBudget(Pass):
         return replace(self, size=min(self.size, 2))
 
     def run(self, module: Module, report: Report) -> Module:
-        """Count in `microbatch`, tell in `finish`."""
-        module, counts = _Overruns(module, self.name, report, size=self.size).everywhere("microbatch")
+        """Count in all entries that send tokens; `finish` tells what came before it."""
+        entries = [name for name in ("microbatch", "evaluate", "predict") if name in module.entries]
+        module, counts = _Overruns(module, self.name, report, size=self.size).everywhere(*entries)
         finish, outer = module.entry_function("finish"), len(module.entries["finish"].outputs)
         builder = rebuild(finish, self.name)
         builder.phase, builder.origin = Phase.OPTIMIZER, finish.nodes[0].origin

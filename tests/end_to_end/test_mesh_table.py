@@ -134,11 +134,11 @@ EXPERTS: list[tuple[str, str, dict[str, Any]]] = [
     ("limited-weight", "ep=2", FUSED),
     ("limited-weight", "fsdp=2,tp=2", {}),
     *[
-        (model, mesh, {"expert_budget": 1.5 if "fsdp" in mesh else 2.5})
+        (model, mesh, {"expert_budget": 1.9 if mesh == "ep=4" else 0.98})
         for model in ("moe-tiny-losses", "limited-weight")
         for mesh in ("ep=2", "ep=4", "fsdp=2,ep=fsdp")
     ],
-    ("moe-tiny-losses", "ep=4,tp=2", {"expert_budget": 3.0, "ep_chunks": 2, "recompute": "full"}),
+    ("moe-tiny-losses", "ep=4,tp=2", {"expert_budget": 1.9, "ep_chunks": 2, "recompute": "full"}),
     ("moe-tiny-capacity", "ep=2", {}),
     ("moe-tiny-capacity", "dp=2,ep=2", {"expert_load": True, "overlap": True}),
     ("limited-weight", "fsdp=2,tp=2,ep=fsdp", {"expert_load": True, "zero": 1, "expert_bias_rate": 0.01}),
