@@ -145,8 +145,11 @@ def main() -> None:
     workload = f"{options.package.name} B{options.batch_size} S{options.seq_len}"
     row: dict[str, Any] = {"id": "start-up", "workload": workload}
     variant = ("cold" if options.cold else "warm") + ", plain" * options.plain
-    card = {"variant": variant, "date": datetime.date.today().isoformat()}
-    row |= {**card, "seconds": sum(seconds.values()), "phases": seconds}
+    import torch  # not before: it is among what is measured
+
+    card = {"card": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
+    row |= {"variant": variant, "seconds": sum(seconds.values()), "phases": seconds}
+    row |= {**card, "date": datetime.date.today().isoformat()}
     with options.results.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     for name, value in {**seconds, "in all": row["seconds"]}.items():
