@@ -13,15 +13,15 @@ from torch import Tensor
 
 from mgraph.runtime.ops import glu
 
-MOST_FEW_ROWS = 16
-"""Rows that a kernel for a few takes at once; more are faster with tiles that share what they read."""
+MOST_ROWS, MOST_UNIT_ROWS = 1, 16
+"""Rows up to which the kernel for a few is the faster one on an H200: of a product, and of a gated unit of two."""
 
 Site = Callable[..., Any]
 
 
-def are_few(x: Tensor) -> bool:
-    """Whether x [..., k] has so few rows that a product is read of the weight."""
-    return 0 < x.numel() // max(1, x.shape[-1]) <= MOST_FEW_ROWS
+def are_few(x: Tensor, most: int) -> bool:
+    """Whether x [..., k] has rows, and at most so many."""
+    return 0 < x.numel() // max(1, x.shape[-1]) <= most
 
 
 def linear(x: Tensor, weight: Tensor, *more: Tensor, extra: tuple[str, ...] = (), few: Site | None = None) -> Tensor:
@@ -29,7 +29,7 @@ def linear(x: Tensor, weight: Tensor, *more: Tensor, extra: tuple[str, ...] = ()
 
     `few` is the kernel site of the same operands that takes a few rows.
     """
-    if few is not None and are_few(x):
+    if few is not None and are_few(x, MOST_ROWS):
         made: Tensor = few(x, weight, *more)
         return made
     named = dict(zip(extra, more, strict=True))
@@ -44,7 +44,7 @@ def linear_glu(
 
     `few` is the kernel site of the same operands that takes a few rows, `unit` that of the unit alone, for more.
     """
-    if few is not None and are_few(x):
+    if few is not None and are_few(x, MOST_UNIT_ROWS):
         made: Tensor = few(x, gate, up)
         return made
     parts = F.linear(x, gate), F.linear(x, up)

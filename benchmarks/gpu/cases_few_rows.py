@@ -19,6 +19,11 @@ from mgraph.codegen.triton.few_rows import FewRows, Tuning
 from mgraph.codegen.triton.glu import Glu
 from mgraph.runtime.kernels import DTYPES
 
+_ONE = [Tuning(1, *cut) for cut in ((2, 1024, 4, 1), (4, 1024, 4, 1), (4, 512, 4, 3), (8, 512, 4, 1), (1, 2048, 4, 1))]
+_MORE = [
+    Tuning(16, *cut) for cut in ((16, 256, 2, 4), (32, 128, 4, 4), (32, 256, 4, 4), (16, 512, 2, 3), (64, 128, 4, 4))
+]
+
 
 def inputs(problem: FewRows, rows: int) -> Callable[[torch.device], tuple[Tensor, ...]]:
     """A few rows and weights of such a size that the results are about 1."""
@@ -47,13 +52,13 @@ def plain(problem: FewRows) -> Callable[..., tuple[Tensor, ...]]:
 
 def case(name: str, problem: FewRows, rows: int, cut: Tuning | None = None) -> Case:
     """A case; the weights are read once."""
-    cut = cut or (few_rows.one_row_tuning(problem) if rows == 1 else few_rows.rows_tuning(problem))
+    cuts = (cut,) if cut else (few_rows.tunings(problem) if rows == 1 or problem.glu else (_MORE[1],))
     elements = len(problem.weights) * problem.columns * problem.size
     elements += rows * (problem.size + problem.columns * (1 + problem.residual))
     return Case(
         id=f"G1-{name}-{rows}",
         workload=f"{rows} rows, {problem}",
-        spec=few_rows.forward(name.replace("-", "_"), problem, cut),
+        spec=few_rows.forward(name.replace("-", "_"), problem, *cuts),
         inputs=inputs(problem, rows),
         reference=plain(problem),
         peers={"torch": plain(problem)},
@@ -80,10 +85,6 @@ PROBLEMS = {
 }
 CASES = [case(name, problem, rows) for rows in (1, 4, 16) for name, problem in PROBLEMS.items()]
 
-_ONE = [Tuning(1, *cut) for cut in ((2, 1024, 4, 1), (4, 1024, 4, 1), (4, 512, 4, 3), (8, 512, 4, 1), (1, 2048, 4, 1))]
-_MORE = [
-    Tuning(16, *cut) for cut in ((16, 256, 2, 4), (32, 128, 4, 4), (32, 256, 4, 4), (16, 512, 2, 3), (64, 128, 4, 4))
-]
 TUNINGS = [
     case(f"{name}-{'x'.join(map(str, vars(cut).values()))}", PROBLEMS[name], rows, cut)
     for name in ("o-1b", "unit-1b", "down-1b", "unit-8b")

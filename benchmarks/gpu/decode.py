@@ -1,10 +1,12 @@
 """Milliseconds per token of one request through `LLM.generate` (E3).
 
-    python3 -m benchmarks.gpu.decode PACKAGE RESULTS.jsonl
+    python3 -m benchmarks.gpu.decode PACKAGE RESULTS.jsonl [--peers]
 
-PACKAGE is a serve package for GPUs; its parameters are drawn anew. The prompt has 512 tokens. The time of a token is
-the difference between long and short continuations over their difference in length, so that the prompt's own time is
-not in it. That graphs give what steps give is what tests/runtime/serving/test_gpu.py shows.
+PACKAGE is a serve package for GPUs; its parameters are drawn anew. With --peers those of decode_peers.py are timed in
+the same run, on the shape that the package's config.json has, a row each. `fraction` is the time that reading all
+weights once takes at the rate of a copy on this card, over the time of a token. The prompt has 512 tokens. The time of
+a token is the difference between long and short continuations over their difference in length, so that the prompt's own
+time is not in it. That graphs give what steps give is what tests/runtime/serving/test_gpu.py shows.
 """
 
 from __future__ import annotations
@@ -12,11 +14,17 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks.gpu.decode_peers import PEERS, ms_per_token
+from benchmarks.gpu.kernels import copy_rate
+from mgraph.runtime.kernels import DTYPES
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.serving.package_stepper import PackageStepper
@@ -30,7 +38,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", type=Path)
     parser.add_argument("results", type=Path)
+    parser.add_argument("--peers", action="store_true", help="time others' loops as well")
     options = parser.parse_args()
+    device = torch.device("cuda", torch.cuda.current_device())
+    copy = copy_rate(device)
     begun = time.perf_counter()
     stepper = PackageStepper(options.package, None, 300, "cuda", seed=0, max_tokens=1024, max_requests=8)
     llm = LLM.over(Engine(stepper, None))
@@ -44,18 +55,56 @@ def main() -> None:
 
     seconds(SHORT)
     short, long = seconds(SHORT), seconds(LONG)
+    ours = (long - short) / (LONG - SHORT) * 1e3
+    weights = weight_bytes(options.package)
     row = {
         "id": "E3",
         "package": options.package.name,
         "context": CONTEXT,
-        "ms_per_token": (long - short) / (LONG - SHORT) * 1e3,
+        "ms_per_token": ours,
+        "fraction": weights / copy * 1e3 / ours,
         "ready_seconds": ready,
+        "copy": copy,
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
     }
+    record(row, options.results)
+    if options.peers:
+        del llm, stepper
+        torch.cuda.empty_cache()
+        compare(row, options.package, options.results, device)
+
+
+def weight_bytes(package: Path) -> int:
+    """Bytes of the parameters that a token of a dense model reads: all but an embedding that is not the head, too."""
+    state = json.loads((package / "manifest.json").read_text(encoding="utf-8"))["state"]
+    tied = json.loads((package / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings", False)
+    params = [item for item in state if item["kind"] == "param" and (tied or "embed" not in item["name"])]
+    return sum(math.prod(item["shape"]) * DTYPES[item["dtype"]].itemsize for item in params)
+
+
+def compare(row: Mapping[str, Any], package: Path, results: Path, device: torch.device) -> None:
+    """A row for each peer: its time, and over ours. One that does not run is told of, and the others go on."""
+    config = json.loads((package / "config.json").read_text(encoding="utf-8"))
+    for name, peer in PEERS.items():
+        torch._dynamo.reset()
+        try:
+            step = peer(config, 2 * CONTEXT, device, torch.bfloat16)
+            taken = ms_per_token(step, CONTEXT, LONG - SHORT, device)
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)
+            continue
+        ratio = taken / row["ms_per_token"]
+        record({**row, "peer": name, "peer_ms_per_token": taken, "ratio": ratio, "unit": "ms per token"}, results)
+        del step
+        torch.cuda.empty_cache()
+
+
+def record(row: Mapping[str, Any], results: Path) -> None:
+    """Print a row, and add it to the results."""
     print(json.dumps(row), flush=True)
-    with options.results.open("a", encoding="utf-8") as file:
+    with results.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 

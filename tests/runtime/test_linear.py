@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mgraph.runtime.linear import MOST_FEW_ROWS, linear, linear_glu
+from mgraph.runtime.linear import MOST_ROWS, MOST_UNIT_ROWS, linear, linear_glu
 
-ROWS = [0, 1, MOST_FEW_ROWS, MOST_FEW_ROWS + 1]
+ROWS = sorted({0, *(most + more for most in (MOST_ROWS, MOST_UNIT_ROWS) for more in (0, 1))})
 
 
 def draw(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -33,7 +33,7 @@ def test_a_few_rows_are_for_the_kernel_and_more_for_torch(rows: int, extra: tupl
 
     for few in (site, None):
         torch.testing.assert_close(linear(x, weight, *more, extra=extra, few=few), want)
-    assert len(called) == (0 < rows <= MOST_FEW_ROWS)
+    assert len(called) == (0 < rows <= MOST_ROWS)
     assert all(given == (x, weight, *more) or len(given) == 2 + len(more) for given in called)
     assert torch.equal(residual, kept)
 
@@ -53,5 +53,5 @@ def test_units_of_more_rows_take_the_kernel_of_the_unit(rows: int) -> None:
         return functional.silu(gate) * up
 
     torch.testing.assert_close(linear_glu(x, gate, up, act="silu", few=few, unit=unit), want)
-    assert called == ["few" if 0 < rows <= MOST_FEW_ROWS else "unit"]
+    assert called == ["few" if 0 < rows <= MOST_UNIT_ROWS else "unit"]
     torch.testing.assert_close(linear_glu(x, gate, up, act="silu"), want)

@@ -13,6 +13,7 @@ from torch.nn import functional
 from mgraph.codegen.triton import few_rows, reference_text
 from mgraph.codegen.triton.few_rows import FewRows, Tuning
 from mgraph.codegen.triton.glu import Glu
+from mgraph.runtime.kernels import evaluate
 from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -86,9 +87,19 @@ def test_kernels(tmp_path: Path) -> None:
     x, weight = draw(PROBLEMS["plain"], (16,))
     counts = (16, 1, 5)
     alone: list[Case] = [(f"{way}_plain", (x[:rows], weight)) for way in SMALL for rows in counts]
+    specs.append(few_rows.forward("both", PROBLEMS["silu"], *SMALL.values()))
+    named += [("silu", "both", (rows,), False) for rows in (1, 2)]
+    cases += [("both", draw(PROBLEMS["silu"], (rows,))) for rows in (1, 2)]
     found = interpret(specs, cases + alone, tmp_path)
     rest = [results[0] for results, _ in found[len(cases) :]]
     for index, y in enumerate(rest):  # what a row gives does not depend on how many there are
         assert torch.equal(y, rest[index - index % len(counts)][: y.shape[0]])
     for (name, *_), (_, given), (results, _) in zip(named, cases, found[: len(cases)], strict=True):
         check(PROBLEMS[name], given, results[0])
+
+
+def test_of_two_ways_one_runs() -> None:
+    for launches in (few_rows.forward("product", problem).launches for problem in PROBLEMS.values()):
+        for rows in range(1, 18):
+            run = [launch.function for launch in launches if evaluate(launch.when, {"rows": rows})]
+            assert run == ["product_rows" if rows > 1 and len(launches) > 1 else "product_one"]
