@@ -63,7 +63,7 @@ class Tuning:
     rows: int
     keys: int
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 2
 
 
 def problem_of(node: Node) -> PagedAttention | str:
@@ -94,8 +94,8 @@ def tunings(problem: PagedAttention) -> tuple[Tuning, Tuning]:
     least = max(16, _power(problem.heads // problem.groups))
     single = Tuning(least, 64 if wide <= 256 else 32)
     if problem.dtype == "f32":
-        return single, Tuning(max(32, least), 32, 4, 2)
-    return single, Tuning(max(128, least), 64, 8, 2) if wide <= 256 else Tuning(max(64, least), 32, 4, 2)
+        return single, Tuning(max(32, least), 32)
+    return single, Tuning(max(128, least), 128, 8) if wide <= 256 else Tuning(max(64, least), 32)
 
 
 def forward(name: str, problem: PagedAttention, cuts: tuple[Tuning, Tuning] | None = None) -> KernelSpec:
