@@ -17,6 +17,7 @@ BENCHMARKS = {
     "compile_time": "compile time against depth",
     "published_shapes": "mgraph compile of every published shape",
     "cpu_step": "the emitted CPU step against eager PyTorch",
+    "serve_storm": "a server in a storm of right, wrong and broken requests, and SIGTERM",
     "serve_steps": "steps of served traces: graphs, padding, the host's time",
 }
 ON_A_GPU = {

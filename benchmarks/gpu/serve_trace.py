@@ -64,18 +64,14 @@ def window(engine: Engine, noted: Noted, warm: int, count: int, cuda: bool) -> d
     graphs = noted.stepper.graphs
     _wait(cuda)
     first, replayed, made = len(noted.shapes), graphs.replayed if graphs else 0, engine.generated
-    host, started = 0.0, time.perf_counter()
-    for _ in range(count):
-        before = time.thread_time()
-        engine.step()
-        host += time.thread_time() - before
+    started = time.perf_counter()
+    steps(engine, count)
     _wait(cuda)
     seconds = time.perf_counter() - started
     shapes = noted.shapes[first:]
     return {
         "tokens_per_second": (engine.generated - made) / seconds,
         "ms_per_step": seconds / count * 1e3,
-        "host_ms_per_step": host / count * 1e3,
         "replayed": (graphs.replayed - replayed) / len(shapes) if graphs else 0.0,
         "requests": sum(one.requests for one in shapes) / len(shapes),
     }
@@ -146,6 +142,7 @@ def main() -> None:
             "graphs": len(buckets),
             **found,
             "how": f"a window of {options.steps} steps of the stationary state, after {options.warm}",
+            "ready_seconds": phases,
             "package": options.package.name,
             "card": torch.cuda.get_device_name() if cuda else "CPU",
             "torch": torch.__version__,
