@@ -179,12 +179,12 @@ __all__ = [
     "norm_rope_grad",
     "own_choices",
     "pack_rows",
-    "places_overrun",
     "pad_extent",
     "pad_extent_grad",
     "padded_part",
     "paged_attention",
     "part_of",
+    "places_overrun",
     "random",
     "reduce_scatter",
     "reduce_scatter_start",
@@ -207,8 +207,8 @@ __all__ = [
     "to_device_start",
     "to_host_start",
     "unpack_rows",
-    "within_room",
     "wait",
+    "within_room",
     "zero_",
 ]
 
