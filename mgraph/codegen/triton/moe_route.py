@@ -122,7 +122,12 @@ class Tuning:
 
 
 def tuning(experts: int) -> Tuning:
-    """16 scores a thread, so that a few programs share a multiprocessor."""
+    """16 scores a thread, so that a few programs share a multiprocessor.
+
+    What limits a choice are the instructions of its passes, not their latency: of 32,768 tokens and 128 experts it
+    takes 36 of 47 us on an H200 with 2 programs a multiprocessor and 37 with 4 or 8, and wider tiles take 45 to 67.
+    More programs only leave more counts to add up (9.5 us become 14), and a launch of its own for that costs as much.
+    """
     return Tuning(max(1, min(32, 2048 // power(experts))), 2, 4)
 
 
