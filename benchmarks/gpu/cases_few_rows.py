@@ -61,7 +61,7 @@ def case(name: str, problem: FewRows, rows: int, cut: Tuning | None = None) -> C
         spec=few_rows.forward(name.replace("-", "_"), problem, *cuts),
         inputs=inputs(problem, rows),
         reference=plain(problem),
-        peers={"torch": plain(problem)},
+        peers={"eager": plain(problem)},
         bytes=elements * DTYPES[problem.dtype].itemsize,
         bound=5e-3,
     )
