@@ -57,6 +57,11 @@ class Layer:
         return self.tokens * self.choices
 
     @property
+    def read(self) -> float:
+        """Experts that some token takes, as expected where all are alike."""
+        return self.experts * (1 - (1 - self.choices / self.experts) ** self.tokens)
+
+    @property
     def product(self) -> float:
         """Floating-point operations of one product of all rows."""
         return 2.0 * self.rows * self.width * self.inner
@@ -195,11 +200,11 @@ def product_case(id_: str, layer: Layer, problem: Product, cut: Tuning | None = 
     return Case(
         id=id_,
         workload=f"{layer}, {problem}",
-        spec=grouped.product("product", problem, cut),
+        spec=grouped.product("product", problem, () if cut is None else (cut, cut)),
         inputs=inputs,
         reference=reference,
         peers={"eager": form, "compile": form} if cut is None else {},
-        bytes=2 * (1 + problem.second) * (layer.rows + layer.experts * problem.width) * problem.inner
+        bytes=int(2 * (1 + problem.second) * (layer.rows + layer.read * problem.width) * problem.inner)
         + 2 * layer.rows * problem.width,
         flops=(1 + problem.second) * layer.product,
     )
@@ -462,6 +467,11 @@ CASES = [
     trained_case("K10-layer-skewed", SKEWED),
     trained_case("K10-layer-e64", E64),
     *(layer_case(f"K11-layer-{tokens}", replace(QWEN, tokens=tokens)) for tokens in (1, 16, 128)),
+    *(
+        product_case(f"K11-{way}-{tokens}", replace(QWEN, tokens=tokens), problem)
+        for tokens in (1, 8, 64)
+        for way, problem in (("up", Product(QWEN.experts, QWEN.width, QWEN.inner, "bf16")), ("down", down_of(QWEN)))
+    ),
 ]
 
 _ROUTERS = [

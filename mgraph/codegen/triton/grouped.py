@@ -6,7 +6,9 @@
 Sums are in f32, of bf16 or f16. Rows past the last offset are of no expert: nothing is computed for them, and what they
 hold is undefined. A small launch lists the tiles: some rows of one expert each, as many as there are. What then runs
 takes tiles in an order in which those that run at a time share rows and matrices, so that both come from the cache; it
-has as many programs as there may be tiles, or some for each multiprocessor, which take one tile after the other.
+has as many programs as there may be tiles, or some for each multiprocessor, which take one tile after the other. A call
+with few rows for each expert, as a step that writes has, takes low tiles: each reads only its part of the matrix of an
+expert that was chosen.
 
 Other templates make their sources of the same parts: `Tiles`, and the lines of a product.
 """
@@ -67,11 +69,23 @@ class Tiles:
     experts: int
     width: int
     cut: Tuning
+    way: str = ""
+    """Behind the names of what belongs to it, where a site has several ways to cut."""
+
+    @property
+    def bound(self) -> str:
+        """The dim that says how many tiles of rows there are at most."""
+        return f"bound{self.way}"
+
+    @property
+    def tiles(self) -> str:
+        """The tensor that lists them."""
+        return f"tiles{self.way}"
 
     @property
     def function(self) -> str:
         """The launch that lists them."""
-        return f"{self.name}_tiles"
+        return f"{self.name}_tiles{self.way}"
 
     @property
     def across(self) -> int:
@@ -80,21 +94,21 @@ class Tiles:
 
     @property
     def dims(self) -> dict[str, Expression]:
-        """`bound`: the most tiles of rows that there may be. Each expert's last may be short."""
-        return {"bound": ("add", ("cdiv", "R", self.cut.rows), self.experts)}
+        """The most tiles of rows that there may be. Each expert's last may be short."""
+        return {self.bound: ("add", ("cdiv", "R", self.cut.rows), self.experts)}
 
     def scratch(self) -> TensorSpec:
         """Expert, first row, end, and the number of tiles, for each."""
-        return TensorSpec("tiles", "i32", ("bound", 4))
+        return TensorSpec(self.tiles, "i32", (self.bound, 4))
 
-    def launch(self) -> Launch:
+    def launch(self, when: Expression = 1) -> Launch:
         """The launch that lists them."""
-        args = ("offsets", "tiles", "bound")
-        return Launch(self.function, args, (("cdiv", "bound", LISTED),), 4, 1, aligned=True)
+        args = ("offsets", self.tiles, self.bound)
+        return Launch(self.function, args, (("cdiv", self.bound, LISTED),), 4, 1, aligned=True, when=when)
 
     def grid(self) -> tuple[Expression, ...]:
         """Of the launch that takes them."""
-        all_: Expression = ("mul", "bound", self.across)
+        all_: Expression = ("mul", self.bound, self.across)
         return (("min", all_, ("mul", "sms", self.cut.programs)) if self.cut.programs else all_,)
 
     def source(self) -> str:
@@ -112,15 +126,15 @@ class Tiles:
             f"start = begin[None, :] + (tile[:, None] - (last - count)[None, :]) * {self.cut.rows}",
             "start = tl.sum(tl.where(here, start, 0), axis=1)",
             "end = tl.sum(tl.where(here, end[None, :], 0), axis=1)",
-            "listed = tile < bound",
-            "tl.store(tiles_ptr + tile * 4, which, mask=listed)",
-            "tl.store(tiles_ptr + tile * 4 + 1, start, mask=listed)",
-            "tl.store(tiles_ptr + tile * 4 + 2, end, mask=listed)",
-            "tl.store(tiles_ptr + tile * 4 + 3, tl.sum(count, axis=0) + tile * 0, mask=listed)",
+            f"listed = tile < {self.bound}",
+            f"tl.store({self.tiles}_ptr + tile * 4, which, mask=listed)",
+            f"tl.store({self.tiles}_ptr + tile * 4 + 1, start, mask=listed)",
+            f"tl.store({self.tiles}_ptr + tile * 4 + 2, end, mask=listed)",
+            f"tl.store({self.tiles}_ptr + tile * 4 + 3, tl.sum(count, axis=0) + tile * 0, mask=listed)",
         )
         return f'''
 @triton.jit
-def {self.function}(offsets_ptr, tiles_ptr, bound):
+def {self.function}(offsets_ptr, {self.tiles}_ptr, {self.bound}):
     """Expert, first row, end of rows, and the number of all tiles, for each tile of {self.cut.rows} rows of one expert.
     """
 {body}
@@ -136,14 +150,14 @@ def {self.function}(offsets_ptr, tiles_ptr, bound):
             f"high = tl.minimum(count - first, {cut.group})",
             f"along = first + tile % {per_group} % high",
             f"block = tile % {per_group} // high",
-            "expert = tl.load(tiles_ptr + along * 4)",
-            f"row = tl.load(tiles_ptr + along * 4 + 1) + tl.arange(0, {cut.rows})",
-            "inside = row < tl.load(tiles_ptr + along * 4 + 2)",
+            f"expert = tl.load({self.tiles}_ptr + along * 4)",
+            f"row = tl.load({self.tiles}_ptr + along * 4 + 1) + tl.arange(0, {cut.rows})",
+            f"inside = row < tl.load({self.tiles}_ptr + along * 4 + 2)",
             "matrix = expert.to(tl.int64)",
             f"column = block * {cut.columns} + tl.arange(0, {cut.columns})",
             *body,
         ]
-        head = lines_of("count = tl.load(tiles_ptr + 3)")
+        head = lines_of(f"count = tl.load({self.tiles}_ptr + 3)")
         if cut.programs:
             head += lines_of(f"for tile in range(tl.program_id(0), count * {across}, tl.num_programs(0)):")
         else:
@@ -275,16 +289,36 @@ def tuning(problem: Product) -> Tuning:
     return Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns >= 128 else 4, 4 if columns >= 128 else 3)
 
 
+def few_tuning(inner: int, width: int) -> Tuning:
+    """For few rows of each expert, which cost the reading of matrices: 16 rows, the least that is multiplied at once,
+    and few columns, so that the tiles of some experts are enough for all multiprocessors."""
+    return Tuning(16, min(64, max(16, power(width))), depth_of(inner, 128), 4, 4)
+
+
+FEW = 16
+"""Rows for each expert, on average, up to which tiles are for few."""
+
+
+def few_dims(most: int) -> dict[str, Expression]:
+    """`few`: whether there are at most so many rows R; `many`: whether more."""
+    left: Expression = ("add", most + 1, ("mul", -1, "R"))
+    return {"few": ("max", 0, ("min", 1, left)), "many": ("add", 1, ("mul", -1, "few"))}
+
+
 def depth_of(inner: int, most: int) -> int:
     """What is summed at a time: `most`, or less of narrow rows."""
     return min(most, power(inner)) if inner % most else most
 
 
-def product(name: str, problem: Product, cut: Tuning | None = None) -> KernelSpec:
+def product(name: str, problem: Product, cuts: Sequence[Tuning] = (), few: int = FEW) -> KernelSpec:
     """The site `y = name(rows, w, offsets[, bias])`: rows [R, inner], w [E, inner, width] ([E, width, inner] if
     transposed), offsets i32 [E], bias [E, width] → y [R, width]. With `second`, `y = name(first, wa, second, wb,
-    offsets)`."""
-    tiles = Tiles(name, problem.experts, problem.width, cut or tuning(problem))
+    offsets)`. `cuts` are for few rows, which are `few` for each expert on average at most, and for many."""
+    cuts = cuts or (few_tuning(problem.inner, problem.width), tuning(problem))
+    ways = {
+        way: Tiles(name, problem.experts, problem.width, cut, f"_{way}")
+        for way, cut in zip(("few", "many"), cuts, strict=True)
+    }
     matrix = (problem.width, problem.inner) if problem.transposed else (problem.inner, problem.width)
     pairs = (("first", "wa"), ("second", "wb")) if problem.second else (("rows", "w"),)
     inputs = [
@@ -298,19 +332,27 @@ def product(name: str, problem: Product, cut: Tuning | None = None) -> KernelSpe
     inputs.append(TensorSpec("offsets", "i32", (problem.experts,)))
     if problem.bias:
         inputs.append(TensorSpec("bias", problem.bias, (problem.experts, problem.width)))
-    args = (*(tensor.name for tensor in inputs if tensor.name != "offsets"), "tiles", "y")
+    given = tuple(tensor.name for tensor in inputs if tensor.name != "offsets")
+    source, launches = "", []
+    dims = few_dims(few * problem.experts)
+    for way, tiles in ways.items():
+        function, cut = f"{name}_{way}", tiles.cut
+        args = (*given, tiles.tiles, "y")
+        source += tiles.source() + _product_source(function, problem, tiles, pairs, args)
+        launches += [
+            tiles.launch(way),
+            Launch(function, args, tiles.grid(), cut.num_warps, cut.num_stages, aligned=True, when=way),
+        ]
+        dims |= tiles.dims
     return KernelSpec(
         name=name,
-        source=tiles.source() + _product_source(name, problem, tiles, pairs, args),
+        source=source,
         twin=_twin(name, problem),
         inputs=tuple(inputs),
         outputs=(TensorSpec("y", problem.dtype, ("R", problem.width)),),
-        scratch=(tiles.scratch(),),
-        launches=(
-            tiles.launch(),
-            Launch(name, args, tiles.grid(), tiles.cut.num_warps, tiles.cut.num_stages, aligned=True),
-        ),
-        dims=tiles.dims,
+        scratch=tuple(tiles.scratch() for tiles in ways.values()),
+        launches=tuple(launches),
+        dims=dims,
     )
 
 

@@ -15,6 +15,7 @@ from mgraph.codegen.triton.expert_glu import ExpertGlu
 from mgraph.codegen.triton.glu import Glu
 from mgraph.codegen.triton.grouped import Product, Tuning
 from mgraph.codegen.triton.grouped_outer import Outer
+from mgraph.runtime.kernels import evaluate
 from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
 from tests.codegen.triton.ptx_of import ptx_of
 from tests.sampling import sampled
@@ -172,8 +173,9 @@ def all_cases(which: tuple[str, ...]) -> list[Checked]:
     """Every site on the given ends, in the tunings above."""
     found: list[Checked] = []
     for name, (problem, product_cut) in PRODUCTS.items():
-        spec = grouped.product(f"product_{name}", problem, product_cut)
-        found += [(spec, *product_case(problem, case)) for case in which]
+        for way, few in (("few", 16), ("many", 0)):
+            spec = grouped.product(f"product_{name}_{way}", problem, (product_cut, product_cut), few)
+            found += [(spec, *product_case(problem, case)) for case in which]
     for name, (unit, cut) in UNITS.items():
         specs = expert_glu.forward(f"fwd_{name}", unit, cut), expert_glu.backward(f"bwd_{name}", unit, cut)
         for case in which:
@@ -220,6 +222,17 @@ def test_twins(case: str) -> None:
     for spec, inputs, want in checked:
         got = getattr(twins, spec.name)(*inputs)
         check(spec, got if isinstance(got, tuple) else (got,), want, inputs)
+
+
+def test_few_rows_take_low_tiles() -> None:
+    """Up to 16 rows for each expert on average; one way runs, never both."""
+    spec = grouped.product("product", Product(8, 64, 32, "bf16"))
+    for rows, way in ((1, "few"), (128, "few"), (129, "many"), (4096, "many")):
+        dims = {"R": rows, "sms": 132}
+        for name, expression in spec.dims.items():
+            dims[name] = evaluate(expression, dims)
+        ran = [launch.function for launch in spec.launches if evaluate(launch.when, dims)]
+        assert ran == [f"product_tiles_{way}", f"product_{way}"]
 
 
 QWEN = ExpertGlu(128, 8, 2048, 768, Glu(768, 1, "bf16", "silu"), keep=True, weights="f32")
