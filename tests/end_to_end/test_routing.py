@@ -91,6 +91,21 @@ def test_each_rank_records_its_own(mesh: str, tmp_path: Path) -> None:
     assert len(list(Path(kept).rglob("*.safetensors"))) == 3 * 4
 
 
+@pytest.mark.full
+def test_what_two_ranks_recorded_one_replays(tmp_path: Path) -> None:
+    package = build("moe-tiny-choice-jitter", tmp_path, replayable_routing=True).path
+    kept = str(tmp_path / "decisions")
+    found = []
+    for processes, more in ((2, ["--record-routing", kept]), (1, ["--noise-seed", "2", "--replay-routing", kept])):
+        out = tmp_path / f"run-{processes}"
+        done = run(*command(package, out, processes, *RUN.split(), *more))
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+        found.append([line["loss"] for line in lines if "loss" in line])
+    assert len(found[0]) == 3
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
 @pytest.mark.parametrize("model", ["moe-tiny-grouped", "moe-tiny-capacity"])
 def test_the_load_is_that_of_what_is_replayed(model: str, tmp_path: Path) -> None:
     package = load_package(build(model, tmp_path, replayable_routing=True, expert_load=True).path, "cpu")
