@@ -24,7 +24,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def by_expert(layer: Experts, config: ModelConfig, x: Tensor) -> tuple[Tensor, list[int]]:
+def by_expert(layer: Any, config: ModelConfig, x: Tensor) -> tuple[Tensor, list[int]]:
     """Each expert sorts those that chose it and takes what it has room for; and how many each took."""
     tokens = x.flatten(0, 1)
     scores = layer.router.scores(layer.router.proj(tokens))
