@@ -94,7 +94,7 @@ class Server:
     async def number(self, name: str) -> float:
         """The sum of a metric."""
         _, text = await self.answer("GET", "/metrics")
-        return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text.decode(), re.M))
+        return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text.decode(), re.M))
 
 
 def body(source: random.Random, tokens: int, **more: Any) -> bytes:
@@ -152,6 +152,23 @@ async def idle(server: Server, seconds: float = 30) -> None:
         raise Wrong(f"/health is {code}")
 
 
+async def leave(server: Server, source: random.Random, count: int = 12) -> None:
+    """Clients that leave long before the end end their requests; raises Wrong where these go on."""
+    before = await server.number('mgraph_request_success_total{finished_reason="abort",model_name="package"}')
+    for stream in (True, False):
+        sent = [await server.send("POST", "/v1/completions", body(source, 150, stream=stream)) for _ in range(count)]
+        for reader, _ in sent if stream else ():
+            await reader.read(200)
+        while await server.number("mgraph_num_requests_running") == 0:
+            await asyncio.sleep(0.01)
+        for _, writer in sent:
+            writer.close()
+        await idle(server)
+    after = await server.number('mgraph_request_success_total{finished_reason="abort",model_name="package"}')
+    if after - before < 2 * count - 2:
+        raise Wrong(f"{after - before:g} of {2 * count} requests ended when their clients left")
+
+
 async def storm(server: Server, requests: int, streams: int, seed: int) -> dict[str, Any]:
     """All of it; what there was of each kind, and how long it took."""
     source, started = random.Random(seed), time.monotonic()
@@ -165,6 +182,7 @@ async def storm(server: Server, requests: int, streams: int, seed: int) -> dict[
     source.shuffle(order)
     await asyncio.gather(*(bounded(kind, random.Random(source.random())) for kind in order))
     await idle(server)
+    await leave(server, source)
     stormed = time.monotonic()
     await asyncio.gather(*(one(server, "stream", random.Random(at)) for at in range(streams)))
     await idle(server)

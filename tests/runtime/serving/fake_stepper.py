@@ -133,7 +133,7 @@ class FakeStepper:
             ]
         ).reshape(top.shape)
         result = Sampled(np.array(chosen, np.int64), np.array(scores, np.float32), top, top_scores.astype(np.float32))
-        return _Result(result, self.seconds, self.steps in self.failing)
+        return _Result(result, self.seconds, self.cache, batch.slots if self.steps in self.failing else None)
 
     def check(self, batch: Batch, sampling: Sampling) -> None:
         """What the contract says of a step's inputs."""
@@ -164,13 +164,18 @@ class FakeStepper:
 
 
 class _Result:
-    def __init__(self, sampled: Sampled, seconds: float, fails: bool) -> None:
-        self._sampled, self._seconds, self._fails = sampled, seconds, fails
+    """Results that come later; of a step that failed an error, and rubbish where it wrote."""
+
+    def __init__(
+        self, sampled: Sampled, seconds: float, cache: NDArray[np.int64], failed: NDArray[np.int64] | None
+    ) -> None:
+        self._sampled, self._seconds, self._cache, self._failed = sampled, seconds, cache, failed
 
     def get(self) -> Sampled:
         if self._seconds:
             time.sleep(self._seconds)
-        if self._fails:
+        if self._failed is not None:
+            self._cache[self._failed] = EMPTY
             raise RuntimeError("the device is on fire")
         return self._sampled
 

@@ -156,6 +156,10 @@ def test_blocks_lost_or_given_back_twice(how: str, asynchronous: bool) -> None:
             expected = alone(stepper.logits, prompt, GREEDY, 12)[0]
             assert len(seen.ends) == 1 and seen.tokens == expected[: len(seen.tokens)]
             assert len(seen.tokens) == 12 or seen.ends[0].finish_reason in ("abort", "error")
+        again = [engine.submit(prompt, SamplingParams(temperature=0, max_tokens=3)) for prompt in prompts]
+        found = run_all(engine)
+        for group, prompt in zip(again, prompts, strict=True):
+            assert found[group, 0].tokens == alone(stepper.logits, prompt, GREEDY, 3)[0], "a failed step is remembered"
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
