@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -232,6 +233,8 @@ def run(directory: Path, requests: int, streams: int, seed: int, blocks: int = 1
             place = re.search(r"http://([\d.]+):(\d+)", said)
             if place is None:
                 raise Wrong(f"the server did not start: {said}{process.stderr.read()}")
+            # What it says later is read too: with a full pipe it would wait for ever.
+            threading.Thread(target=process.stderr.read, daemon=True).start()
             return asyncio.run(storm(Server(process, place[1], int(place[2])), requests, streams, seed))
         finally:
             process.kill()
@@ -248,8 +251,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         try:
             found = run(Path(directory), options.requests, options.streams, options.seed)
-        except Wrong as error:
-            print(f"failed: {error}", file=sys.stderr)
+        except (Wrong, OSError) as error:  # no connection, or no answer in time
+            print(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
             return 1
     row = {"date": datetime.date.today().isoformat(), "model": MODEL, "seed": options.seed, **found}
     print(json.dumps(row))
