@@ -99,7 +99,9 @@ def pipeline_text(recipe: Recipe) -> str:
         rules = tuple(dataclasses.replace(parse_adapter(rule), dropout=0.0).text for rule in recipe.lora)
         adapt = print_spec("lora", {"rules": rules}) + "," if rules else ""
         derive = print_spec("derive-serve", {"max_length": recipe.max_length, "block_size": recipe.block_size})
-        fuse = "fuse-append,canonicalize,dce,fuse-rope,fuse-norm,fuse-linear,fuse-regions,cse,dce," if recipe.archs else ""
+        fuse = (
+            "fuse-append,canonicalize,dce,fuse-rope,fuse-norm,fuse-linear,fuse-regions,cse,dce," if recipe.archs else ""
+        )
         if "tp" in recipe.mesh_axes():
             adapt += print_spec("repeat-heads", {"size": recipe.mesh_axes()["tp"] or 0}) + ","
             fuse = f"{_sharding(recipe, 'tp')},cse,dce,{fuse}"

@@ -17,6 +17,7 @@ import datetime
 import gc
 import json
 import math
+import signal
 import statistics
 import sys
 import time
@@ -110,14 +111,13 @@ def released() -> None:
 
 
 def compare(
-    name: str, shape: Shape, path: Path, wanted: Sequence[str], steps: int, checked: bool
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of a model, and complaints."""
+    rows: list[dict[str, Any]], name: str, shape: Shape, path: Path, wanted: Sequence[str], steps: int, checked: bool
+) -> list[str]:
+    """Add the rows of a model to those given, each as soon as it is measured; complaints."""
     device = torch.device("cuda", torch.cuda.current_device())
     batches = shape.batches(0, CHECKED, device)
     weights: dict[str, Tensor] = {}
     complaints: list[str] = []
-    rows: list[dict[str, Any]] = []
 
     def row(variant: str, make: Callable[[], peers.Step]) -> list[float]:
         released()
@@ -166,7 +166,7 @@ def compare(
         if not found <= 1.5 * noise:
             complaints.append(f"{name}: losses are {found:.2e} from f32, those of eager bf16 {noise:.2e}")
     released()
-    return rows, complaints
+    return complaints
 
 
 def gate(shape: Shape, path: Path, weights: dict[str, Tensor], device: torch.device) -> tuple[float, float]:
@@ -186,6 +186,19 @@ def gate(shape: Shape, path: Path, weights: dict[str, Tensor], device: torch.dev
     return distance(losses[0], losses[2]), distance(losses[1], losses[2])
 
 
+def write(rows: Sequence[dict[str, Any]], results: Path, card: dict[str, Any], matmul: float) -> None:
+    """Append the rows of a model, of which the first is ours, and say how it compares."""
+    if not rows:
+        return
+    best = min(rows[1:], key=lambda r: r["seconds"], default=rows[0])
+    with results.open("a", encoding="utf-8") as file:
+        for item in rows:
+            item["fraction"] = item["flops_per_second"] / matmul
+            item |= {"ratio": best["seconds"] / item["seconds"], "best_peer": best["variant"]}
+            file.write(json.dumps({**item, **card}) + "\n")
+    print(f"{rows[0]['id']}: {best['seconds'] / rows[0]['seconds']:.3f} x {best['variant']}", flush=True)
+
+
 def main() -> int:
     """Compare the models asked for; one line of JSON a measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -196,22 +209,20 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--unchecked", action="store_true", help="leave out the f32 run")
     options = parser.parse_intermixed_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is measured then is written
     limits = ceilings(torch.device("cuda"))
-    card = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
+    card: dict[str, Any] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
     card |= {"date": datetime.date.today().isoformat(), **limits}
     print(f"{card['card']}: copy {limits['copy'] / 1e12:.2f} TB/s, matmul {limits['matmul'] / 1e12:.0f} TFLOP/s")
     complaints: list[str] = []
     for name in options.models:
         wanted = [peer for peer in options.peers.split(",") if peer]
-        rows, more = compare(name, SHAPES[name], options.packages / name, wanted, options.steps, not options.unchecked)
-        complaints += more
-        best = min(rows[1:], key=lambda r: r["seconds"], default=rows[0])
-        with options.results.open("a", encoding="utf-8") as file:
-            for item in rows:
-                item["fraction"] = item["flops_per_second"] / limits["matmul"]
-                item |= {"ratio": best["seconds"] / item["seconds"], "best_peer": best["variant"]}
-                file.write(json.dumps({**item, **card}) + "\n")
-        print(f"{name}: {best['seconds'] / rows[0]['seconds']:.3f} x {best['variant']}", flush=True)
+        rows: list[dict[str, Any]] = []
+        package = options.packages / name
+        try:
+            complaints += compare(rows, name, SHAPES[name], package, wanted, options.steps, not options.unchecked)
+        finally:
+            write(rows, options.results, card, limits["matmul"])
     print("\n".join(complaints) or "all losses agree", flush=True)
     return bool(complaints)
 

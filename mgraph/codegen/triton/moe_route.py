@@ -34,6 +34,8 @@ MOST_CHOICES = 32
 
 MOST_EXPERTS = 1024
 """Experts, up to which the scores of a few tokens fit in registers."""
+PLACE_WARPS = 4
+"""Of a program that places pairs."""
 
 LOWEST = -(2**31)
 """What the first choice is marked with; the others follow."""
@@ -122,13 +124,14 @@ class Tuning:
 
 
 def tuning(experts: int) -> Tuning:
-    """16 scores a thread, so that a few programs share a multiprocessor.
+    """32 scores a thread, so that a few programs share a multiprocessor.
 
-    What limits a choice are the instructions of its passes, not their latency: of 32,768 tokens and 128 experts it
-    takes 36 of 47 us on an H200 with 2 programs a multiprocessor and 37 with 4 or 8, and wider tiles take 45 to 67.
-    More programs only leave more counts to add up (9.5 us become 14), and a launch of its own for that costs as much.
+    What limits a choice are the instructions of its passes: of 32,768 tokens and 128 experts it takes 36 us on an H200
+    with 4 warps a tile and 2 programs a multiprocessor, 25 with 2 and 4, 23 with 1 and 8 (9 without the ranks, 15 to 19
+    without any counts), and wider tiles take 45 to 67. More programs leave more counts to add up: 9.5, 14.4 and about
+    20 us. So 2 and 4 have the least sum of both, 40 us against 46; the parts were timed apart.
     """
-    return Tuning(max(1, min(32, 2048 // power(experts))), 2, 4)
+    return Tuning(max(1, min(32, 2048 // power(experts))), 4, 2)
 
 
 def route(name: str, problem: Router, cut: Tuning | None = None) -> KernelSpec:
@@ -160,7 +163,7 @@ def _spec(name: str, problem: Router, cut: Tuning, *, order: bool) -> KernelSpec
     source = _choose_source(name, problem, cut, args, counted=order)
     if order:
         outputs = (*outputs, *_order_of(("mul", "T", problem.choices), problem.experts))
-        launches.append(_place_launch(name, programs, cut, "T"))
+        launches.append(_place_launch(name, programs, "T"))
         source += _place_source(name, problem.experts, problem.choices, cut, "T", problem.experts)
     return KernelSpec(
         name=name,
@@ -213,7 +216,7 @@ def {name}(indices):
         scratch=_counts(programs, groups, ("pairs",)),
         launches=(
             Launch(f"{name}_rank", args, (programs,), cut.num_warps, 1, aligned=False),
-            _place_launch(name, programs, cut, "pairs"),
+            _place_launch(name, programs, "pairs"),
         ),
         dims={"pairs": ("mul", "T", problem.choices)},
     )
@@ -237,9 +240,9 @@ def _aligned(problem: Router) -> bool:
     return problem.experts % 8 == 0 and problem.choices % 4 == 0
 
 
-def _place_launch(name: str, programs: Expression, cut: Tuning, tokens: str) -> Launch:
+def _place_launch(name: str, programs: Expression, tokens: str) -> Launch:
     args = ("indices", "counts", "ranks", "order", "offsets", tokens)
-    return Launch(f"{name}_place", args, (programs,), cut.num_warps, num_stages=2, aligned=True)
+    return Launch(f"{name}_place", args, (programs,), PLACE_WARPS, num_stages=2, aligned=True)
 
 
 def _share(tokens: str, cut: Tuning) -> list[str]:
