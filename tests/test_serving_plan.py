@@ -83,6 +83,16 @@ def test_smaller_graphs_where_the_largest_do_not_fit(module: Module) -> None:
     assert found.memory.total <= budget and 0 < found.buckets.captured < 1
 
 
+def test_steps_that_only_large_graphs_hold(module: Module, tmp_path: Path) -> None:
+    file = tmp_path / "large.json"
+    for tokens, graphs in ((400, 1), (4000, 0)):
+        file.write_text(json.dumps([[tokens, 5, 1]]))
+        free = planned(module, graph_workload=str(file))
+        assert free.memory.graphs == graphs and free.buckets.captured == graphs
+        least = planned(module, free.memory.total - free.memory.pool, graph_workload=str(file))
+        assert least.memory.graphs == 0 and least.buckets.buckets == ()
+
+
 def test_the_server_has_what_was_planned(module: Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     free = planned(module).memory
     budget = free.total + 3 * free.cache // free.blocks

@@ -65,7 +65,7 @@ def match(buckets: Sequence[Bucket], tokens: int, requests: int) -> Bucket | Non
 def plan(histogram: Histogram, graphs: int, max_tokens: int, max_requests: int, multiple: int = 1) -> BucketPlan:
     """At most `graphs` buckets of at most `max_tokens` tokens with the least expected padding for a workload.
 
-    Sizes are multiples of `multiple`, or the bound. Raises OptionError where there can be no bucket.
+    Sizes are multiples of `multiple`, or the bound. There are none where every step is larger. Raises OptionError where there can be no bucket.
     """
     if graphs < 1 or max_tokens < 1 or max_requests < 1:
         raise OptionError(f"{graphs} graphs of {max_tokens} tokens and {max_requests} requests", hint="at least 1 each")
@@ -75,6 +75,8 @@ def plan(histogram: Histogram, graphs: int, max_tokens: int, max_requests: int, 
         if requests <= max_requests and tokens <= (max_requests if tokens == requests else max_tokens):
             kind = writing if tokens == requests else mixed
             kind[tokens] = kind.get(tokens, 0.0) + weight
+    if not writing and not mixed:
+        return judged((), histogram)
     bounds = min(max_requests, max_tokens), max_tokens
     tables = [_least(kind, graphs, bound, multiple) for kind, bound in zip((writing, mixed), bounds, strict=True)]
     shares = [(i, j) for i in range(len(tables[0])) for j in range(len(tables[1])) if 0 < i + j <= graphs]
@@ -205,10 +207,16 @@ def read_histogram(path: Path) -> dict[tuple[int, int], float]:
         rows = json.loads(path.read_text(encoding="utf-8"))
         made: dict[tuple[int, int], float] = {}
         for tokens, requests, weight in rows:
-            if not (1 <= requests <= tokens and weight >= 0) or int(tokens) != tokens or int(requests) != requests:
+            if (
+                not (1 <= requests <= tokens and 0 <= weight < math.inf)
+                or int(tokens) != tokens
+                or int(requests) != requests
+            ):
                 raise ValueError(f"[{tokens}, {requests}, {weight}] is no step")
             made[int(tokens), int(requests)] = made.get((int(tokens), int(requests)), 0.0) + float(weight)
-    except (OSError, ValueError, TypeError) as error:
+        if not any(made.values()):
+            raise ValueError("it has no step")
+    except (OSError, ValueError, TypeError, OverflowError) as error:
         hint = "a JSON list of [tokens, requests, how often], with 1 <= requests <= tokens"
         raise OptionError(f"the workload cannot be read: {error}", str(path), hint) from error
     return made

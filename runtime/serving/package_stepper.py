@@ -109,10 +109,11 @@ class PackageStepper:
         gc.collect()
 
     def graphs_of(self, capture: Capture, buckets: Sequence[Bucket] | None = None) -> StepGraphs:
-        """Graphs for these buckets, or those of the package's plan that hold no more than a step may have."""
+        """Graphs for these buckets, or those of the package's plan. Of those that hold more than a step may have, the
+        smallest are still taken, and the others never captured."""
         if buckets is None:
             listed = self.package.manifest.get("graph_plan", {}).get("buckets", [])
-            buckets = [Bucket(*b) for b in listed if b[0] <= self.max_tokens and b[1] <= self.max_requests]
+            buckets = [Bucket(*b) for b in listed]
         width = -(-self.max_length // self.block_size)
         return StepGraphs(self._call, self._sample, buckets, width, self.block_size, self.device, capture)
 

@@ -99,6 +99,9 @@ class ServeOptions(Settings):
             raise OptionError(f"--port {self.port}: there are ports up to 65535", hint="--port 8000")
         if self.num_blocks and self.cache_memory:
             raise OptionError("--num-blocks and --cache-memory exclude each other", hint="leave one of them out")
+        if self.prompt and self.record_workload is not None:
+            problem = "--record-workload records what a server does, and with --prompt there is none"
+            raise OptionError(problem, hint="leave one of them out")
 
     def opening(self) -> dict[str, Any]:
         """The settings of the engine among them."""

@@ -16,14 +16,23 @@ Workload = Mapping[tuple[int, int], int]
 def check_target(path: Path) -> None:
     """Raise OptionError unless a file may be written there."""
     directory = path.resolve().parent
-    if path.is_dir() or not directory.is_dir() or not os.access(directory, os.W_OK):
+    other = path.exists() and not path.is_file()  # a directory or a device, which a file would replace
+    if other or not directory.is_dir() or not os.access(directory, os.W_OK):
         problem = f"--record-workload {path}: no file can be written there"
         raise OptionError(problem, hint="a file in a directory that exists and may be written to")
 
 
 def write(path: Path, workload: Workload) -> None:
-    """Write a JSON list of [tokens, requests, how often], the most frequent first: whole, or not at all."""
+    """Write a JSON list of [tokens, requests, how often], the most frequent first: whole, or not at all.
+
+    Raises OptionError where that fails.
+    """
     rows = sorted(([tokens, requests, count] for (tokens, requests), count in workload.items()), key=lambda r: -r[2])
     unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text("[" + ",\n ".join(map(json.dumps, rows)) + "]\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    try:
+        unfinished.write_text("[" + ",\n ".join(map(json.dumps, rows)) + "]\n", encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        problem = f"--record-workload {path}: the steps could not be written: {error.strerror or error}"
+        raise OptionError(problem, hint="what was served is not affected; give another file next time") from error

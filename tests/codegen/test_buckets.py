@@ -119,9 +119,14 @@ def test_a_workload_file(tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     file.write_text("[[3, 3, 2], [9, 2, 1], [3, 3, 1]]")
     assert read_histogram(file) == {(3, 3): 3.0, (9, 2): 1.0}
-    for text in ("[[1, 2, 1]]", "{", "[[1]]", "[[0, 0, 1]]"):
+    for text in ("[[1, 2, 1]]", "{", "[[1]]", "[[0, 0, 1]]", "[]", "[[3, 3, 0]]", "[[1e400, 1, 1]]", "[[1, 1, 1e400]]"):
         file.write_text(text)
         with pytest.raises(OptionError, match="workload cannot be read"):
             read_histogram(file)
     with pytest.raises(OptionError, match="at least 1 each"):
         plan({}, 0, 1, 1)
+
+
+def test_steps_larger_than_any_graph_have_none() -> None:
+    found = plan({(40, 3): 1.0, (9, 9): 1.0}, 4, 16, 8)
+    assert found.buckets == () and found.captured == found.waste == 0

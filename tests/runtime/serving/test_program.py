@@ -134,6 +134,7 @@ def test_options() -> None:
         ["--num-blocks", "4", "--cache-memory", "1"],
         ["--num-block", "4"],
         ["--max-queue", "0"],
+        ["--prompt", "hi", "--record-workload", "steps.json"],
     ):
         with pytest.raises(OptionError):
             read(ServeOptions, wrong, "serve", "")

@@ -141,7 +141,16 @@ def test_the_plan_is_in_the_package(package: Path) -> None:
     stepper = PackageStepper(package, num_blocks=8, max_tokens=64, max_requests=128)
     plan = stepper.package.manifest["graph_plan"]
     assert plan["graphs"] == 6 and 0 < plan["waste"] < 0.5
-    assert set(stepper.graphs_of(again).buckets) == {Bucket(*b) for b in plan["buckets"] if b[0] <= 128}
+    assert set(stepper.graphs_of(again).buckets) == {Bucket(*b) for b in plan["buckets"]}
+
+
+def test_a_server_of_few_requests_has_graphs_of_every_kind(package: Path) -> None:
+    plain = PackageStepper(package, num_blocks=64, max_tokens=16, max_requests=3)
+    few = PackageStepper(package, num_blocks=64, max_tokens=16, max_requests=3)
+    few.graphs = few.graphs_of(again)
+    assert answers(few) == answers(plain)
+    assert {name for name in few.launches if name != "graph"} <= {Why.FIRST, Why.TOO_MANY_ROWS}
+    assert few.launches["graph"] > 3
 
 
 def test_a_package_of_several_ranks_needs_them(package: Path, tmp_path: Path) -> None:

@@ -30,7 +30,10 @@ def test_steps_are_recorded_as_the_compiler_reads_them(tmp_path: Path) -> None:
 
 
 def test_where_no_file_can_be(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "absent" / "steps.json"):
+    for path in (tmp_path, tmp_path / "absent" / "steps.json", Path("/dev/null")):
         with pytest.raises(OptionError, match="no file can be written there"):
             check_target(path)
     check_target(tmp_path / "steps.json")
+    with pytest.raises(OptionError, match="the steps could not be written: Is a directory"):
+        write(tmp_path, {(1, 1): 1})
+    assert not list(tmp_path.parent.glob("*.unfinished"))
