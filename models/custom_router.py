@@ -2,8 +2,9 @@
 
 A router is a module that is called with the tokens [T, N] of a layer and gives (weights [T, K], experts i64[T, K]), or
 these and a loss f32[] that is added to the model's (a balance, say). K, at most E, is the router's own; weights are of
-any float dtype, and gradients reach the router through them. Experts of a token should differ. Nothing else is asked of
-it: it may have parameters, buffers and noise, and its states keep their own names (`layers.0.ffn.router.…`).
+any float dtype, and gradients reach the router through them. Experts of a token should differ; the number E, that of
+all experts, drops a choice, whatever its weight. Nothing else is asked of it: it may have parameters, buffers and
+noise, and its states keep their own names (`layers.0.ffn.router.…`).
 
     model = models.get("moe", "tiny")
     use_router(model, lambda config: CosineRouter(config))
@@ -26,13 +27,18 @@ _CONTRACT = "expected (weights [T, K], experts i64[T, K]) or these and a loss f3
 def use_router(model: nn.Module, make: Callable[[ModelConfig], nn.Module]) -> nn.Module:
     """The model with `make(config)` as the router of every layer that has experts; a router for each.
 
-    Raises ValueError where no layer has experts, TypeError where `make` gives no module.
+    Raises ValueError where no layer has experts, or where they have a capacity, which is kept by the router that is
+    replaced; TypeError where `make` gives no module.
     """
     from .experts import Experts
 
     layers = [module for module in model.modules() if isinstance(module, Experts)]
     if not layers:
         raise ValueError("no layer of the model has experts, and so a router")
+    if any(layer.config.capacity_factor for layer in layers):
+        raise ValueError(
+            "capacity_factor is for the router of the zoo; a router of your own calls models.capacity.within_capacity"
+        )
     for layer in layers:
         router = make(layer.config)
         if not isinstance(router, nn.Module):

@@ -23,18 +23,18 @@ class GroupedLinear(nn.Module):
 
     def __init__(self, config: ModelConfig, num_inputs: int, num_outputs: int, std: float) -> None:
         super().__init__()
-        self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, num_inputs, num_outputs))
         nn.init.normal_(self.weight, std=std)
         self.bias = nn.Parameter(torch.zeros(config.num_experts, num_outputs)) if config.mlp_bias else None
 
-    def forward(self, rows: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
-        """rows [R, N], the end of each expert's rows i32[E], the expert of each row i64[R] -> [R, M]."""
+    def forward(self, rows: Tensor, ends: Tensor, experts: Tensor, drops: bool) -> Tensor:
+        """rows [R, N], the end of each expert's rows i32[E], the expert of each row i64[R] -> [R, M]. With `drops` the
+        last rows may have the number E: what they give may be anything."""
         out: Tensor = grouped_linear(rows, self.weight, ends)
         if self.bias is None:
             return out
         bias: Tensor = self.bias
-        if self.config.capacity_factor:  # dropped rows have the number E, and gradients that mean nothing
+        if drops:
             bias = functional.pad(bias, (0, 0, 0, 1))
         return out + bias[experts]
 
@@ -57,19 +57,20 @@ class Experts(nn.Module):
         tokens = x.flatten(0, 1)
         weights, experts, loss = checked(self.router(tokens), self.router, tokens, self.config.num_experts)
         top_k = experts.shape[1]
+        drops = bool(self.config.capacity_factor) or not isinstance(self.router, Router)
 
         # One row for each (token, expert) pair, sorted by expert; ends[e] is where the rows of expert e end.
         by_expert, order = torch.sort(experts.flatten(), stable=True)
         expert_ids = torch.arange(self.config.num_experts, device=x.device)
         ends = torch.searchsorted(by_expert, expert_ids, right=True, out_int32=True)
         rows = tokens[order // top_k]
-        if self.config.capacity_factor:  # dropped rows come last: a gradient may be anything there
+        if drops:  # dropped rows come last: a gradient may be anything there
             rows = clear_tail(rows, ends)
 
-        gate = None if self.gate is None else self.gate(rows, ends, by_expert)
-        hidden = hidden_units(self.config, self.up(rows, ends, by_expert), gate)
-        rows = self.down(hidden, ends, by_expert)
-        if self.config.capacity_factor:
+        gate = None if self.gate is None else self.gate(rows, ends, by_expert, drops)
+        hidden = hidden_units(self.config, self.up(rows, ends, by_expert, drops), gate)
+        rows = self.down(hidden, ends, by_expert, drops)
+        if drops:
             rows = clear_tail(rows, ends)
 
         rows = rows[torch.argsort(order)].view(-1, top_k, x.shape[-1])

@@ -290,8 +290,10 @@ def grouped_outer_(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor) 
 
 
 def expert_counts(indices: Tensor, *, num_experts: int) -> Tensor:
-    """How often each expert was chosen: indices i64[T, K] -> i64[E]; E itself, for what was dropped, is not counted."""
+    """How often each expert was chosen: indices i64[T, K] -> i64[E]; E, for what was dropped, and all else that is no
+    expert's number are not counted."""
     chosen = indices.flatten()
+    chosen = chosen.where((chosen >= 0) & (chosen < num_experts), num_experts)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=indices.device)
     return counts.index_add_(0, chosen, torch.ones_like(chosen))[:-1]
 

@@ -110,7 +110,13 @@ class Recording:
     def write(self, step: int, microbatch: int, tokens: Tensor, routing: Tensor) -> None:
         """Write what was decided for tokens i64[B, S]: routing i16[B, S, L, K]. Raises RoutingError."""
         file = self.file(step, microbatch)
-        decided = routing.cpu().to(self.dtype)
+        decided = routing.cpu()
+        for layer, (name, experts) in enumerate(zip(self.routers.layers, self.routers.experts, strict=True)):
+            own = decided[:, :, layer]
+            if bool(((own < 0) | (own >= experts)).any()):
+                text = f"{name} at step {step} chose none of its {experts} experts for some tokens: that has no record"
+                raise RoutingError(text, str(file), "a router that drops no choice, or a run without --record-routing")
+        decided = decided.to(self.dtype)
         shape = (*decided.shape[:2], self.routers.choices)
         tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = dict.fromkeys(
             self.routers.layers, (self.dtype, shape)
@@ -135,9 +141,11 @@ class Recording:
             raise RoutingError(
                 f"recorded decisions cannot be read: {error}", str(file), "a directory that --record-routing made"
             ) from error
-        if not isinstance(found, dict) or found.get("format") != _FORMAT:
-            raise RoutingError("these are no recorded decisions of a known form", str(file))
         wanted = self._index()
+        lists = isinstance(found, dict) and [found.get(key) for key in ("layers", "experts")]
+        known = lists and found.get("format") == _FORMAT and all(isinstance(each, list) for each in lists)
+        if not known or len(found["layers"]) != len(found["experts"]):
+            raise RoutingError("these are no recorded decisions of a known form", str(file))
         for name, here, recorded in zip(wanted["layers"], wanted["layers"], found["layers"], strict=False):
             if here != recorded:
                 raise RoutingError(f"the router {recorded} was recorded where the model has {name}", str(file))

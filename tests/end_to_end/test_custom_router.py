@@ -46,6 +46,20 @@ def model():
     return use_router(models.get("moe", "tiny"), lambda config: Hash(0))
 
 
+class Dropping(Hash):
+    """The same, where every third token has one expert only."""
+
+    def forward(self, tokens):
+        weights, experts = super().forward(tokens)
+        third = (torch.arange(tokens.shape[0], device=tokens.device) % 3 == 0)[:, None]
+        second = torch.arange(2, device=tokens.device) == 1
+        return weights, torch.where(third & second, 8, experts)
+
+
+def dropping():
+    return use_router(models.get("moe", "tiny"), lambda config: Dropping(0))
+
+
 def beyond():
     return use_router(models.get("moe", "tiny"), lambda config: Hash(3))
 '''
@@ -96,6 +110,23 @@ def test_loss_and_gradients_are_those_of_eager(kind: str, hashed: Path, tmp_path
     assert torch.equal(again["loss_sum"], made["loss_sum"])
     other = package.call("microbatch", state, tokens, labels, (made["routing"] + 1) % 8)
     assert not torch.equal(other["loss_sum"], made["loss_sum"])
+
+
+def test_a_dropped_choice_is_computed_nowhere(hashed: Path, tmp_path: Path) -> None:
+    package = load_package(_compiled(hashed, "dropping", tmp_path / "package"), "cpu")
+    state = create_state(package.state_specs, 3, "cpu")
+    model = _module(hashed).dropping().train()
+    fill(model, state)
+    tokens, labels = torch.randint(0, 256, (2, 2, 7))
+    out = model(tokens)
+    logits = getattr(out, "logits", out)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss.backward()
+    made = package.call("microbatch", state, tokens, labels)
+    torch.testing.assert_close(made["loss_sum"], loss.detach(), rtol=1e-5, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(state[f"{name}.grad"], parameter.grad, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.full

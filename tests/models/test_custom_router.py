@@ -45,6 +45,49 @@ def test_the_output_is_that_of_the_experts_one_by_one() -> None:
     torch.testing.assert_close(made.flatten(0, 1), wanted, rtol=1e-4, atol=1e-6)
 
 
+class Dropping(nn.Module):
+    """Expert 1 and, for every other token, 5 with a weight, or none with another."""
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        second = torch.where(torch.arange(tokens.shape[0]) % 2 == 0, 5, 8)
+        return torch.full((tokens.shape[0], 2), 0.5), torch.stack([torch.ones_like(second), second], 1)
+
+
+def one(part: Any, expert: int, row: Tensor) -> Tensor:
+    """The linear map of one expert."""
+    made: Tensor = row @ part.weight[expert]
+    return made if part.bias is None else made + part.bias[expert]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_number_of_all_experts_drops_a_choice(bias: bool) -> None:
+    model = use_router(models.get("moe", "tiny", mlp_bias=bias), lambda config: Dropping())
+    layer = model.layers[0].ffn  # type: ignore[union-attr,index]
+    x = torch.randn(2, 7, 64, requires_grad=True)
+    made, _ = layer(x)
+    wanted = []
+    for token, row in enumerate(x.flatten(0, 1)):
+        total = torch.zeros(64)
+        for expert in (1, 5) if token % 2 == 0 else (1,):
+            hidden = torch.nn.functional.silu(one(layer.gate, expert, row)) * one(layer.up, expert, row)
+            total = total + 0.5 * one(layer.down, expert, hidden)
+        wanted.append(total)
+    expected = torch.stack(wanted).view_as(made)
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-6)
+    leaves = [x, layer.up.weight, layer.down.weight]
+    for got, other in zip(
+        torch.autograd.grad(made.square().sum(), leaves),
+        torch.autograd.grad(expected.square().sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, other, rtol=1e-3, atol=1e-6)
+
+
+def test_a_capacity_is_kept_by_the_router_that_is_replaced() -> None:
+    with pytest.raises(ValueError, match="capacity_factor is for the router of the zoo"):
+        use_router(models.get("moe", "tiny", capacity_factor=1.0), lambda config: Hash())
+
+
 WEIGHTS, EXPERTS = torch.rand(6, 2), torch.zeros(6, 2, dtype=torch.int64)
 
 

@@ -84,3 +84,8 @@ def test_grouped_outer() -> None:
     made = rt.grouped_outer_(total, left, right, offsets)
     assert made is total
     torch.testing.assert_close(total, expected)
+
+
+def test_numbers_of_no_expert_are_not_counted() -> None:
+    counts = rt.expert_counts(torch.tensor([[0, 3], [2, -1], [0, 9]]), num_experts=3)
+    assert counts.tolist() == [2, 0, 1]

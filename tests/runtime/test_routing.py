@@ -58,6 +58,18 @@ def test_many_experts_take_two_bytes(tmp_path: Path) -> None:
     assert torch.equal(many.read(1, 0, tokens(0)), high)
 
 
+@pytest.mark.parametrize("number", [-1, 256])
+def test_a_dropped_choice_is_not_recorded(tmp_path: Path, number: int) -> None:
+    """A byte does not hold it beside 256 experts."""
+    made = Recording(tmp_path / "dropped", replace(ROUTERS, experts=(256, 256)), SIZES)
+    made.begin(resumed=False)
+    decided = decisions(0)
+    decided[1, 2, 1, 0] = number
+    with pytest.raises(MgraphError, match=r"layers\.1\.router at step 1 chose none of its 256 experts for some"):
+        made.write(1, 0, tokens(0), decided)
+    assert not made.file(1, 0).exists()
+
+
 @pytest.mark.parametrize(
     ("other", "sizes", "told"),
     [
@@ -109,9 +121,12 @@ def test_nothing_is_written_over(recording: Recording) -> None:
     with pytest.raises(MgraphError, match="there is something already"):
         recording.begin(resumed=False)
     recording.begin(resumed=True)
-    (recording.path / INDEX).write_text(json.dumps({"format": "another"}))
-    with pytest.raises(MgraphError, match="no recorded decisions of a known form"):
-        recording.begin(resumed=True)
+    index = json.loads((recording.path / INDEX).read_text())
+    changed: list[object] = [{"format": "another"}, [], {"format": index["format"]}, {**index, "experts": [8]}]
+    for wrong in changed:
+        (recording.path / INDEX).write_text(json.dumps(wrong))
+        with pytest.raises(MgraphError, match="no recorded decisions of a known form"):
+            recording.begin(resumed=True)
 
 
 def test_tokens_without_decisions_are_free() -> None:

@@ -205,7 +205,8 @@ def order(name: str, problem: Order, cut: Tuning | None = None) -> KernelSpec:
     args = ("indices", "counts", "ranks", "pairs")
     return KernelSpec(
         name=name,
-        source=_rank_source(name, groups, cut) + _place_source(name, groups, 1, cut, "pairs", problem.experts),
+        source=_rank_source(name, groups, cut)
+        + _place_source(name, groups, 1, cut, "pairs", problem.experts, given=True),
         twin=f'''
 def {name}(indices):
     """Pairs t * {problem.choices} + k by expert, then by token; where the rows of each expert end."""
@@ -448,6 +449,11 @@ def _weigh_lines(problem: Router) -> list[str]:
     return lines
 
 
+def _known(which: str, experts: int) -> str:
+    """A number as i32; one of no expert (of a router that is wrong) is the last, so that nothing is written outside."""
+    return f"tl.where(({which} >= 0) & ({which} < {experts}), {which}, {experts - 1}).to(tl.int32)"
+
+
 def _rank_source(name: str, experts: int, cut: Tuning) -> str:
     columns = power(experts)
     mask = f", mask=expert < {experts}" if columns > experts else ""
@@ -455,7 +461,8 @@ def _rank_source(name: str, experts: int, cut: Tuning) -> str:
         f"expert = tl.arange(0, {columns})",
         f"count = tl.zeros([{columns}], dtype=tl.int32)",
         *_tiles("pairs", cut),
-        "    which = tl.load(indices_ptr + token, mask=token < pairs, other=-1).to(tl.int32)",
+        "    which = tl.load(indices_ptr + token, mask=token < pairs, other=-1)",
+        f"    which = tl.where(token < pairs, {_known('which', experts)}, -1)",
         "    taken = (expert[None, :] == which[:, None]).to(tl.int32)",
         "    rank = count[None, :] + tl.cumsum(taken, axis=0) - taken",
         "    tl.store(ranks_ptr + token, tl.sum(rank * taken, axis=1), mask=token < pairs)",
@@ -470,8 +477,10 @@ def {name}_rank(indices_ptr, counts_ptr, ranks_ptr, pairs):
 '''
 
 
-def _place_source(name: str, experts: int, choices: int, cut: Tuning, tokens: str, real: int) -> str:
-    """`real` of the experts have an offset."""
+def _place_source(
+    name: str, experts: int, choices: int, cut: Tuning, tokens: str, real: int, *, given: bool = False
+) -> str:
+    """`real` of the experts have an offset. With `given` the choice comes from elsewhere, and may be wrong."""
     columns = power(experts)
     chunk = max(1, 4096 // columns)
     masked = columns > experts
@@ -497,7 +506,8 @@ def _place_source(name: str, experts: int, choices: int, cut: Tuning, tokens: st
         f"last = tl.minimum(last, {tokens}{f' * {choices}' if choices > 1 else ''})",
         f"for start in range(first * {cut.tokens * choices}, last, {PLACED}):",
         f"    pair = start + tl.arange(0, {PLACED})",
-        "    which = tl.load(indices_ptr + pair, mask=pair < last, other=0).to(tl.int32)",
+        "    which = tl.load(indices_ptr + pair, mask=pair < last, other=0)",
+        f"    which = {_known('which', experts) if given else 'which.to(tl.int32)'}",
         "    rank = tl.load(ranks_ptr + pair, mask=pair < last, other=0)",
         "    place = tl.gather(begin, which, 0) + rank",
         "    tl.store(order_ptr + place, pair.to(tl.int64), mask=pair < last)",

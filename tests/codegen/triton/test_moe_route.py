@@ -139,6 +139,9 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     specs.append(moe_route.order("order", Order(5, 2), Tuning(2, 1, 1)))
     specs += [moe_route.order(f"others_{e}", Order(e, 2, others=True), Tuning(2, 1, 1)) for e in (2, 3)]
     cases += [("others_2", (twice.clamp(max=2),)), ("others_3", (twice,)), ("order", (twice,))]
+    wrong = torch.tensor([[2, -7], [0, 90000], [1, 2**33], [2, 3], [4, 3]])
+    specs.insert(-3, moe_route.order("wrong", Order(3, 2, others=True), Tuning(2, 1, 1)))
+    cases.insert(-3, ("wrong", (wrong,)))
     found = interpret(specs, cases, tmp_path)
     for (name, inputs), (_, after) in zip(cases, found, strict=True):
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(inputs, after, strict=True)), name
@@ -152,7 +155,10 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     for experts, (of_others, _) in zip((2, 3), found[-3:-1], strict=True):
         all_placed, all_ends = placed(experts + 1, twice.clamp(max=experts))
         assert [t.tolist() for t in of_others] == [all_placed.tolist(), all_ends[:experts].tolist()]
-    for (_, indices, order, offsets), _ in found[-5:-3]:
+    # A number of no expert is no expert's, and nothing is written outside.
+    all_placed, all_ends = placed(4, wrong.where((wrong >= 0) & (wrong < 3), 3))
+    assert [t.tolist() for t in found[-4][0]] == [all_placed.tolist(), all_ends[:3].tolist()]
+    for (_, indices, order, offsets), _ in found[-6:-4]:
         # Whatever scores are, a token has as many experts as it should, and each pair has a row.
         assert all(len(set(row)) == 2 and set(row) <= set(range(8)) for row in indices.tolist())
         assert sorted(order.tolist()) == list(range(6)) and offsets[-1] == 6
