@@ -65,7 +65,8 @@ def match(buckets: Sequence[Bucket], tokens: int, requests: int) -> Bucket | Non
 def plan(histogram: Histogram, graphs: int, max_tokens: int, max_requests: int, multiple: int = 1) -> BucketPlan:
     """At most `graphs` buckets of at most `max_tokens` tokens with the least expected padding for a workload.
 
-    Sizes are multiples of `multiple`, or the bound. There are none where every step is larger. Raises OptionError where there can be no bucket.
+    Sizes are multiples of `multiple`, or the bound. There are none where every step is
+    larger. Raises OptionError where there can be no bucket.
     """
     if graphs < 1 or max_tokens < 1 or max_requests < 1:
         raise OptionError(f"{graphs} graphs of {max_tokens} tokens and {max_requests} requests", hint="at least 1 each")
