@@ -33,7 +33,7 @@ def trained(package: Path, out: Path, *options: str) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.full), "full"])
 def test_replayed_decisions_make_noise_of_no_account(recompute: str, tmp_path: Path) -> None:
     package = build("moe-tiny-choice-jitter", tmp_path, replayable_routing=True, recompute=recompute).path
     kept = str(tmp_path / "decisions")
@@ -73,7 +73,8 @@ def test_given_decisions_have_the_loss_and_gradients_of_eager(tmp_path: Path, mo
         torch.testing.assert_close(state[f"{name}.grad"], parameter.grad, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("dp=2", marks=pytest.mark.full), "ep=2"])
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["dp=2", "ep=2"])
 def test_each_rank_records_its_own(mesh: str, tmp_path: Path) -> None:
     package = build("moe-tiny-choice-jitter", tmp_path, replayable_routing=True, mesh=mesh).path
     kept = str(tmp_path / "decisions")
@@ -106,7 +107,7 @@ def test_what_two_ranks_recorded_one_replays(tmp_path: Path) -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("model", ["moe-tiny-grouped", "moe-tiny-capacity"])
+@pytest.mark.parametrize("model", [pytest.param("moe-tiny-grouped", marks=pytest.mark.full), "moe-tiny-capacity"])
 def test_the_load_is_that_of_what_is_replayed(model: str, tmp_path: Path) -> None:
     package = load_package(build(model, tmp_path, replayable_routing=True, expert_load=True).path, "cpu")
     state = create_state(package.state_specs, 3, "cpu")

@@ -24,7 +24,13 @@ EQUAL = {
     "gpt-oss": "GptOssForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
-OWN = [("dense", "tiny-capped"), ("dense", "tiny-sinks"), ("moe", "tiny-grouped"), ("moe", "tiny-losses")]
+OWN = [
+    ("dense", "tiny-capped"),
+    ("dense", "tiny-sinks"),
+    ("moe", "tiny-grouped"),
+    ("moe", "tiny-losses"),
+    ("moe", "tiny-capacity"),
+]
 """Sizes with options that no class of transformers has together."""
 
 NAMED = [(name, size) for name, sizes in models.SIZES.items() for size in sizes if (name, size) not in OWN]

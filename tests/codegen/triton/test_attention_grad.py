@@ -49,7 +49,10 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     for (name, inputs), (found, _) in zip(cases, interpret(specs, cases, tmp_path), strict=True):
         bound = {"f16": 2e-3, "bf16": 2e-2}[PROBLEMS[name].dtype]  # The interpreter cuts to bf16 where a GPU rounds.
         for got, like in zip(found, inputs[1:4], strict=False):
-            assert got.dtype is like.dtype and got.stride() == torch.empty_like(like).stride()
+            assert got.dtype is like.dtype
+            # Along a dim of one, a stride says nothing.
+            told = zip(got.stride(), torch.empty_like(like).stride(), got.shape, strict=True)
+            assert all(found_stride == wanted for found_stride, wanted, size in told if size > 1)
         check(name, found, gradients(name, inputs), bound)
 
 
