@@ -27,6 +27,7 @@ from typing import ClassVar
 from mgraph.errors import PassError
 from mgraph.ir.builder import FunctionBuilder, rebuild
 from mgraph.ir.graph import Function, Module, Node, Phase, StateKind, Value
+from mgraph.ir.types import DType, TensorType
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.counting import LOAD, Counting, router_weight, with_counts_told
 
@@ -96,10 +97,8 @@ class ExpertBias(Pass):
         return module.with_function(builder.build(results))
 
 
-_CHOICES = {"moe_route": 1, "replay_choice": 0, "moe_capacity": 1}
-"""Ops that give the choice of experts, and as which result."""
-_OF_CHOICE = {"replay_choice": 0, "moe_capacity": 1}
-"""Those that make it of another, and which operand that is."""
+_TAKES = ("moe_dispatch", "expert_send", "split_rows")
+"""Ops that take tokens to the experts that are chosen, and with them the choice that counts."""
 
 
 @dataclass
@@ -116,20 +115,33 @@ class _Loads(Counting):
     def counted(self, builder: FunctionBuilder, function: Function, node: Node) -> tuple[Value, Value] | None:
         """A router with its choice, or what is given instead, or what experts keep of either: what they drop is no load
         of theirs."""
-        if node.op not in _CHOICES:
+        choice = _choice(node)
+        if choice is None or any(_choice(n, choice) is not None for n in self._readers(function, choice)):
             return None
-        choice = node.results[_CHOICES[node.op]]
-        if any(user.op in _OF_CHOICE for user in function.users().get(choice, [])):
-            return None
-        router: Node | None = node
-        while router is not None and router.op in _OF_CHOICE:
-            router = function.producers().get(router.operands[_OF_CHOICE[router.op]])
-        if router is None or router.op != "moe_route" or not (self.every or len(router.operands) == 2):
+        router = self._router(function, node, choice)
+        if router is None or not (self.every or len(router.operands) == 2):
             return None
         owner = self._bias(function, router) if len(router.operands) == 2 else router_weight(function, router)
         self.choices[owner] = int(str(choice.tensor.shape[1]))
         experts = router.operands[0].tensor.shape[1]
         return owner, builder.one("expert_counts", choice, num_experts=experts)
+
+    def _router(self, function: Function, node: Node, choice: Value) -> Node | None:
+        """The router whose choice this node has made another of; none where experts get that of the router itself."""
+        made, users, seen = function.producers(), function.users(), [node]
+        for each in seen:
+            if each.op == "moe_route":
+                return each
+            before = [v for v in each.operands if v.type == choice.type]
+            if any(reader.op in _TAKES for v in before for reader in users.get(v, [])):
+                return None
+            seen += [made[v] for v in before if v in made and _choice(made[v]) is v and made[v] not in seen]
+        return None
+
+    def _readers(self, function: Function, choice: Value) -> Sequence[Node]:
+        """Those who may make another choice of it; none where it is the one that counts."""
+        readers = function.users().get(choice, [])
+        return [] if any(reader.op in _TAKES for reader in readers) else readers
 
     def handed(self, owner: Value, slot: Value, node: Node) -> None:
         """What is handed over as a bias is a buffer, or a slot again."""
@@ -151,3 +163,13 @@ class _Loads(Counting):
         if bias.is_state and self.module.state[bias.name].kind is not StateKind.BUFFER:
             hint = "register it as a buffer"
             raise PassError(f"the router's bias {bias.name} is no buffer", str(node.origin), hint)
+
+
+def _choice(node: Node, given: Value | None = None) -> Value | None:
+    """The choice i64[T, K] that a node makes: a router, or what makes it of another (of `given`, perhaps), as what is
+    replayed, what experts have room for, or what a router of a user's own drops."""
+    if node.op == "moe_route":
+        return node.results[1] if given is None else None
+    read = {v.type for v in node.operands} if given is None else {given.type}
+    made = (v for v in node.results if isinstance(v.type, TensorType) and v.type in read)
+    return next((v for v in made if v.tensor.dtype is DType.I64 and len(v.tensor.shape) == 2), None)

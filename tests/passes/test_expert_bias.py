@@ -97,3 +97,24 @@ def test_a_bias_that_is_no_buffer_is_refused() -> None:
     }
     with pytest.raises(PassError, match=r"the router's bias b.bias is no buffer"):
         ExpertBias().run(replace(before, state=state), Report())
+
+
+@pytest.mark.parametrize("taken", ["%d", "%i"])
+def test_what_goes_to_experts_is_what_counts(taken: str) -> None:
+    """A router may drop some of what it chose: with `%d` experts get what is left, else what was chosen."""
+    lines = [
+        "  %n: f32[B, 4]",
+        "  %none: i64[B, 2] = aten.full_like.default(%i) {fill_value = 4} FWD",
+        "  %keep: bool[B, 2] = aten.gt.Scalar(%w) {other = 0.5} FWD",
+        "  %d: i64[B, 2] = aten.where.self(%keep, %none, %i) FWD",
+        "  %r: f32[2*B, 4], %o: i64[2*B], %e: i32[4] = "
+        f"moe_dispatch(%x, {taken}) {{num_experts = 4, others = true}} FWD",
+        "  %n: f32[B, 4]",
+    ]
+    text = TEXT.replace(lines[0], "\n".join(lines[1:]))
+    at = 'forward at "layers.*" "model.py":3 by capture'
+    back = at.replace("forward", "backward", 1)
+    made = parse_module(text.replace("FWD", at).replace("AT", at).replace("BACK", back))
+    after = ExpertBias(report=True).run(made, Report())
+    (count,) = (n for n in after.functions["inner"].nodes if n.op == "expert_counts")
+    assert count.operands[0].name == taken.removeprefix("%")
