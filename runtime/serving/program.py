@@ -21,7 +21,7 @@ from mgraph.errors import MgraphError, OptionError
 from mgraph.runtime import mesh
 from mgraph.runtime.options import Settings, about, read
 from mgraph.runtime.serving import opening, workload
-from mgraph.runtime.serving.local_ranks import local_ranks
+from mgraph.runtime.serving.local_ranks import end_with_rank_0, local_ranks
 
 if TYPE_CHECKING:
     from mgraph.runtime.serving.server import Serving
@@ -130,6 +130,7 @@ def serve(package_dir: Path, arguments: Sequence[str] | None, program: str) -> i
         problem = f"{started} processes were started, and {package_dir} is for one"
         raise OptionError(problem, hint="python PKG/serve.py, or compile it with --mesh tp=N")
     if rank:
+        end_with_rank_0()
         opening.open_engine(package_dir, options.weights, **options.opening())  # which does not return
     if wanted == 1 or started > 1:
         return _serve(package_dir, options, started)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mgraph.runtime.serving import local_ranks
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.serving.parameters import SamplingParams
@@ -102,6 +105,53 @@ def test_a_step_that_fails_on_rank_0_ends_all() -> None:
     deltas = [delta for _ in range(3) for delta in engine.step()]
     assert told.get(timeout=10) == "a step failed on rank 0: MemoryError: no memory is left"
     assert deltas[-1].finish_reason == "error"
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [("os.kill(os.getpid(), 9)", "was killed by signal 9"), ("os._exit(3)", "has ended with exit code 3")],
+)
+def test_a_follower_that_ends_before_it_follows(
+    ends: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # such that they are as before afterwards
+    told: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(local_ranks, "end_all", told.put)
+    monkeypatch.setattr(local_ranks, "_PATIENCE", 0.1)
+    (tmp_path / "serve.py").write_text(f"import os; {ends}")
+    with local_ranks.local_ranks(tmp_path, [], 2):
+        assert told.get(timeout=10) == f"rank 1 {said}"
+    (tmp_path / "serve.py").write_text("import time; time.sleep(60)")
+    with local_ranks.local_ranks(tmp_path, [], 2):
+        pass
+    with pytest.raises(queue.Empty):  # whom rank 0 ends is not missed
+        told.get(timeout=0.5)
+
+
+LEFT = """
+import os, pathlib, sys, time
+from mgraph.runtime.serving import local_ranks
+local_ranks._PATIENCE = 0.1
+if "RANK" in os.environ:
+    local_ranks.end_with_rank_0()
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+with local_ranks.local_ranks(pathlib.Path(sys.argv[1]), [], 2):
+    time.sleep(60)
+"""
+
+
+def test_followers_end_with_rank_0_however_it_ends(tmp_path: Path) -> None:
+    (tmp_path / "serve.py").write_text(LEFT)
+    command = [sys.executable, str(tmp_path / "serve.py"), str(tmp_path)]
+    environment = {n: v for n, v in os.environ.items() if n != "RANK"} | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as leader:
+        assert leader.stdout is not None
+        assert int(leader.stdout.readline()) != leader.pid
+        begun = time.monotonic()
+        leader.kill()
+        assert leader.stdout.read() == "" and time.monotonic() - begun < 20  # both have closed it
 
 
 FOLLOWER = """
