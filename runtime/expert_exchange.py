@@ -84,6 +84,7 @@ def own_choices(indices: Tensor, index: int | Tensor, *, num_experts: int, ranks
 
 
 def clear_tail(rows: Tensor, offsets: Tensor) -> Tensor:
-    """rows [R, N] with zeros from row offsets[-1] on (i32 [E], cumulative ends): what may be anything there is read."""
+    """rows [R, N] with zeros from row offsets[-1] on (i32 [E], cumulative ends), for packages of before: ops of today
+    read nothing there."""
     used = torch.arange(rows.shape[0], device=rows.device) < offsets[-1]
     return rows.where(used[:, None], 0.0)

@@ -447,7 +447,6 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "embedding_part_grad": _runtime(),
     "expert_bias_update": _expert_bias_update,
     "join_loads": lambda site: f"torch.cat([{', '.join(site.operands)}])",
-    "clear_tail": _runtime(),
     "expert_counts": _runtime(),
     "expert_places": _runtime(),
     "own_choices": _runtime(),

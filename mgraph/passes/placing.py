@@ -281,7 +281,6 @@ _OWN: dict[str, Callable[[Node], Iterator[ShardingRule]]] = {
     "attention": _attention,
     "attention_grad": _attention,
     "grouped_matmul": _grouped,
-    "clear_tail": _summed_rows,
     "moe_combine": _summed_rows,
     "moe_combine_grad": _summed_rows,
     "moe_dispatch_grad": _summed_rows,

@@ -31,4 +31,4 @@ def test_choices_and_tails() -> None:
         assert torch.equal(e.own_choices(indices, index, num_experts=8, ranks=2), expected)
     rows, offsets = torch.full((4, 2), float("nan")), torch.tensor([0, 2], dtype=torch.int32)
     rows[:2] = 1
-    assert torch.equal(e.clear_tail(rows, offsets), op_def("clear_tail").body(rows, offsets))
+    assert e.clear_tail(rows, offsets).tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]

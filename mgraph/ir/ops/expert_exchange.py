@@ -91,26 +91,6 @@ def _same_tokens(op: str, types: Types) -> None:
         raise ValueError(f"{op}: {', '.join(map(str, types))} are not of equally many tokens")
 
 
-def _clear_tail(rows: Tensor, offsets: Tensor) -> Tensor:
-    """rows [R, N] with zeros from row offsets[-1] on (offsets i32[E], cumulative ends): what belongs to no expert."""
-    import torch
-
-    used = torch.arange(rows.shape[0], device=rows.device) < offsets[-1]
-    return rows.where(used[:, None], rows.new_zeros(()))
-
-
-def _infer_clear(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
-    rows, offsets = types
-    if len(rows.shape) != 2 or len(offsets.shape) != 1:
-        raise ValueError(f"clear_tail: rows {rows} and offsets {offsets} do not fit")
-    return (TensorType(rows.dtype, rows.shape),)
-
-
-def _clear_gradient(request: GradientRequest) -> Sequence[Value | None]:
-    offsets = request.node.operands[1]
-    return request.builder.one("clear_tail", request.cotangent, offsets, name="drows"), None
-
-
 def _expert_places(indices: Tensor, *, num_experts: int, ranks: int) -> Tensor:
     """Where each token lies among those that go to a rank: indices i64[T, K] → i64[T, ranks], -1 where it does not go.
 
@@ -218,7 +198,6 @@ define_op(
     gradient=_return_gradient,
     bytes=traffic,
 )
-define_op("clear_tail", _clear_tail, infer=_infer_clear, gradient=_clear_gradient, bytes=traffic)
 define_op(
     "expert_places",
     _expert_places,

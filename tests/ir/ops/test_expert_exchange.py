@@ -69,10 +69,3 @@ def test_experts_of_other_ranks_are_none_of_ours() -> None:
     indices = torch.tensor([[0, 5], [4, 7], [-1, -1]])
     own = body("own_choices", indices, torch.tensor(1), num_experts=8, ranks=2)
     assert own.tolist() == [[4, 1], [0, 3], [4, 4]]
-
-
-def test_the_tail_is_cleared_whatever_it_holds() -> None:
-    rows = torch.ones(5, 2)
-    rows[3:] = float("nan")
-    cleared = body("clear_tail", rows, torch.tensor([1, 1, 3], dtype=torch.int32))
-    assert cleared.tolist() == [[1.0, 1.0]] * 3 + [[0.0, 0.0]] * 2
