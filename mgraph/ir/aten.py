@@ -18,7 +18,7 @@ from mgraph.ir.opdef import GradientRequest, OpDef
 from mgraph.ir.torch_bridge import to_torch_dtype
 from mgraph.ir.types import DType, TensorType, Type
 
-LIBRARIES = {"zoo": "mgraph.models.grouped"}
+LIBRARIES = {"zoo": "mgraph.models.experts"}
 """Namespaces of ops that a module of ours registers: graphs read from text may hold them before anything imports it."""
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -116,3 +118,10 @@ def test_factors_without_a_meaning_are_refused(factor: float) -> None:
 def test_a_dense_model_has_no_capacity() -> None:
     with pytest.raises(ValueError, match="capacity_factor need num_experts"):
         ModelConfig(capacity_factor=1.0)
+
+
+@pytest.mark.parametrize("name", ["grouped_linear", "within_capacity"])
+def test_operators_are_found_in_a_process_that_reads_a_graph(name: str) -> None:
+    code = f"from mgraph.ir.aten import overload; print(overload('zoo.{name}.default'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == f"zoo.{name}.default\n", done.stderr
