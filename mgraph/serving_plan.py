@@ -182,7 +182,9 @@ def serving_plan(recipe: Recipe, module: Module) -> ServingPlan:
         fixed = bare.total + pool + sizes.logits
         count = min(recipe.graphs, affordable(budget, fixed, graph)) if budget else recipe.graphs
         if count:
-            plan = by_policy(recipe.graph_policy, workload, count, tokens, requests)
+            asked = range(count, 0, -1) if budget else [count]  # a list may have one more than it is asked for
+            plans = (by_policy(recipe.graph_policy, workload, graphs, tokens, requests) for graphs in asked)
+            plan = next(plan for plan in plans if not budget or len(plan.buckets) <= count)
             taken = replace(bare, pool=pool, logits=sizes.logits, graph=graph, graphs=len(plan.buckets))
             found.append(ServingPlan(plan, taken, budget))
         tokens //= 2

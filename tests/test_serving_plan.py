@@ -63,6 +63,15 @@ def test_no_other_graphs_within_the_budget_pad_less(module: Module, workload: st
     )
 
 
+@pytest.mark.parametrize("policy", ["linear", "exponential"])
+def test_lists_of_sizes_keep_within_the_budget(module: Module, policy: str) -> None:
+    free = planned(module, graph_policy=policy).memory
+    for count in (1, 2, 9, 15, 17):
+        budget = free.total - (free.graphs - count) * free.graph
+        found = planned(module, budget, graph_policy=policy)
+        assert found.memory.graphs == len(found.buckets.buckets) > 0 and found.memory.total <= budget
+
+
 def test_what_the_budget_leaves_is_the_cache(module: Module) -> None:
     free = planned(module).memory
     budget = free.total + 10 * free.cache // free.blocks + 1

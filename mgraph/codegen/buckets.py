@@ -172,12 +172,12 @@ def exponential(graphs: int, most: int, ranks: int = 1) -> list[int]:
 def by_policy(
     policy: str, histogram: Histogram, graphs: int, max_tokens: int, max_requests: int, ranks: int = 1
 ) -> BucketPlan:
-    """The plan of a policy of POLICIES: half of a list's graphs are for steps that only write."""
+    """The plan of a policy of POLICIES: half of a list's graphs, or the only one, are for steps that only write."""
     if policy == "planned":
         return plan(histogram, graphs, max_tokens, max_requests, ranks)
     sizes = {"linear": linear, "exponential": exponential}[policy]
     writing = sizes(max(1, graphs // 2), max_requests, ranks)
-    mixed = sizes(max(1, graphs - len(writing)), max_tokens, ranks)
+    mixed = sizes(graphs - len(writing), max_tokens, ranks) if graphs > len(writing) else []
     return judged(_both(writing, mixed, max_requests), histogram)
 
 

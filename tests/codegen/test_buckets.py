@@ -106,6 +106,14 @@ def test_a_plan_for_the_unknown_beats_the_lists() -> None:
     assert plans["planned"].facts()["graphs"] == len(plans["planned"].buckets)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_single_graph_is_for_steps_that_only_write(policy: str) -> None:
+    for graphs in (1, 2, 3):
+        found = by_policy(policy, default_histogram(512, 128), graphs, 512, 128).buckets
+        assert 0 < len(found) <= graphs and any(b.writing for b in found)
+        assert graphs == 1 or not all(b.writing for b in found)
+
+
 def test_what_a_workload_does_with_buckets() -> None:
     found = judged([Bucket(4, 4, True)], {(3, 3): 1.0, (4, 4): 1.0, (9, 2): 2.0})
     assert found.waste == pytest.approx(1 / 8) and found.captured == pytest.approx(0.5)
