@@ -237,6 +237,10 @@ class Recipe:
             raise OptionError("packed is for training", where="--packed", hint="a sequence that is served has its row")
         if self.place and self.purpose == "serve":
             raise OptionError("place is for training", where="--place", hint="what is served is on one device whole")
+        for name in ("graph_policy", "graph_workload", "graphs"):
+            if self.purpose != "serve" and getattr(self, name) != getattr(Recipe, name):
+                hint = "--for serve, or leave it out"
+                raise OptionError(f"{name} is for serving", where=flag_of(name), hint=hint)
         if self.block_size & (self.block_size - 1):
             problem = f"block_size is {self.block_size}"
             raise OptionError(problem, where="--block-size", hint="a power of two, e.g. 16")

@@ -84,6 +84,12 @@ def test_what_is_served_is_not_packed() -> None:
         Recipe(model="dense-tiny", purpose="serve", packed=True)
 
 
+@pytest.mark.parametrize(("name", "value"), [("graph_policy", "linear"), ("graph_workload", "w.json"), ("graphs", 3)])
+def test_graphs_are_chosen_for_serving(name: str, value: object) -> None:
+    with pytest.raises(OptionError, match=f"{name} is for serving"):
+        Recipe(**{"model": "dense-tiny", name: value})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("zero", [1, 2])
 def test_nothing_is_gathered_that_could_be_kept(zero: int) -> None:
     with pytest.raises(OptionError, match=f"with --zero {zero} parameters are whole"):
