@@ -11,6 +11,7 @@ from mgraph.codegen.names import identifier
 from mgraph.codegen.prepare import prepare
 from mgraph.codegen.source import SourceWriter
 from mgraph.codegen.state_tables import SHORT, StateTables
+from mgraph.ir.aten import LIBRARIES
 from mgraph.ir.graph import Module
 from mgraph.ir.local import Division, declared_sizes
 
@@ -77,8 +78,13 @@ def _header(module: Module, context: StepContext, body: str) -> str:
     if uses("F"):
         writer.line("import torch.nn.functional as F")
     writer.line("from torch import Tensor")
-    if uses("rt") or context.kernels.specs:
+    libraries = {name: library for name, library in LIBRARIES.items() if f"torch.ops.{name}." in body}
+    runtime = uses("rt") or bool(context.kernels.specs)
+    if libraries or runtime:
         writer.blank()
+    for name, library in libraries.items():
+        writer.line(f"import {library}  # registers torch.ops.{name}")
+    if runtime:
         writer.line("from mgraph.runtime import v1 as rt")
     writer.blank()
     writer.line("State = dict[str, Tensor]")

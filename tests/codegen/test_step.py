@@ -149,3 +149,22 @@ def test_only_dead_tensors_of_its_own_are_overwritten() -> None:
     assert torch.equal(x, before[0]) and torch.equal(z, before[1])
     for ours, theirs in zip(made, expected.values(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_operators_of_the_zoo_are_imported(tmp_path: Path) -> None:
+    """Where no pass raised them: a process of its own has no model that registers them."""
+    text = """mgraph-ir 1
+module "m"
+
+func @f(%rows: f32[4, 2], %ends: i32[2]) {
+  %kept: f32[4, 2] = zoo.clear_tail.default(%rows, %ends) forward at "a" "m.py":3 by capture
+  return %kept
+}
+
+entry f = @f -> (kept)
+"""
+    (tmp_path / "step.py").write_text(step_text(parse_module(text)), encoding="utf-8")
+    code = "import step, torch; print(step.f({}, torch.ones(4, 2), torch.tensor([1, 3], dtype=torch.int32))[0].sum())"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "6." in done.stdout, done.stderr
