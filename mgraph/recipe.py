@@ -38,6 +38,20 @@ PADDABLE = ("heads", "vocab")
 OFFLOADABLE = ("activations", "optimizer")
 """What `offload` may name."""
 
+_PURPOSES = {"train": "training", "serve": "serving"}
+_OF_PURPOSE = {
+    "train": {
+        "offload": "what is served is on the device",
+        "one_microbatch": "leave it out",
+        "expert_load": "leave it out",
+        "replayable_routing": "leave it out: what is served neither takes decisions nor gives them",
+        "packed": "a sequence that is served has its row",
+        "place": "what is served is on one device whole",
+    },
+    "serve": dict.fromkeys(("graph_policy", "graph_workload", "graphs"), "--for serve, or leave it out"),
+}
+"""Options that packages of one purpose alone have, each with what to say to others."""
+
 _OF_AXIS = {
     "zero": "fsdp",
     "keep_gathered": "fsdp",
@@ -207,13 +221,13 @@ class Recipe:
         object.__setattr__(self, "pad", ",".join(self.padded))
         limit = f"={self.offload.partition('=')[2].partition(',')[0].strip()}" if self.offload_limit else ""
         object.__setattr__(self, "offload", ",".join(self.offloaded).replace("activations", f"activations{limit}"))
-        if self.offload and self.purpose == "serve":
-            raise OptionError("offload is for training", where="--offload", hint="what is served is on the device")
+        other = "serve" if self.purpose == "train" else "train"
+        for name, hint in _OF_PURPOSE[other].items():
+            if getattr(self, name) != getattr(Recipe, name):
+                raise OptionError(f"{name} is for {_PURPOSES[other]}", where=flag_of(name), hint=hint)
         if self.one_microbatch and self.overlap:
             problem = "one_microbatch and overlap do not go together: the last microbatch adds to those before it"
             raise OptionError(problem, where="--one-microbatch", hint="without --overlap, or without --one-microbatch")
-        if self.one_microbatch and self.purpose == "serve":
-            raise OptionError("one_microbatch is for training", where="--one-microbatch", hint="leave it out")
         if self.lora_train and not self.lora:
             raise OptionError("there is no adapter", where="--lora-train", hint="--lora says which linears get one")
         if (self.recompute == "selective") != bool(self.activation_budget):
@@ -228,19 +242,6 @@ class Recipe:
                 raise OptionError(
                     f"unknown GPU architecture {arch!r}", where="--arch", hint=f"one of {', '.join(ARCHS)}, or none"
                 )
-        if self.expert_load and self.purpose == "serve":
-            raise OptionError("expert_load is for training", where="--expert-load", hint="leave it out")
-        if self.replayable_routing and self.purpose == "serve":
-            hint = "leave it out: what is served neither takes decisions nor gives them"
-            raise OptionError("replayable_routing is for training", where="--replayable-routing", hint=hint)
-        if self.packed and self.purpose == "serve":
-            raise OptionError("packed is for training", where="--packed", hint="a sequence that is served has its row")
-        if self.place and self.purpose == "serve":
-            raise OptionError("place is for training", where="--place", hint="what is served is on one device whole")
-        for name in ("graph_policy", "graph_workload", "graphs"):
-            if self.purpose != "serve" and getattr(self, name) != getattr(Recipe, name):
-                hint = "--for serve, or leave it out"
-                raise OptionError(f"{name} is for serving", where=flag_of(name), hint=hint)
         if self.block_size & (self.block_size - 1):
             problem = f"block_size is {self.block_size}"
             raise OptionError(problem, where="--block-size", hint="a power of two, e.g. 16")
