@@ -145,7 +145,7 @@ def _mask(*parts: str) -> str:
 
 def _one_row_source(name: str, problem: FewRows, cut: Tuning) -> str:
     """Columns of the weight lie along the first dim, and parts of a row along the second."""
-    within = "(k < size)[None, :]".replace("size", str(problem.size)) if problem.size % cut.part else ""
+    within = f"(k < {problem.size})" if problem.size % cut.part else ""
     inside = "inside[:, None]" if problem.columns % cut.columns else ""
     lines = ["row = tl.program_id(1).to(tl.int64)", *_column_lines(problem, cut)]
     lines += [f"{w}_sums = tl.zeros([{cut.columns}, {cut.part}], dtype=tl.float32)" for w in problem.weights]
@@ -153,10 +153,11 @@ def _one_row_source(name: str, problem: FewRows, cut: Tuning) -> str:
         f"element = column.to(tl.int64)[:, None] * {problem.size}",
         f"for start in tl.range(0, {problem.size}, {cut.part}, num_stages={cut.num_stages}):",
         f"    k = start + tl.arange(0, {cut.part})",
-        f"    x = tl.load(x_ptr + row * {problem.size} + k{_mask(within.removesuffix('[None, :]'))}).to(tl.float32)",
+        f"    x = tl.load(x_ptr + row * {problem.size} + k{_mask(within)}).to(tl.float32)",
     ]
     for w in problem.weights:
-        load = f'tl.load({w}_ptr + element + k[None, :]{_mask(inside, within)}, eviction_policy="evict_first")'
+        mask = _mask(inside, f"{within}[None, :]" if within else "")
+        load = f'tl.load({w}_ptr + element + k[None, :]{mask}, eviction_policy="evict_first")'
         lines += [f"    {w} = {load}", f"    {w}_sums += {w}.to(tl.float32) * x[None, :]"]
     lines += [f"{w} = tl.sum({w}_sums, axis=1)" for w in problem.weights]
     masked = ", mask=inside" if inside else ""
