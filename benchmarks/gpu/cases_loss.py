@@ -80,6 +80,7 @@ def both_case(name: str, rows: int, problem: CrossEntropy, cut: Tuning | None = 
         inputs=lambda device: draw(rows, problem, device),
         reference=plain,
         peers={"compile": plain, **({} if problem.classes else {"liger": liger})},
+        launched=("liger",),
         bytes=2 * 2 * rows * problem.size,
         bound=3e-3,
     )

@@ -72,20 +72,27 @@ def error_of(found: Any, expected: Any) -> float:
     return worst
 
 
-def seconds_of(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> float:
-    """Median seconds of a call, in a graph of calls that take the sets of inputs by turns."""
+def seconds_of(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], in_graph: bool = True) -> float:
+    """Median seconds of a call, in a graph of calls that take the sets of inputs by turns; or of as many launches."""
+
+    def calls() -> None:
+        for index in range(CALLS):
+            run(*sets[index % len(sets)])
+
     for inputs in sets:
         run(*inputs)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(CALLS):
-            run(*sets[index % len(sets)])
+    again = calls
+    if in_graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            calls()
+        again = graph.replay
     taken = []
     for _ in range(15):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        graph.replay()
+        again()
         end.record()
         torch.cuda.synchronize()
         taken.append(begin.elapsed_time(end) / 1e3 / CALLS)
@@ -143,7 +150,7 @@ def measure(case: Case, device: torch.device, copy: float, with_peers: bool) -> 
         try:
             torch._dynamo.reset()
             run = torch.compile(peer, dynamic=False) if name.startswith("compile") else peer
-            row[name] = seconds_of(run, sets)
+            row[name] = seconds_of(run, sets, name not in case.launched)
         except Exception as error:  # a peer that does not run is a result, and the others go on
             complaints.append(f"{case.id}, {name}: {type(error).__name__}: {str(error).splitlines()[:1]}")
     times = {name: row[name] for name in case.peers if name in row}
