@@ -16,7 +16,7 @@ from mgraph.recipe import Recipe
 def main() -> None:
     """Compile what the command line names after the directory, or all."""
     directory, *names = sys.argv[1:]
-    for name in names or ("dense", "llama8", "moe"):
+    for name in names or ("dense", "llama8", "moe", "qwen30"):
         recipe = Recipe(
             model=f"{training_models.__file__}:{name}",
             mesh="dp=1",

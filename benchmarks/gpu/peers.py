@@ -1,4 +1,4 @@
-"""How others train the same model on one GPU: eager PyTorch, torch.compile, transformers with Liger's kernels.
+"""How others train the same model on one GPU: eager PyTorch, torch.compile, transformers compiled or with Liger.
 
 Parameters and gradients are in the model's dtype, AdamW runs on f32 masters with f32 moments, as a package has it.
 """
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.training_models import Batch, Shape
+from mgraph.models import ModelConfig
+from mgraph.models.huggingface import checkpoint, configuration
 
 LR = 1e-4
 Step = Callable[[Batch], Tensor]
@@ -96,57 +98,72 @@ def plain(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype, devic
     return step
 
 
-_NAMES = {
-    "embed.": "model.embed_tokens.",
-    "layers.": "model.layers.",
-    "norm.": "model.norm.",
-    "head.": "lm_head.",
-    ".attn_norm.": ".input_layernorm.",
-    ".ffn_norm.": ".post_attention_layernorm.",
-    ".attn.": ".self_attn.",
-    ".ffn.": ".mlp.",
-}
+def _packed(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of transformers' model in memory, where a layer's experts are in two: gate and up, [E, 2 F, H], and
+    down, [E, H, F]. A checkpoint has a tensor for every expert."""
+    tensors = {
+        name.replace("block_sparse_moe", "mlp"): tensor
+        for name, tensor in checkpoint(config, weights).items()
+        if ".experts." not in name
+    }
+    for layer in range(config.num_layers if config.num_experts else 0):
+        gate, up, down = (weights[f"layers.{layer}.ffn.{part}.weight"] for part in ("gate", "up", "down"))
+        place = f"model.layers.{layer}.mlp.experts"
+        tensors[f"{place}.gate_up_proj"] = torch.cat((gate, up), -1).transpose(1, 2)
+        tensors[f"{place}.down_proj"] = down.transpose(1, 2)
+    return tensors
 
 
-def _renamed(name: str) -> str:
-    """A dense decoder's parameter as transformers' Llama calls it."""
-    for ours, theirs in _NAMES.items():
-        if name.startswith(ours):
-            name = theirs + name[len(ours) :]
-            break
-    for ours, theirs in _NAMES.items():
-        name = name.replace(ours, theirs) if ours.startswith(".") else name
-    *head, kind, weight = name.split(".")
-    return ".".join([*head, f"{kind}_proj" if kind in ("q", "k", "v", "o", "gate", "up", "down") else kind, weight])
+def _transformers(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Any:
+    """The class of transformers that computes the model, its experts by torch's grouped product, with these weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = shape.make_empty().config
+    settings = configuration(config)
+    assert settings is not None, "a class of transformers computes it"
+    kind = settings.pop("model_type")
+    made = AutoConfig.for_model(kind, **settings, max_position_embeddings=shape.length, use_cache=False)
+    experts = {"experts_implementation": "grouped_mm"} if config.num_experts else {}
+    with torch.device(device):
+        model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            made, attn_implementation="sdpa", dtype=dtype, **experts
+        )
+    given = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
+    model.load_state_dict(_packed(config, given))
+    return model.train()
+
+
+def transformers_compiled(
+    shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> Step:
+    """transformers' model under torch.compile, the loss with it."""
+    torch._dynamo.reset()
+    model = _transformers(shape, weights, dtype, device)
+    optimizer = Masters(model.parameters(), device)
+
+    @torch.compile
+    def run(batch: Batch) -> Tensor:
+        logits = model(input_ids=batch[0]).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten())
+
+    def step(batch: Batch) -> Tensor:
+        loss: Tensor = run(batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
 
 
 def liger(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Step:
-    """transformers' Llama with Liger's kernels: rotary embedding, norms, gated unit, fused linear and cross entropy."""
-    from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found]
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """transformers' model with Liger's kernels: rotary embedding, norms, gated units or experts, fused linear and cross
+    entropy."""
+    import liger_kernel.transformers as kernels  # type: ignore[import-not-found]
 
-    apply_liger_kernel_to_llama(rope=True, swiglu=True, rms_norm=True, fused_linear_cross_entropy=True)
-    wide: dict[str, Any] = shape.changes
-    ours = shape.make_empty()
-    config = LlamaConfig(
-        vocab_size=wide["vocab_size"],
-        hidden_size=wide["d_model"],
-        intermediate_size=wide["d_ff"],
-        num_hidden_layers=wide["num_layers"],
-        num_attention_heads=wide["num_heads"],
-        num_key_value_heads=wide["num_kv_heads"],
-        head_dim=wide["head_width"],
-        rms_norm_eps=ours.config.norm_eps,
-        tie_word_embeddings=False,
-        max_position_embeddings=shape.length,
-        rope_parameters={"rope_type": "default", "rope_theta": ours.config.rope_theta},
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    model = LlamaForCausalLM(config).to(device)
-    missing = model.load_state_dict({_renamed(n): t for n, t in weights.items()}, strict=False)
-    assert not missing.unexpected_keys and not missing.missing_keys, missing
-    model.to(dtype).train()
+    kind = (configuration(shape.make_empty().config) or {})["model_type"]
+    apply = getattr(kernels, f"apply_liger_kernel_to_{kind}")
+    apply(rope=True, swiglu=True, rms_norm=True, fused_linear_cross_entropy=True)
+    model = _transformers(shape, weights, dtype, device)
     optimizer = Masters(model.parameters(), device)
 
     def step(batch: Batch) -> Tensor:

@@ -1,6 +1,6 @@
-"""Training on one GPU against eager PyTorch, torch.compile and transformers with Liger: E1a, E1b, E2a.
+"""Training on one GPU against eager PyTorch, torch.compile and transformers: E1a, E1b, E2a, E2b.
 
-    python3 -m benchmarks.gpu.training PACKAGES RESULTS.jsonl [dense] [llama8] [moe] [--peers eager,default,...]
+    python3 -m benchmarks.gpu.training PACKAGES RESULTS.jsonl [dense] [llama8] [moe] [qwen30] [--peers eager,...]
 
 PACKAGES is what `benchmarks.gpu.build_training` made. All train the same weights on the same batches, with parameters
 and gradients in bf16 and AdamW on f32 masters and moments. First the losses of some steps: those of the package may be
@@ -34,11 +34,12 @@ from mgraph.runtime import mesh
 from mgraph.runtime.package import load_package
 from mgraph.runtime.state import create_state
 
-IDS = {"dense": "E1a", "llama8": "E1b", "moe": "E2a"}
+IDS = {"dense": "E1a", "llama8": "E1b", "moe": "E2a", "qwen30": "E2b"}
 CHECKED = 8
 CHECKED_LENGTH = 1024
 BLOCK = 5
-PEERS = ("eager", "default", "max-autotune-no-cudagraphs", "liger")
+MODES = ("eager", "default", "max-autotune-no-cudagraphs")
+PEERS = (*MODES, "transformers", "liger")
 
 
 def packaged(path: Path, device: torch.device, weights: dict[str, Tensor]) -> peers.Step:
@@ -151,8 +152,9 @@ def compare(
     row("ours", lambda: packaged(path, device, weights))
     kinds: dict[str, Callable[[], peers.Step]] = {
         mode: lambda m=mode: peers.plain(shape, weights, torch.bfloat16, device, "" if m == "eager" else m)  # type: ignore[misc]
-        for mode in PEERS[:-1]
+        for mode in MODES
     }
+    kinds["transformers"] = lambda: peers.transformers_compiled(shape, weights, torch.bfloat16, device)
     kinds["liger"] = lambda: peers.liger(shape, weights, torch.bfloat16, device)
     for kind in wanted:
         try:

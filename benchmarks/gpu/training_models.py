@@ -1,5 +1,5 @@
 """The models of the training benchmarks: a dense decoder of 0.9 B parameters (E1a), eight layers of Llama 3 8B's shape
-(E1b), six layers of experts (E2a), small ones."""
+(E1b), six layers of experts (E2a), four of Qwen3-30B-A3B's shape (E2b), small ones."""
 
 from __future__ import annotations
 
@@ -76,6 +76,22 @@ SHAPES = {
         1,
         8192,
     ),
+    "qwen30": Shape(
+        "qwen3",
+        {
+            "vocab_size": 151936,
+            "d_model": 2048,
+            "num_heads": 32,
+            "num_kv_heads": 4,
+            "head_width": 128,
+            "num_layers": 4,
+            "d_ff": 768,
+            "num_experts": 128,
+            "top_k": 8,
+        },
+        4,
+        4096,
+    ),
     "small-dense": Shape("dense", {"num_layers": 3}, 2, 32),
     "small-moe": Shape("moe", {"num_layers": 3}, 2, 32),
 }
@@ -94,6 +110,11 @@ def llama8() -> models.Decoder:
 def moe() -> models.Decoder:
     """As `mgraph compile` takes it."""
     return SHAPES["moe"].make()
+
+
+def qwen30() -> models.Decoder:
+    """As `mgraph compile` takes it."""
+    return SHAPES["qwen30"].make()
 
 
 def small_dense() -> models.Decoder:
