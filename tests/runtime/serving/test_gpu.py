@@ -1,4 +1,4 @@
-"""A serve package on a GPU: its CUDA graphs give, bit for bit, what the same padded steps give launched op by op; these,
+"""A serve package on a GPU: its CUDA graphs give, bit for bit, what the same padded steps give launched op by op; both,
 and steps that are not padded, agree with the CPU."""
 
 from __future__ import annotations
