@@ -1,10 +1,10 @@
 """Rows for other ranks, packed, and the rows that come back, summed by token, as Triton source and torch twin.
 
     places    places[t, d] = how many tokens before t go to rank d, or -1 if t has none of its experts
-    pack      y[d * T + places[t, d]] = x[t]       for each rank d that token t goes to; places is -1 where it does not
-    unpack    y[t] = sum over these ranks d of rows[d * T + places[t, d]]        in f32, rounded once
+    pack      y[d * C + places[t, d]] = x[t]       for each rank d that token t goes to; places is -1 where it does not
+    unpack    y[t] = sum over these ranks d of rows[d * C + places[t, d]]        in f32, rounded once
 
-A program has some tokens: what they have is read or written once, wherever it goes. Tokens are counted by a program of
+C is the room for each rank: T, or within a budget a part of it. A program has some tokens: what they have is read or written once, wherever it goes. Tokens are counted by a program of
 their own each, and a second launch adds those of the programs before. Rows that no token goes to are left
 alone, unless `fill` says what they are (numbers of experts, of which such a row has none).
 """
@@ -12,6 +12,7 @@ alone, unless `fill` says what they are (numbers of experts, of which such a row
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from mgraph.codegen.triton.kernel import TRITON_LANGUAGE_DTYPES, Expression, KernelSpec, Launch, TensorSpec
 from mgraph.codegen.triton.moe_route import power
@@ -38,12 +39,20 @@ _PACKED = (*TRITON_LANGUAGE_DTYPES, "i64")
 
 @dataclass(frozen=True)
 class Exchange:
-    """One instance: columns of a row, ranks, dtype, and what rows are that no token goes to (None: anything)."""
+    """One instance: columns of a row, ranks, dtype, what rows are that no token goes to (None: anything), and for which
+    part of the tokens each rank has room."""
 
     width: int
     ranks: int
     dtype: str
     fill: int | None = None
+    part: float = 1.0
+
+    @property
+    def room(self) -> Expression:
+        """For how many of `T` tokens each rank has room: `part` of them, rounded up."""
+        share = Fraction(str(self.part))
+        return "T" if share == 1 else ("cdiv", ("mul", "T", share.numerator), share.denominator)
 
     @property
     def columns(self) -> int:
@@ -58,8 +67,6 @@ class Exchange:
 
 def problem_of(node: Node) -> Exchange | str:
     """The instance that a node `pack_rows` or `unpack_rows` is, or why there is no kernel for it."""
-    if node.attrs.get("part", 1.0) != 1.0:
-        return "rows have room for a part of the tokens, by a budget; the kernel takes all"
     rows, places = (value.tensor for value in node.operands)
     dtypes = _PACKED if node.op == "pack_rows" else tuple(TRITON_LANGUAGE_DTYPES)
     if rows.dtype.text not in dtypes:
@@ -70,11 +77,12 @@ def problem_of(node: Node) -> Exchange | str:
     if not isinstance(ranks, int) or ranks > MOST_RANKS:
         return f"there are {ranks} ranks; the kernel takes a known number up to {MOST_RANKS}"
     fill = node.attrs.get("fill")
-    return Exchange(rows.shape[1], ranks, rows.dtype.text, None if fill is None else int(str(fill)))
+    part = float(str(node.attrs.get("part", 1.0)))
+    return Exchange(rows.shape[1], ranks, rows.dtype.text, None if fill is None else int(str(fill)), part)
 
 
 def pack(name: str, problem: Exchange) -> KernelSpec:
-    """The site `y = name(x, places)`: x [T, width], places i64 [T, ranks] → y [ranks * T, width]."""
+    """The site `y = name(x, places)`: x [T, width], places i64 [T, ranks] → y [ranks * C, width]."""
     fill = "" if problem.fill is None else f", fill={problem.fill}"
     body = [
         *_tile(problem),
@@ -83,9 +91,9 @@ def pack(name: str, problem: Exchange) -> KernelSpec:
         "    goes = real & (place >= 0)[:, None]",
         f"    tl.store(y_ptr + row[:, None] * {problem.width} + column[None, :], x, mask=goes)",
     ]
-    launch = Launch(name, ("x", "places", "y", "T"), _grid(problem), 8, 1, aligned=True)
+    launch = Launch(name, ("x", "places", "y", "T", "C"), _grid(problem), 8, 1, aligned=True)
     filling: tuple[Launch, ...] = ()
-    source = _source(name, "x", "y[d * T + places[t, d]] = x[t]", body)
+    source = _source(name, "x", "y[d * C + places[t, d]] = x[t]", body)
     if problem.fill is not None:
         filling = (Launch(f"{name}_fill", ("y", "elements"), (("cdiv", "elements", FILLED),), 4, 1, aligned=True),)
         source += _fill_source(name, problem)
@@ -94,19 +102,19 @@ def pack(name: str, problem: Exchange) -> KernelSpec:
         source=source,
         twin=f'''
 def {name}(x, places):
-    """The rows that go to each of {problem.ranks} ranks: y[d * T + places[t, d]] = x[t]."""
-    return rt.pack_rows(x, places{fill})
+    """The rows that go to each of {problem.ranks} ranks: y[d * C + places[t, d]] = x[t]."""
+    return rt.pack_rows(x, places{fill}{_part(problem)})
 ''',
         inputs=(_tensor("x", "T", problem), _places(problem)),
-        outputs=(_tensor("y", ("mul", "T", problem.ranks), problem),),
+        outputs=(_tensor("y", ("mul", "C", problem.ranks), problem),),
         scratch=(),
         launches=(*filling, launch),
-        dims={"elements": ("mul", "T", problem.ranks * problem.width)},
+        dims={"C": problem.room, "elements": ("mul", "C", problem.ranks * problem.width)},
     )
 
 
 def unpack(name: str, problem: Exchange) -> KernelSpec:
-    """The site `y = name(rows, places)`: rows [ranks * T, width], places i64 [T, ranks] → y [T, width]."""
+    """The site `y = name(rows, places)`: rows [ranks * C, width], places i64 [T, ranks] → y [T, width]."""
     body = [
         *_tile(problem),
         f"total = tl.zeros([{problem.tokens}, {problem.columns}], dtype=tl.float32)",
@@ -119,16 +127,17 @@ def unpack(name: str, problem: Exchange) -> KernelSpec:
     ]
     return KernelSpec(
         name=name,
-        source=_source(name, "rows", "y[t] = sum over ranks d of rows[d * T + places[t, d]]", body),
+        source=_source(name, "rows", "y[t] = sum over ranks d of rows[d * C + places[t, d]]", body),
         twin=f'''
 def {name}(rows, places):
-    """The sum of a token's rows over the ranks that it went to: y[t] = sum of rows[d * T + places[t, d]]."""
-    return rt.unpack_rows(rows, places)
+    """The sum of a token's rows over the ranks that it went to: y[t] = sum of rows[d * C + places[t, d]]."""
+    return rt.unpack_rows(rows, places{_part(problem)})
 ''',
         inputs=(_tensor("rows", "R", problem), _places(problem)),
         outputs=(_tensor("y", "T", problem),),
         scratch=(),
-        launches=(Launch(name, ("rows", "places", "y", "T"), _grid(problem), 8, 1, aligned=True),),
+        launches=(Launch(name, ("rows", "places", "y", "T", "C"), _grid(problem), 8, 1, aligned=True),),
+        dims={"C": problem.room},
     )
 
 
@@ -138,6 +147,10 @@ def _tensor(name: str, rows: Expression, problem: Exchange) -> TensorSpec:
 
 def _places(problem: Exchange) -> TensorSpec:
     return TensorSpec("places", "i64", ("T", problem.ranks))
+
+
+def _part(problem: Exchange) -> str:
+    return "" if problem.part == 1.0 else f", part={problem.part}"
 
 
 def _grid(problem: Exchange) -> tuple[Expression, ...]:
@@ -160,7 +173,7 @@ def _ranks(problem: Exchange) -> list[str]:
     return [
         f"for rank in tl.static_range({problem.ranks}):",
         f"    place = tl.load(places_ptr + token * {problem.ranks} + rank, mask=token < T, other=-1)",
-        "    row = tl.cast(rank * T, tl.int64) + tl.maximum(place, 0)",
+        "    row = tl.cast(rank * C, tl.int64) + tl.maximum(place, 0)",
     ]
 
 
@@ -171,7 +184,7 @@ def _mask(name: str) -> str:
 def _source(name: str, rows: str, formula: str, body: list[str]) -> str:
     return f'''
 @triton.jit
-def {name}({rows}_ptr, places_ptr, y_ptr, T):
+def {name}({rows}_ptr, places_ptr, y_ptr, T, C):
     """{formula}"""
 {lines_of(*body)}
 '''

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import types
 from pathlib import Path
@@ -22,8 +23,11 @@ PACKS = {
     "wide": Exchange(2560, 2, "bf16"),
     "narrow": Exchange(6, 3, "f32"),
     "numbers": Exchange(2, 4, "i64", fill=-1),
+    "budget": Exchange(24, 3, "bf16", part=0.4),
+    "budget_numbers": Exchange(2, 4, "i64", fill=-1, part=0.35),
 }
 UNPACKS = {"wide": Exchange(2560, 2, "bf16"), "narrow": Exchange(6, 3, "f32"), "alone": Exchange(16, 1, "f32")}
+UNPACKS["budget"] = PACKS["budget"]
 PLACES = {"two": Places(8, 3, 2), "three": Places(9, 1, 3), "many": Places(64, 8, 16)}
 TOKENS = (1, 5, 350)
 MANY = exchange.COUNTED * (exchange.CHUNK + 1) + 7
@@ -43,36 +47,42 @@ def choices_of(problem: Places, tokens: int) -> tuple[Tensor, Tensor]:
     return indices, torch.tensor(rows)
 
 
-def places_of(tokens: int, ranks: int) -> Tensor:
-    """As `expert_places` counts them; some tokens go nowhere."""
-    goes = torch.rand(tokens, ranks, generator=torch.Generator().manual_seed(tokens)) < 0.6
-    return (goes.long().cumsum(0) - 1).where(goes, -1)
+def room_of(problem: Exchange, tokens: int) -> int:
+    """For how many tokens a rank has room."""
+    return math.ceil(problem.part * tokens - 1e-9)
+
+
+def places_of(problem: Exchange, tokens: int) -> Tensor:
+    """As `expert_places` and `within_room` count them; some tokens go nowhere."""
+    goes = torch.rand(tokens, problem.ranks, generator=torch.Generator().manual_seed(tokens)) < 0.6
+    places = (goes.long().cumsum(0) - 1).where(goes, -1)
+    return places.where(places < room_of(problem, tokens), -1)
 
 
 def packed(problem: Exchange, tokens: int) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
     """Inputs, what is packed, and which rows are of any meaning."""
-    places = places_of(tokens, problem.ranks)
+    places, room = places_of(problem, tokens), room_of(problem, tokens)
     x = (torch.randn(tokens, problem.width, generator=torch.Generator().manual_seed(1)) * 9).to(DTYPES[problem.dtype])
-    y = torch.full((problem.ranks * tokens, problem.width), problem.fill or 0, dtype=x.dtype)
+    y = torch.full((problem.ranks * room, problem.width), problem.fill or 0, dtype=x.dtype)
     used = torch.full((len(y),), problem.fill is not None)
     for token, row in enumerate(places.tolist()):
         for rank, place in enumerate(row):
             if place >= 0:
-                y[rank * tokens + place] = x[token]
-                used[rank * tokens + place] = True
+                y[rank * room + place] = x[token]
+                used[rank * room + place] = True
     return (x, places), y, used
 
 
 def unpacked(problem: Exchange, tokens: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Inputs, in which rows that no token has are no numbers, and the sums."""
-    places = places_of(tokens, problem.ranks)
-    rows = torch.full((problem.ranks * tokens, problem.width), torch.nan, dtype=DTYPES[problem.dtype])
+    places, room = places_of(problem, tokens), room_of(problem, tokens)
+    rows = torch.full((problem.ranks * room, problem.width), torch.nan, dtype=DTYPES[problem.dtype])
     total = torch.zeros(tokens, problem.width)
     for token, row in enumerate(places.tolist()):
         for rank, place in enumerate(row):
             if place >= 0:
-                rows[rank * tokens + place] = torch.randn(problem.width).to(rows.dtype)
-                total[token] += rows[rank * tokens + place].float()
+                rows[rank * room + place] = torch.randn(problem.width).to(rows.dtype)
+                total[token] += rows[rank * room + place].float()
     return (rows, places), total.to(rows.dtype)
 
 
@@ -148,11 +158,12 @@ func @f(%x: bf16[S, 48], %i: i64[S, 2]) {
 """
 
 
+RAGGED = "R 0.. ragged <= 2*S by bound"
 MORE = "%places: i64[S, 65] = expert_places(%i) {num_experts = 65, ranks = 65}"
 
 
 def test_sites_in_packages_for_a_gpu() -> None:
-    module = module_of(NODES.replace("2*S", "R"), ragged="R 0.. ragged <= 2*S by bound")
+    module = module_of(NODES.replace("2*S", "R"), ragged=RAGGED)
     places, pack, numbers, unpack = module.functions["f"].nodes
     assert exchange.places_problem_of(places) == Places(8, 2, 2)
     assert exchange.problem_of(pack) == exchange.problem_of(unpack) == Exchange(48, 2, "bf16")
@@ -160,6 +171,8 @@ def test_sites_in_packages_for_a_gpu() -> None:
     names = [spec.name for spec in kernel_sites(module, gpu=True).specs]
     assert names == ["expert_places_0", "pack_rows_0", "pack_rows_1", "unpack_rows_0"]
     assert not kernel_sites(module).specs
+    within = module_of(NODES.replace("2*S", "R").replace('rows = "R"', 'part = 0.25, rows = "R"'), ragged=RAGGED)
+    assert exchange.problem_of(within.functions["f"].nodes[2]) == Exchange(2, 2, "i64", -1, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +184,7 @@ def test_sites_in_packages_for_a_gpu() -> None:
     ],
 )
 def test_refusals_name_the_reason(old: str, new: str, reason: str) -> None:
-    module = module_of(NODES.replace("2*S", "R").replace(old, new), ragged="R 0.. ragged <= 2*S by bound")
+    module = module_of(NODES.replace("2*S", "R").replace(old, new), ragged=RAGGED)
     assert reason in str(exchange.problem_of(module.functions["f"].nodes[1]))
 
 
