@@ -146,8 +146,7 @@ class Saver:
             written = {name: found for of_rank in digests for name, found in of_rank.items()}
             _write_durably(unfinished / RUN_FILE, json.dumps({**record, "files": written}, indent=1))
             _sync(unfinished)
-            remove(target)
-            unfinished.rename(target)
+            replace(target, unfinished)
             _sync(self._directory)
             for old in whole_ones(self._directory)[: -self._keep]:
                 remove(old)
@@ -177,11 +176,26 @@ def written_here(specs: tuple[StateSpec, ...], mesh: Mesh) -> list[StateSpec]:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, if it is there, so that at no moment a part of it has its name."""
-    doomed = checkpoint.with_name(checkpoint.name + ".old" + UNFINISHED)
-    if checkpoint.exists():
-        checkpoint.rename(doomed)
-        shutil.rmtree(doomed)
+    """Remove a checkpoint so that at no moment a part of it has its name."""
+    shutil.rmtree(_set_aside(checkpoint))
+
+
+def replace(checkpoint: Path, written: Path) -> None:
+    """Give `written` the name of a checkpoint. One that has it keeps its files until then, and the name if that fails."""
+    if not checkpoint.exists():
+        written.rename(checkpoint)
+        return
+    doomed = _set_aside(checkpoint)
+    try:
+        written.rename(checkpoint)
+    except OSError:
+        doomed.rename(checkpoint)
+        raise
+    shutil.rmtree(doomed)
+
+
+def _set_aside(checkpoint: Path) -> Path:
+    return checkpoint.rename(checkpoint.with_name(checkpoint.name + ".old" + UNFINISHED))
 
 
 def _write_durably(file: Path, text: str) -> None:

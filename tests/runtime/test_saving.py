@@ -147,6 +147,31 @@ def test_a_removal_that_stops_half_way_leaves_no_checkpoint(tmp_path: Path, monk
     assert values(tmp_path) == [1]
 
 
+def test_a_step_that_is_saved_again_is_there_until_the_new_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = Saver(tmp_path, SPECS, ALONE, 2)
+    saver.save(1, state_of(1), {})
+    saver.wait()
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if path.name == "step_00000001.unfinished":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    again = {name: value + 1 for name, value in state_of(1).items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        saver.save(1, again, {})
+        with pytest.raises(StorageError, match="Input/output error"):
+            saver.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"] and values(tmp_path) == [1]
+    saver.save(1, again, {})
+    saver.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"] and values(tmp_path) == [1, 2]
+
+
 def test_each_share_is_written_by_one_rank() -> None:
     axes = {"dp": 2, "tp": 3}
     splits = {"whole": (), "split": (Split("tp", 0),), "both": (Split("tp", 0), Split("dp", 1))}
