@@ -181,7 +181,7 @@ def remove(checkpoint: Path) -> None:
 
 
 def replace(checkpoint: Path, written: Path) -> None:
-    """Give `written` the name of a checkpoint. One that has it keeps its files until then, and the name if that fails."""
+    """Give `written` the name of a checkpoint. One that has it stays until then, and for good if that fails."""
     if not checkpoint.exists():
         written.rename(checkpoint)
         return
