@@ -1,13 +1,14 @@
 """The program that serves a package: `mgraph serve PKG`, or `python PKG/serve.py`.
 
 SIGTERM or Ctrl-C: new requests are refused, those under way are finished, for at most `--drain-timeout` seconds, and
-the exit code is 0. A second one ends at once, with 1.
+the exit code is 0. A second one ends at once, with 1. Before there can be requests the first one ends at once, with 0.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 import time
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 KEY = "MGRAPH_API_KEY"
 
 EXIT_CODES = """exit codes:
-  0  stopped by SIGTERM or Ctrl-C, after the requests under way
+  0  stopped by SIGTERM or Ctrl-C, after the requests under way, or before there were any
   1  a second signal, or requests that did not end in time: they were cut off; or a rank has died
   2  wrong input (options, package, weights, a port that is taken)"""
 
@@ -144,6 +145,7 @@ def _serve(package_dir: Path, options: ServeOptions, ranks: int) -> int:
     if options.prompt:
         print(options.prompt + continuation(package_dir, options))
         return 0
+    end_at_signals(0, "stopped before it served anything")
     needed()
     if options.record_workload is not None:
         workload.check_target(options.record_workload)
@@ -236,13 +238,25 @@ def run(serving: Serving, listening: socket.socket, drain_timeout: float) -> int
         create_app(serving), log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2
     )
     server = Server(config)
-    serving.background.start()
-    say(f"serving {serving.model} at {address(listening)}")
     try:
+        serving.background.start()
+        say(f"serving {serving.model} at {address(listening)}")
+        end_at_signals(1, "stopped at once")  # where the server has not taken them yet, or no more
         asyncio.run(server.serve(sockets=[listening]))
     finally:
         serving.background.stop()
     return int(server.cut)
+
+
+def end_at_signals(code: int, why: str) -> None:
+    """From here on SIGTERM and Ctrl-C end the process with this exit code, after what is open has been closed."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        say(why)
+        raise SystemExit(code)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
 
 
 def address(listening: socket.socket) -> str:

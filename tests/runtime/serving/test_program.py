@@ -106,6 +106,33 @@ def test_with_nothing_to_do_it_stops_at_once() -> None:
         assert time.monotonic() - started < 6
 
 
+SLOW_TO_OPEN = """
+import sys, time
+from mgraph.runtime.serving import opening, program
+
+def open_engine(*_, **__):
+    print("opening", file=sys.stderr, flush=True)
+    time.sleep(60)
+
+opening.ranks_of, opening.open_engine = lambda _: 1, open_engine
+program.main("package", ["--random-init", "--port", "0"])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
+def test_a_signal_before_it_serves_ends_at_once(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", SLOW_TO_OPEN]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            assert process.stderr.readline() == "opening\n"
+            process.send_signal(number)
+            assert process.wait(10) == 0
+            assert process.stderr.read() == "stopped before it served anything\n"
+        finally:
+            process.kill()
+
+
 def test_a_port_that_is_taken() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
