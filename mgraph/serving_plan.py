@@ -7,7 +7,8 @@ What a rank needs, in bytes, for steps of at most STEP_TOKENS tokens of MOST_REQ
     pool      the same of the largest step that is a graph: graphs share their memory, and keep it
     logits    one place that all graphs write logits to, and one that they read a bias from
     graphs    of each its launches, as the driver keeps them, its inputs and its few results
-    cache     what is left of a budget, at least one sequence of the greatest length
+    cache     what is left of a budget, at least one sequence of the greatest length; of layers with a window no more
+              than that sees
 
 Within a budget there are as many graphs as fit, at most as many as asked for. What one takes does not depend on its
 sizes but for its inputs, of which the largest count: so the plan with the least padding for a number of graphs is the
@@ -40,11 +41,13 @@ from mgraph.ir.local import declared_sizes
 from mgraph.ir.mesh import mesh_sizes
 from mgraph.ir.types import DType, TensorType
 from mgraph.passes.activations import extents
+from mgraph.passes.cache_groups import cache_groups
 from mgraph.passes.calls import callee
 from mgraph.passes.differentiation import VIEWS
 from mgraph.passes.recompute import size_text
 from mgraph.passes.serve_entries import SAMPLING
 from mgraph.recipe import Recipe
+from mgraph.runtime.serving.blocks import most_blocks
 
 STEP_TOKENS = 2048
 """The most tokens of a step, unless a server is told otherwise."""
@@ -124,7 +127,8 @@ class _Sizes:
         kinds = memory.state()
         self.weights = kinds.get(StateKind.PARAM, 0) + kinds.get(StateKind.BUFFER, 0)
         self.block = kinds[StateKind.CACHE]
-        self.longest = -(-int(module.dims["S"].maximum or 0) // recipe.block_size)
+        windows = [group.window for group in cache_groups(module)]
+        self.longest = most_blocks(windows, recipe.block_size, int(module.dims["S"].maximum or 0), 1)
         step = module.entry_function("step")
         logits = step.results[module.entries["step"].outputs.index("logits")].tensor
         self.logits = 2 * memory.bytes(TensorType(DType.F32, (MOST_REQUESTS, *logits.shape[1:])))

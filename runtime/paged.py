@@ -130,12 +130,14 @@ def _by_position(
             for first in range(old // size * size, length if end > begin else 0, size):
                 low = 0 if window is None else max(0, first + 1 - window)
                 high = min(first + size, length)
-                table = blocks[request, low // block_size : -(-high // block_size)]
-                held = (table[:, None] * block_size + within).flatten()[low % block_size :][: high - low]
+                # What the first new token does not see may have gone; no query of this step sees it either.
+                kept = low if window is None else max(low, old + 1 - window)
+                table = blocks[request, kept // block_size : -(-high // block_size)]
+                held = (table[:, None] * block_size + within).flatten()[kept % block_size :][: high - kept]
                 seen = []
                 for cache in (keys, values):
                     rows = cache.new_zeros(first + size - low, *cache.shape[1:])
-                    rows[: high - low] = cache.index_select(0, held)
+                    rows[kept - low : high - low] = cache.index_select(0, held)
                     seen.append(rows.transpose(0, 1)[None])
                 here = max(first, old)
                 queries = q.new_zeros(size, *q.shape[1:])

@@ -16,6 +16,7 @@ from mgraph.ir.facts import multiples
 from mgraph.ir.graph import Axis, Module, State, Value
 from mgraph.ir.local import declared_sizes
 from mgraph.ir.types import Shard
+from mgraph.passes.cache_groups import STEP, cache_groups
 
 SCHEMA = 1
 MAIN_ENTRIES = ("microbatch", "step")
@@ -50,6 +51,7 @@ def manifest(
         "state": [_state(state, adapters, module.mesh) for state in module.state.values()],
         "entries": _entries(module),
         **_routing(module),
+        **_cache_groups(module),
         **_counts_of_experts(module),
         "weight_layout": list(weight_layout),
         "padded": list(padded),
@@ -118,6 +120,14 @@ def _routing(module: Module) -> dict[str, Any]:
         layers, experts = (cast(tuple[Any, ...], node.attrs[name]) for name in ("layers", "experts"))
         return {"routing": {"layers": list(layers), "experts": list(experts)}}
     return {}
+
+
+def _cache_groups(module: Module) -> dict[str, Any]:
+    """Which caches are of layers with a window, if there are any."""
+    groups = cache_groups(module) if STEP in module.entries else ()
+    if all(group.window is None for group in groups):
+        return {}
+    return {"cache_groups": [group.facts() for group in groups]}
 
 
 def _counts_of_experts(module: Module) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from mgraph.ir.graph import Function, Module, Node, Phase, StateKind, Value
 from mgraph.ir.local import Division
 from mgraph.ir.opdef import is_known_op, op_def
 from mgraph.ir.types import Shard, TensorType, Type
+from mgraph.passes.cache_groups import shared_bytes
 
 _STRIDED = ("transpose", "permute", "t", "mT", "expand", "expand_as", "slice", "select", "split", "chunk", "unbind")
 """Views after which a reshape makes a copy."""
@@ -101,10 +102,13 @@ class RankMemory:
         self._bytes: dict[Type, int] = {}
 
     def state(self) -> dict[StateKind, int]:
-        """Bytes of the state on the device by kind."""
+        """Bytes of the state on the device by kind; of caches that share memory once."""
         found: Counter[StateKind] = Counter()
         for state in self.module.state.values():
             found[state.kind] += 0 if state.host else self.bytes(state.type)
+        if found[StateKind.CACHE]:
+            caches = {s.name: self.bytes(s.type) for s in self.module.state.values() if s.kind is StateKind.CACHE}
+            found[StateKind.CACHE] = shared_bytes(self.module, caches)
         return dict(found)
 
     def host(self) -> dict[str, int]:

@@ -16,13 +16,15 @@ After (the tokens of all requests lie in one row of T; `starts` says where each 
 One sequence of T tokens stands for the batch (B = 1, S = T): what treats positions alike need not know that they are of
 several requests. What does not, and is no causal attention, is refused (`mgraph.passes.positions`). The caches have
 `block_size` rows in each of P blocks; P is bound where the package is loaded. The dim S stays declared: its maximum is
-the longest sequence. Entries that make tokens of the logits come along (`mgraph.passes.serve_entries`).
+the longest sequence. Layers with a window have slots and tables of their own (`slots_1`, `blocks_1`, …; the first group
+has the plain names), so that their cache is bounded (`mgraph.passes.cache_groups`). Entries that make tokens of the
+logits come along (`mgraph.passes.serve_entries`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from mgraph.errors import PassError
@@ -31,6 +33,7 @@ from mgraph.ir.dims import Dim, NamedDim, names_in, substitute, symbol
 from mgraph.ir.graph import Entry, Function, Module, Node, Phase, State, StateKind, Value
 from mgraph.ir.types import DType, TensorType
 from mgraph.passes.base import Pass, Report, Stage, Tier
+from mgraph.passes.cache_groups import bounded, call_statics, grouped, window_of
 from mgraph.passes.calls import callee, part_of
 from mgraph.passes.positions import mixes_positions, position_dims
 from mgraph.passes.serve_entries import DIMS, ROWS, sampling_entries
@@ -39,8 +42,8 @@ SEQUENCE, BATCH = "S", "B"
 TOKENS, REQUESTS, BLOCKS = "T", "R", "P"
 STEP = "step"
 _DEFAULT_LENGTH = 2048
-_SHARED = ("slots", "starts", "lengths", "blocks")
-"""Inputs that each attention reads."""
+_Tables = tuple[Value, Value]
+"""The slots and the block tables of a group of layers."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +101,20 @@ class _Derivation:
         self.made_by, self.block_size = pass_.name, pass_.block_size
         self.functions: dict[str, Function] = {}
         self.caches: list[State] = []
+        self.layers = _Layers()
 
     def entry_function(self, function: Function) -> Function:
         """The `step` function: what requests have is an input, caches are state."""
+        length = self.module.dims[SEQUENCE].maximum
+        assert isinstance(length, int)
+        self.layers = _layers(self.module, function, length)
         builder = rebuild(function, self.made_by)
         builder.name = STEP
         (row,) = function.params
         flat = Value(row.name, TensorType(DType.I64, (symbol(TOKENS),)))
         builder.params = [flat]
         positions = builder.param("positions", flat.tensor)
-        shared = self._shared(builder)
+        shared, tables = self._shared(builder, max(self.layers.groups, default=0) + 1)
         rows = builder.param("rows", TensorType(DType.I64, (symbol(ROWS),)))
         with builder.at(function.nodes[0], Phase.DECODE):
             whole = builder.one("reshape", flat, shape=(1, symbol(TOKENS)), name="row")
@@ -116,11 +123,12 @@ class _Derivation:
         last = 0
         for node in function.nodes:
             if node.op == "call":
-                updates += self._call(builder, node, positions, shared)
+                updates += self._call(builder, node, positions, shared, tables)
             elif node.op == "attention":
                 keys, values = self._cache_types(node)
+                own = tables[self.layers.groups[len(self.caches) // 2]]
                 caches = [self._declare(Value(f"cache.{k}", t)).value for k, t in (("k", keys), ("v", values))]
-                updates += self._attention(builder, node, caches, shared)
+                updates += self._attention(builder, node, caches, shared, own)
             else:
                 self._keep(builder, node, positions, function.name)
                 continue
@@ -128,22 +136,32 @@ class _Derivation:
         logits = _of_rows(builder, last, function.results[0], rows)
         return builder.build([logits, *updates])
 
-    def _shared(self, builder: FunctionBuilder) -> list[Value]:
+    def _shared(self, builder: FunctionBuilder, groups: int) -> tuple[_Tables, list[_Tables]]:
+        """Where each request begins and how long it is, and each group's slots and tables."""
         tokens, requests = symbol(TOKENS), symbol(REQUESTS)
-        types = (
-            TensorType(DType.I64, (tokens,)),
-            TensorType(DType.I32, (requests + 1,)),
-            TensorType(DType.I32, (requests,)),
-            TensorType(DType.I32, (requests, self.width)),
-        )
-        return [builder.param(name, type_) for name, type_ in zip(_SHARED, types, strict=True)]
+        to_slots = TensorType(DType.I64, (tokens,))
+        to_blocks = TensorType(DType.I32, (requests, self.width))
+        slots = builder.param("slots", to_slots)
+        starts = builder.param("starts", TensorType(DType.I32, (requests + 1,)))
+        lengths = builder.param("lengths", TensorType(DType.I32, (requests,)))
+        tables = [(slots, builder.param("blocks", to_blocks))]
+        for group in range(1, groups):
+            pair = builder.param(f"slots_{group}", to_slots), builder.param(f"blocks_{group}", to_blocks)
+            tables.append(pair)
+        return (starts, lengths), tables
 
-    def _call(self, builder: FunctionBuilder, node: Node, positions: Value, shared: Sequence[Value]) -> list[Value]:
+    def _call(
+        self, builder: FunctionBuilder, node: Node, positions: Value, shared: _Tables, tables: Sequence[_Tables]
+    ) -> list[Value]:
         """Keep a call, with what its function reads now; the new values of its caches."""
         body = self._body(callee(node))
+        first = len(self.caches) // 2
         caches = [self._declare(slot) for slot in body.slots if slot.name.startswith("cache.")]
         old = self.module.functions[callee(node)]
-        params = (*node.operands[: len(old.params)], positions, *shared)
+        pairs = dict(zip(self.layers.pairs[callee(node)], self.layers.groups[first:], strict=False))
+        (slots, blocks), *more = [tables[pairs.get(pair, 0)] for pair in range(max(pairs, default=0) + 1)]
+        given = (positions, slots, *shared, blocks, *(value for pair in more for value in pair))
+        params = (*node.operands[: len(old.params)], *given)
         operands = (*params, *node.operands[len(old.params) :], *(c.value for c in caches))
         extra = [Value(builder.fresh(c.name.replace(".", "_")), c.type) for c in caches]
         results = (*node.results, *extra)
@@ -164,7 +182,9 @@ class _Derivation:
             function = self.module.functions[name]
             builder = rebuild(function, self.made_by)
             positions = builder.param("positions", TensorType(DType.I64, (symbol(TOKENS),)))
-            shared = self._shared(builder)
+            pairs = self.layers.pairs[name]
+            shared, tables = self._shared(builder, max(pairs, default=0) + 1)
+            own = iter(pairs)
             updates: list[Value] = []
             for node in function.nodes:
                 if node.op == "call":
@@ -172,7 +192,7 @@ class _Derivation:
                 if node.op == "attention":
                     kinds = zip("kv", self._cache_types(node), strict=True)
                     caches = [builder.slot(f"cache.{kind}", type_) for kind, type_ in kinds]
-                    updates += self._attention(builder, node, caches, shared)
+                    updates += self._attention(builder, node, caches, shared, tables[next(own)])
                 else:
                     self._keep(builder, node, positions, name)
             self.functions[name] = builder.build([*function.results, *updates])
@@ -184,7 +204,7 @@ class _Derivation:
         return keys, values
 
     def _attention(
-        self, builder: FunctionBuilder, node: Node, caches: Sequence[Value], shared: Sequence[Value]
+        self, builder: FunctionBuilder, node: Node, caches: Sequence[Value], shared: _Tables, own: _Tables
     ) -> tuple[Value, ...]:
         if not node.attrs.get("causal"):
             raise PassError("attention that is not causal cannot be served token by token", where=str(node.origin))
@@ -194,11 +214,11 @@ class _Derivation:
         if unserved:
             raise PassError(f"attention with {unserved[0]} cannot be served token by token", where=str(node.origin))
         attrs = {k: node.attrs[k] for k in ("scale", "window", "softcap") if node.attrs.get(k) is not None}
-        slots, *tables = shared
+        slots, blocks = own
         with builder.at(node, Phase.DECODE):
             q, k, v = (_by_token(builder, value) for value in node.operands[:3])
             stored = builder.emit("kv_append", (*caches, k, v, slots), names=("keys", "values"))
-            operands = (q, *stored, *tables, *node.operands[3:])
+            operands = (q, *stored, *shared, blocks, *node.operands[3:])
             mixed = builder.emit("paged_attention", operands, {"block_size": self.block_size, **attrs})[0]
             heads, width = mixed.tensor.shape[1:]
             mixed = builder.one("reshape", mixed, shape=(1, symbol(TOKENS), heads, width), name="mixed")
@@ -219,6 +239,37 @@ class _Derivation:
             hint = "attention that is not recognised shows up so: see the raise-attention report"
             raise PassError(f"cannot serve: {guard}", where=str(node.origin), hint=hint)
         builder.keep(replace(node, phase=Phase.DECODE))
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """`groups` has that of each attention, in the order of the caches; `pairs` says, of each function, which of its own
+    pairs of slots and tables each of its attentions reads: those share one whose groups are the same in all calls."""
+
+    groups: Sequence[int] = ()
+    pairs: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+
+def _layers(module: Module, function: Function, length: int) -> _Layers:
+    """The groups of what the entry's function and its layers attend to; sequences have at most `length` tokens."""
+    windows: list[int | None] = []
+    places: dict[str, list[list[int]]] = {}  # of a function's calls those of their attentions
+    for node in function.nodes:
+        begin = len(windows)
+        if node.op == "attention":
+            windows.append(bounded(window_of(node, {}), length))
+        elif node.op == "call":
+            statics = call_statics(node)
+            inner = [n for n in module.functions[callee(node)].nodes if n.op == "attention"]
+            windows += [bounded(window_of(n, statics), length) for n in inner]
+            places.setdefault(callee(node), []).append(list(range(begin, len(windows))))
+    groups = grouped(windows) if windows else []
+    pairs = {}
+    for name, calls in places.items():
+        columns = [tuple(groups[at] for at in column) for column in zip(*calls, strict=True)]
+        kinds = list(dict.fromkeys(columns))
+        pairs[name] = [kinds.index(column) for column in columns]
+    return _Layers(groups, pairs)
 
 
 def _by_token(builder: FunctionBuilder, value: Value) -> Value:

@@ -32,6 +32,7 @@ from mgraph.ir.types import Placement, Shard
 from mgraph.parameter_groups import assign
 from mgraph.passes.autodiff import COUNT_TOTAL, EVALUATION, LOGITS, LOSS_SCALE, LOSS_TOTAL
 from mgraph.passes.base import Pass, Tier
+from mgraph.passes.cache_groups import cache_groups
 from mgraph.passes.overlap_gradients import LAST
 from mgraph.passes.samples import (
     CHOICES,
@@ -563,7 +564,7 @@ def _serving(before: Module, after: Module, shapes: Shapes) -> Evidence:
     ends = [0, *itertools.accumulate(_CHUNKS)]
     whole_shapes = Shapes({**shapes.dims, "B": 2, "S": length}, shapes.vocab)
     block_size = block_rows(after)
-    width = -(-length // block_size)
+    width, groups = -(-length // block_size), len(cache_groups(after))
 
     def whole(seed: int, lifted: bool, hook: Hook | None = None) -> Tensors:
         inputs = random_inputs(function, whole_shapes, seed)
@@ -577,7 +578,8 @@ def _serving(before: Module, after: Module, shapes: Shapes) -> Evidence:
         for step in range(len(_CHUNKS) + 1):
             parts = [ends[max(0, i) : i + 2] if 0 <= i < len(_CHUNKS) else [0, 0] for i in (step, step - 1)]
             rows = [tokens[b][begin:end] for b, (begin, end) in enumerate(parts)]
-            inputs = step_inputs(rows, [begin for begin, _ in parts], width, block_size, padding=1)
+            starts = [begin for begin, _ in parts]
+            inputs = step_inputs(rows, starts, width, block_size, padding=1, groups=groups)
             outputs, updates = _Run(after, "step", [inputs], [state], {}).apart(lifted)
             state = {**state, **updates[0]}
             taken = [(b, end) for b, (_, end) in enumerate(parts) if end]

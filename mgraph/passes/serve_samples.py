@@ -23,11 +23,16 @@ def block_rows(module: Module) -> int:
 
 
 def step_inputs(
-    tokens: Sequence[Sequence[int]], starts: Sequence[int], width: int, block_size: int, padding: int = 0
+    tokens: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    width: int,
+    block_size: int,
+    padding: int = 0,
+    groups: int = 1,
 ) -> Tensors:
     """The inputs of `step` for requests whose next tokens are given, and at which position each begins; all rows that
-    are the last of a request are wanted. Request r has `width` blocks of its own. Requests without tokens and
-    `padding` tokens are padding."""
+    are the last of a request are wanted. Request r has `width` blocks of its own, the same in all `groups` of layers:
+    a graph has caches of their own for these. Requests without tokens and `padding` tokens are padding."""
     import torch
 
     count = len(tokens)
@@ -39,15 +44,16 @@ def step_inputs(
     slots = [blocks[r][p // block_size] * block_size + p % block_size for r, p in zip(owners, positions, strict=True)]
     ends = [sum(len(row) for row in tokens[: r + 1]) for r in range(count)]
     i32, i64 = torch.int32, torch.int64
-    return {
+    given = {
         "tokens": torch.tensor([t for row in tokens for t in row] + [0] * padding, dtype=i64),
         "positions": torch.tensor(positions + [0] * padding, dtype=i64),
         "slots": torch.tensor(slots + [0] * padding, dtype=i64),
         "starts": torch.tensor([0, *ends], dtype=i32),
         "lengths": torch.tensor(lengths, dtype=i32),
         "blocks": torch.tensor(blocks, dtype=i32).reshape(count, width),
-        "rows": torch.tensor([end - 1 for end, row in zip(ends, tokens, strict=True) if row], dtype=i64),
     }
+    given |= {f"{name}_{group}": given[name] for group in range(1, groups) for name in ("slots", "blocks")}
+    return given | {"rows": torch.tensor([end - 1 for end, row in zip(ends, tokens, strict=True) if row], dtype=i64)}
 
 
 def is_of_serving(function: Function) -> bool:
@@ -67,17 +73,19 @@ def serving_inputs(function: Function, vocab: int, source: Any) -> Tensors:
     caches = [v for node in function.nodes for v in node.operands if v.is_state and v.name.startswith("cache.")]
     size = int(evaluate(caches[0].tensor.shape[0], {"P": 1}))
     drawn = torch.randint(vocab, (3,), generator=source).tolist()
-    return step_inputs([[drawn[0]], drawn[1:], []], [1, 0, 0], min(width, 2), size, 1) | _widened(width, size)
+    groups = sum(name.startswith("blocks") for name in params)
+    given = step_inputs([[drawn[0]], drawn[1:], []], [1, 0, 0], min(width, 2), size, 1, groups)
+    return given | {name: _widened(width) for name in given if name.startswith("blocks")}
 
 
-def _widened(width: int, size: int) -> Tensors:
+def _widened(width: int) -> Any:
     """The block tables of three requests, each `width` wide, of which two entries at most are used."""
     import torch
 
     used = min(width, 2)
     blocks = torch.zeros(3, width, dtype=torch.int32)
     blocks[:, :used] = torch.tensor([[(r + 1) * used - w for w in range(used)] for r in range(3)])
-    return {"blocks": blocks}
+    return blocks
 
 
 def _sampling_input(value: Value, source: Any) -> Any:

@@ -24,13 +24,24 @@ class Row:
     draw: int
 
 
+@dataclass
+class _Written:
+    """The tables of a request as arrays, up to a length and without what it had given up by then."""
+
+    preempted: int
+    length: int
+    passed: list[int]
+    arrays: tuple[I32, ...]
+
+
 class BatchBuilder:
     """Makes arrays of plans. It keeps the block tables of running requests, which grow by a few entries a step."""
 
-    def __init__(self, block_size: int, max_length: int, vocab_size: int) -> None:
-        self._block_size, self._vocab_size = block_size, vocab_size
+    def __init__(self, block_size: int, max_length: int, vocab_size: int, groups: int = 1) -> None:
+        """`groups` are those of layers, each of which has tables of its own."""
+        self._block_size, self._vocab_size, self._groups = block_size, vocab_size, groups
         self._width = -(-max_length // block_size)
-        self._tables: dict[int, tuple[int, int, I32]] = {}  # with how often it was preempted, and its number of blocks
+        self._tables: dict[int, _Written] = {}
         self._constraints: dict[int, Constraints] = {}
 
     def add(self, request: Request, constraints: Constraints) -> None:
@@ -46,16 +57,17 @@ class BatchBuilder:
         """The arrays of a step and what its rows are for. `before`: request number to row of the step just before."""
         tokens: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
-        tables: list[I32] = []
+        slots: list[list[int]] = [[] for _ in range(self._groups)]
+        tables: list[tuple[I32, ...]] = []
         starts, rows, wanted = [0], [], []
         for work in works:
             request, at = work.request, len(tokens)
             tokens += _tokens(work, before)
-            blocks, size = request.blocks, self._block_size
-            tables.append(self._table(request))
+            size = self._block_size
+            tables.append(self._arrays(request))
             positions += range(work.start, work.stop)
-            slots += [blocks[place // size] * size + place % size for place in range(work.start, work.stop)]
+            for rows_of_group, blocks in zip(slots, request.tables.blocks, strict=True):
+                rows_of_group += [blocks[p // size] * size + p % size for p in range(work.start, work.stop)]
             starts.append(len(tokens))
             for place in work.targets:
                 rows.append(at + place - work.start)
@@ -66,26 +78,30 @@ class BatchBuilder:
         batch = Batch(
             tokens=np.array(tokens, np.int64),
             positions=np.array(positions, np.int64),
-            slots=np.array(slots, np.int64),
+            slots=tuple(np.array(of_group, np.int64) for of_group in slots),
             starts=np.array(starts, np.int32),
             lengths=np.array([work.stop for work in works], np.int32),
-            blocks=np.stack(tables),
+            blocks=tuple(np.stack(of_group) for of_group in zip(*tables, strict=True)),
             rows=np.array(rows, np.int64),
             requests=tuple(work.request.number for work in works),
         )
         return batch, self._sampling(wanted, before), wanted
 
-    def _table(self, request: Request) -> I32:
-        """i32[W] of a request: that of the step before with the blocks that came, or a new one after a preemption."""
-        blocks, times = request.blocks, request.preempted
-        known, count, table = self._tables.get(request.number, (-1, 0, None))
-        if table is None or known != times:
-            count, table = 0, np.zeros(self._width, np.int32)
-        if count < len(blocks):
-            table = table.copy()  # steps under way may still read the old one
-            table[count : len(blocks)] = blocks[count:]
-        self._tables[request.number] = times, len(blocks), table
-        return table
+    def _arrays(self, request: Request) -> tuple[I32, ...]:
+        """i32[W] of a request for each group: those of the step before with what has changed, or new ones after a
+        preemption."""
+        tables, old = request.tables, self._tables.get(request.number)
+        if old is None or old.preempted != request.preempted:
+            nothing = tuple(np.zeros(self._width, np.int32) for _ in tables.blocks)
+            old = _Written(request.preempted, 0, [0] * len(nothing), nothing)
+        if old.length == tables.length and old.passed == tables.passed:
+            return old.arrays
+        arrays = tuple(array.copy() for array in old.arrays)  # steps under way may still read the old ones
+        for array, blocks, before, passed in zip(arrays, tables.blocks, old.passed, tables.passed, strict=True):
+            array[before:passed] = 0
+            array[old.length : tables.length] = blocks[old.length :]
+        self._tables[request.number] = _Written(request.preempted, tables.length, list(tables.passed), arrays)
+        return arrays
 
     def _sampling(self, rows: Sequence[Row], before: Mapping[int, int]) -> Sampling:
         params = [row.request.params for row in rows]

@@ -110,7 +110,7 @@ class Engine:
         """Bounds of 0 are the stepper's; `chunk` bounds the tokens of one prompt in a step (0: as many as fit)."""
         self.stepper, self.tokenizer = stepper, tokenizer
         self.ends_of_text = tuple(ends_of_text)
-        pool = BlockPool(stepper.num_blocks, stepper.block_size, prefix_cache)
+        pool = BlockPool(stepper.num_blocks, stepper.block_size, prefix_cache, stepper.windows)
         most = min(max_tokens or stepper.max_tokens, stepper.max_tokens)
         requests = min(max_requests or stepper.max_requests, stepper.max_requests, most)
         self.scheduler = Scheduler(pool, most, requests, chunk)
@@ -121,7 +121,9 @@ class Engine:
         """Steps by their numbers of tokens and requests."""
         self.generated = 0
         """Tokens in all."""
-        self._builder = BatchBuilder(stepper.block_size, stepper.max_length, stepper.vocab_size)
+        self._builder = BatchBuilder(stepper.block_size, stepper.max_length, stepper.vocab_size, len(stepper.windows))
+        self.longest = min(stepper.max_length, pool.longest(stepper.max_length) + 1)
+        """The most tokens of a prompt and its continuation together: what the model and the whole cache hold."""
         self._seeds = random.Random(seed)
         self._prefix_cache = prefix_cache
         self._groups: dict[int, dict[int, _Sequence]] = {}
@@ -135,12 +137,6 @@ class Engine:
     def unfinished(self) -> bool:
         """Whether there is anything to do."""
         return bool(self._sequences or self._under_way)
-
-    @property
-    def longest(self) -> int:
-        """The most tokens of a prompt and its continuation together: what the model and the whole cache hold."""
-        pool = self.scheduler.pool
-        return min(self.stepper.max_length, pool.usable * pool.block_size + 1)
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """How many tokens may be generated after a prompt. Raises `RequestError` for what cannot be served."""

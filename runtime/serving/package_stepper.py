@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from mgraph.errors import OptionError
 from mgraph.runtime import checkpoint
 from mgraph.runtime.invariant import fixed_shapes
 from mgraph.runtime.mesh import ALONE, Mesh, bind_axes
-from mgraph.runtime.package import Package, State, load_package
+from mgraph.runtime.package import Package, State, StateSpec, load_package
+from mgraph.runtime.serving.blocks import Windows, most_blocks
 from mgraph.runtime.serving.choices import sampled
 from mgraph.runtime.serving.dispatch import Bucket
 from mgraph.runtime.serving.step import Batch, Done, Pending, Sampled, Sampling
@@ -82,8 +84,10 @@ class PackageStepper:
         self.state = _parameters(loaded, weights, seed, self.device, mesh)
         self._batch_invariant = batch_invariant
         self._last: Tensor | None = None
-        self._caches = caches
-        self.block_bytes = sum(math.prod(s.share(mesh).shape) * s.dtype.itemsize for s in caches)
+        groups = loaded.manifest.get("cache_groups", [{"window": None, "caches": [spec.name for spec in caches]}])
+        self.windows: Windows = tuple(group["window"] for group in groups)
+        self._shared = shared_caches(caches, [group["caches"] for group in groups])
+        self.block_bytes = sum(math.prod(s.share(mesh).shape) * s.dtype.itemsize for s, *_ in self._shared)
         """Of the cache, on this rank."""
         self._captures = cuda_graphs and self.device.type == "cuda"
         self.graphs: StepGraphs | None = None
@@ -95,12 +99,14 @@ class PackageStepper:
 
     def resize(self, num_blocks: int) -> None:
         """Give the cache another number of blocks, all empty."""
-        if num_blocks < 2:
-            raise OptionError(f"a cache of {num_blocks} blocks holds no request", hint="at least 2 blocks")
+        least = 1 + len(self.windows)
+        if num_blocks < least:
+            raise OptionError(f"a cache of {num_blocks} blocks holds no request", hint=f"at least {least} blocks")
         self.num_blocks = num_blocks
-        for spec in self._caches:
+        for spec, *others in self._shared:
             shape = (num_blocks * self.block_size, *spec.share(self.mesh).shape[1:])
             self.state[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=self.device)
+            self.state.update((other.name, self.state[spec.name]) for other in others)
         self.graphs = self.graphs_of(CudaCapture()) if self._captures else None
 
     def release(self) -> None:
@@ -114,19 +120,21 @@ class PackageStepper:
         if buckets is None:
             listed = self.package.manifest.get("graph_plan", {}).get("buckets", [])
             buckets = [Bucket(*b) for b in listed]
-        width = -(-self.max_length // self.block_size)
-        return StepGraphs(self._call, self._sample, buckets, width, self.block_size, self.device, capture)
+        width, groups = -(-self.max_length // self.block_size), len(self.windows)
+        return StepGraphs(self._call, self._sample, buckets, width, self.block_size, self.device, capture, groups)
 
     def _blocks_that_fit(self, block_bytes: int) -> int:
         """As many as memory and the package's budget allow, and no more than all requests of a step can use."""
-        wanted = 1 + self.max_requests * -(-self.max_length // self.block_size)
+        # One token of each request at a time, and beyond that what a step brings.
+        wanted = 1 + self.max_requests * most_blocks(self.windows, self.block_size, self.max_length, 1)
+        wanted += sum(w is not None for w in self.windows) * -(-self.max_tokens // self.block_size)
         plan = self.package.manifest.get("graph_plan", {})
         if plan.get("budget"):
             wanted = min(wanted, plan["memory"]["blocks"])
         free = CPU_CACHE
         if self.device.type == "cuda":
             free = int(MEMORY_PART * torch.cuda.mem_get_info(self.device)[0])
-        return max(2, min(wanted, free // block_bytes))
+        return max(1 + len(self.windows), min(wanted, free // block_bytes))
 
     @property
     def launches(self) -> Mapping[str, int]:
@@ -149,13 +157,13 @@ class PackageStepper:
 
     def _op_by_op(self, batch: Batch, sampling: Sampling) -> Sequence[Tensor]:
         """The results of a step without a graph; none where no row is wanted."""
-        tokens = self._known(self._on_device(batch.tokens))
-        given = (batch.positions, batch.slots, batch.starts, batch.lengths, batch.blocks)
-        inputs = [tokens, *map(self._on_device, given)]
+        inputs = {name: self._on_device(array) for name, array in batch.inputs().items()}
+        inputs["tokens"] = self._known(inputs["tokens"])
         if not len(batch.rows):  # the logits of one token cost little, and nobody reads them
-            self._call("step", *inputs, torch.zeros(1, dtype=torch.int64, device=self.device))
+            inputs["rows"] = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._call("step", *inputs.values())
             return ()
-        (logits,) = self._call("step", *inputs, self._on_device(batch.rows))
+        (logits,) = self._call("step", *inputs.values())
         return self._sample(logits, sampling)
 
     def _call(self, entry: str, *inputs: Tensor) -> Sequence[Tensor]:
@@ -169,12 +177,12 @@ class PackageStepper:
             kernels = "kernels of a GPU divide work by the size of a step"
             where = kernels if self.device.type != "cpu" else "the order of sums of several ranks follows its size"
             raise OptionError(f"batch invariance is for the CPU and one rank: {where}", hint="--device cpu, without tp")
-        i64, i32 = torch.int64, torch.int32
-        width = -(-self.max_length // self.block_size)
-        inputs = [torch.zeros(1, dtype=i64), torch.zeros(1, dtype=i64), torch.zeros(1, dtype=i64)]
-        inputs += [torch.tensor([0, 1], dtype=i32), torch.ones(1, dtype=i32), torch.zeros(1, width, dtype=i32)]
+        groups, width = len(self.windows), -(-self.max_length // self.block_size)
+        zero, none = np.zeros(1, np.int64), np.zeros((1, width), np.int32)
+        bounds, one = np.array([0, 1], np.int32), np.ones(1, np.int32)
+        batch = Batch(zero, zero, (zero,) * groups, bounds, one, (none,) * groups, zero, (0,))
         with torch.no_grad():
-            self._call("step", *inputs, torch.zeros(1, dtype=i64))
+            self._call("step", *map(torch.from_numpy, batch.inputs().values()))
 
     def _sample(self, logits: Tensor, sampling: Sampling) -> Sequence[Tensor]:
         return sampled(self._call, logits, sampling, self._on_device, self._known)
@@ -233,6 +241,20 @@ def load_serving(path: Path | str, device: torch.device, strict: bool = False, j
         problem = f"{loaded.path} is for a mesh with the axis {others[0]}, and ranks share what is served over tp"
         raise OptionError(problem, hint="compile it with --mesh tp=N, and start a server for each copy of the model")
     return loaded
+
+
+def shared_caches(caches: Sequence[StateSpec], groups: Sequence[Sequence[str]]) -> list[list[StateSpec]]:
+    """The caches that lie in the same memory: a block is of one group of layers at a time, so the first of each group
+    do, then the second ones, among those of the same shape and dtype. `groups` are their names."""
+    by_name = {spec.name: spec for spec in caches}
+    found: dict[tuple[Any, ...], list[StateSpec]] = {}
+    for names in groups:
+        counts: Counter[tuple[Any, ...]] = Counter()
+        for spec in map(by_name.__getitem__, names):
+            kind = spec.dtype, spec.shape
+            found.setdefault((*kind, counts[kind]), []).append(spec)
+            counts[kind] += 1
+    return list(found.values())
 
 
 def shared_axes(manifest: Mapping[str, Any]) -> list[str]:

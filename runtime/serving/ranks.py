@@ -85,7 +85,7 @@ class Leader:
         self.block_size, self.max_length = stepper.block_size, stepper.max_length
         self.max_tokens, self.max_requests = stepper.max_tokens, stepper.max_requests
         self.vocab_size, self.num_blocks = stepper.vocab_size, stepper.num_blocks
-        self.asynchronous = stepper.asynchronous
+        self.asynchronous, self.windows = stepper.asynchronous, stepper.windows
         self._connections, self._lost = dict(connections), lost
         self._words = dict.fromkeys(self._connections, b"")
         self._gone: list[int] = []

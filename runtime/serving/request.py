@@ -6,7 +6,7 @@ import enum
 import time
 from dataclasses import dataclass, field
 
-from mgraph.runtime.serving.blocks import ROOT
+from mgraph.runtime.serving.blocks import Content, Tables
 from mgraph.runtime.serving.parameters import SamplingParams
 
 
@@ -58,13 +58,14 @@ class Request:
     in_flight: int = 0
     computed: int = 0
     """Tokens in the cache, those of steps under way included."""
-    blocks: list[int] = field(default_factory=list)
+    tables: Tables = field(default_factory=lambda: Tables(1))
+    """Its blocks, which the scheduler gives it."""
     preempted: int = 0
     """How often it had to give its blocks back."""
     remembered: int = 0
     """How many of its blocks the pool was told the content of."""
-    content: int = ROOT
-    """The number of the last of these contents."""
+    content: Content | None = None
+    """The last of these contents."""
     cached: int = 0
     """Tokens of the prompt that were found in the cache when it was first admitted."""
     prompt_rows: int = 0

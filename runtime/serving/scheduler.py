@@ -5,6 +5,9 @@ one token in every step; what is left of the step's tokens goes to prompts, in c
 run out, the request that came last gives all of its own back and waits again, at its place by arrival; what it had is
 computed anew when it is admitted again. The oldest is never the last while there are others, and every request fits
 alone: so the oldest goes on in every step, and each ends.
+
+In groups of layers with a window a request gives back what its next token does not see, when the next step is planned:
+steps run in order, so whoever gets the block writes to it after all who read it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-from mgraph.runtime.serving.blocks import ROOT, BlockPool
+from mgraph.runtime.serving.blocks import BlockPool, Content, Tables
 from mgraph.runtime.serving.request import Happening, Request, Status
 
 
@@ -50,6 +53,7 @@ class Scheduler:
         assert max_tokens >= max_requests >= 1, "each running request must get one token of a step"
         self.pool, self.max_tokens, self.max_requests = pool, max_tokens, max_requests
         self.chunk = chunk or max_tokens
+        self._windows = any(window is not None for window in pool.windows)
         self._rows = 0  # of prompts, that are left in a step
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -58,7 +62,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """A new request waits."""
-        assert self.pool.needed(len(request.prompt) + request.max_tokens - 1) <= self.pool.usable, "it never fits"
+        assert self.pool.most(len(request.prompt) + request.max_tokens - 1) <= self.pool.usable, "it never fits"
+        request.tables, request.content = self.pool.tables(), self.pool.root
         request.record(Happening.ARRIVED)
         _insert(self.waiting, request)
 
@@ -67,8 +72,7 @@ class Scheduler:
         if request.status is Status.ENDED:
             return False
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
-        self.pool.give_back(request.blocks)
-        request.blocks = []
+        self._empty(request)
         request.status = Status.ENDED
         request.record(Happening.ENDED)
         return True
@@ -76,6 +80,8 @@ class Scheduler:
     def plan(self) -> list[Work]:
         """The work of the next step, single tokens first; empty where there is none."""
         works: list[Work] = []
+        for request in self.running if self._windows else ():
+            self.pool.give_back(request.tables.give_up(self.pool.seen(request.computed)))
         # Logits are large: those of prompts are of so many rows a step, whatever its tokens.
         self._rows = max(self.max_requests - len(self.running), self.max_requests // 2, 1)
         writing = {r for r in self.running if r.decodes and not r.complete}
@@ -88,6 +94,7 @@ class Scheduler:
             if request.needs_known and request.in_flight:
                 continue
             todo = 1 if writes else min(request.length - request.computed, budget, self.chunk)
+            todo = min(todo, self._fits(request, self.pool.usable - request.tables.held))
             count = 1 if writes else self._rows_allow(request, todo)
             if count == 0:
                 continue
@@ -104,29 +111,28 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert what must hold between two steps."""
-        self.pool.check([r.blocks for r in (*self.running, *self.waiting)])
-        assert all(not r.blocks for r in self.waiting)
+        self.pool.check([r.tables.all() for r in (*self.running, *self.waiting)])
+        assert all(not r.tables.held for r in self.waiting)
         assert len(self.running) <= self.max_requests
 
     def _make_room(self, request: Request, count: int) -> bool:
         """Get the blocks for `count` more tokens. False: the youngest were sent away for it, this one perhaps too."""
-        more = self.pool.needed(request.computed + count) - len(request.blocks)
-        if more <= 0:
+        more = self._lacking(request, count)
+        if more == 0:
             return True
         enough = True
         while self.pool.available < more and request.status is Status.RUNNING:
             self._preempt(self.running[-1])
             enough = False
         if request.status is Status.RUNNING:
-            request.blocks += self.pool.take(more)
+            request.tables.add(self.pool.take(more))
         return enough
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
-        self.pool.give_back(request.blocks)
-        request.blocks, request.computed = [], 0
+        self._empty(request)
+        request.computed, request.remembered = 0, 0
         request.preempted += 1
-        request.remembered, request.content = 0, ROOT
         request.status = Status.WAITING
         request.record(Happening.PREEMPTED)
         self.counts.preemptions += 1
@@ -134,7 +140,7 @@ class Scheduler:
 
     def _admit(self, works: list[Work], budget: int) -> None:
         """Admit from the front while there is room for all that is known of the first that waits."""
-        promised = sum(self.pool.needed(r.length) - len(r.blocks) for r in self.running if not r.complete)
+        promised = sum(self._promised(r) for r in self.running if not r.complete)
         begun = {work.request for work in works}
         while self.waiting and budget > 0 and len(self.running) < self.max_requests:
             request = self.waiting[0]
@@ -148,17 +154,19 @@ class Scheduler:
             if leader is not None and leader.status is Status.RUNNING and leader.sampled == 0:
                 return
             found, content = self._match(request)
-            todo = self.pool.needed(request.length) - len(found)
-            if self.pool.available - self.pool.idle(found) - promised < todo:
+            blocks, computed = found.all(), found.length * self.pool.block_size
+            todo = min(self._most(request, computed), self.pool.usable) - len(blocks)
+            if self.pool.available - self.pool.idle(blocks) - promised < todo:
                 return
             # All needs are known and met: from here on nothing can fail.
             self.waiting.pop(0)
-            self.pool.hold(found)
-            request.blocks, request.remembered, request.content = found, len(found), content
-            request.computed = len(found) * self.pool.block_size
-            count = self._rows_allow(request, min(request.length - request.computed, budget, self.chunk))
-            request.blocks = found + self.pool.take(self.pool.needed(request.computed + count) - len(found))
-            promised += self.pool.needed(request.length) - len(request.blocks)
+            self.pool.hold(blocks)
+            request.tables, request.remembered, request.content = found, found.length, content
+            request.computed = computed
+            todo = min(request.length - computed, budget, self.chunk, self._fits(request, self.pool.available))
+            count = self._rows_allow(request, todo)
+            request.tables.add(self.pool.take(self._lacking(request, count)))
+            promised += self._promised(request)
             request.status = Status.RUNNING
             self._count(request)
             request.record(Happening.ADMITTED)
@@ -167,10 +175,33 @@ class Scheduler:
             begun.add(request)
             budget -= count
 
-    def _match(self, request: Request) -> tuple[list[int], int]:
+    def _empty(self, request: Request) -> None:
+        """Give all blocks of a request back."""
+        self.pool.give_back(request.tables.all())
+        request.tables, request.content = self.pool.tables(), self.pool.root
+
+    def _lacking(self, request: Request, count: int) -> int:
+        """Blocks, of all groups, that `count` more tokens take beside those that it has."""
+        more = self.pool.needed(request.computed + count) - request.tables.length
+        return more * len(self.pool.windows)
+
+    def _fits(self, request: Request, blocks: int) -> int:
+        """How many more tokens so many more blocks hold."""
+        more = blocks // len(self.pool.windows)
+        return (request.tables.length + more) * self.pool.block_size - request.computed
+
+    def _most(self, request: Request, computed: int) -> int:
+        """The most blocks that it holds until all that is known of it is computed."""
+        return self.pool.most(request.length, max(1, min(self.chunk, request.length - computed)))
+
+    def _promised(self, request: Request) -> int:
+        """Blocks that it lacks for all that is known of it."""
+        return max(0, self._most(request, request.computed) - request.tables.held)
+
+    def _match(self, request: Request) -> tuple[Tables, Content]:
         """Remembered blocks of its beginning, the last token left out: it must be computed to give logits."""
         if request.params.prompt_logprobs is not None and request.prompt_rows < len(request.prompt) - 1:
-            return [], ROOT
+            return self.pool.tables(), self.pool.root
         return self.pool.match(request.known(0, request.length - 1))
 
     def _count(self, request: Request) -> None:
@@ -204,12 +235,14 @@ class Scheduler:
 
     def _remember(self, request: Request) -> None:
         """Tell the pool what is in the blocks that this step completes, as far as the tokens are known."""
+        assert request.content is not None, "it was added"
         size = self.pool.block_size
         known = min(request.computed, len(request.prompt) + len(request.output))
         while (request.remembered + 1) * size <= known:
             start = request.remembered * size
             tokens = request.known(start, start + size)
-            request.content = self.pool.remember(request.blocks[request.remembered], request.content, tokens)
+            blocks = [row[request.remembered] for row in request.tables.blocks]
+            request.content = self.pool.remember(blocks, request.content, tokens)
             request.remembered += 1
 
 

@@ -2,8 +2,9 @@
 
 A step works on the new tokens of many requests at once, one request after the other: chunks of prompts and single
 tokens of requests that already write, the latter first. What is old of a request lies in the cache, which has
-`num_blocks` blocks of `block_size` rows (a row is the keys and values of one token, in every layer). Block 0 belongs to
-nobody: padding is written there.
+`num_blocks` blocks of `block_size` rows. Layers are in groups by how far back they see (`windows`), and a block is of
+one group at a time: a row is the keys and values of one token in all layers of the group. Block 0 belongs to nobody:
+padding is written there, and it stands for what lies before the window of a request's new tokens.
 
 The engine may plan a step before it knows what the one before sampled. Such a token is written as `unknown(n)`, a
 negative number: the token of row n of the step that was run just before. A stepper that runs asynchronously fills it in
@@ -18,6 +19,8 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mgraph.runtime.serving.blocks import Windows
 
 I64 = NDArray[np.int64]
 I32 = NDArray[np.int32]
@@ -36,25 +39,35 @@ def unknown(row: int) -> int:
 class Batch:
     """The inputs of one step: T tokens of R requests, N rows of which logits are wanted. Nothing is padded.
 
-    W, the width of `blocks`, is ceil(max_length / block_size) in every step.
+    W, the width of a table in `blocks`, is ceil(max_length / block_size) in every step.
     """
 
     tokens: I64
     """[T] The new tokens, or `unknown` ones."""
     positions: I64
     """[T] The place of each token in its own sequence, from 0."""
-    slots: I64
-    """[T] The cache row that takes its keys and values: block * block_size + offset."""
+    slots: tuple[I64, ...]
+    """Of each group [T]: the cache row that takes its keys and values, block * block_size + offset."""
     starts: I32
     """[R + 1] The tokens of request r are starts[r]:starts[r + 1], at least one."""
     lengths: I32
     """[R] Tokens of request r that are in the cache after this step."""
-    blocks: I32
-    """[R, W] Its blocks in order; what is not used is 0."""
+    blocks: tuple[I32, ...]
+    """Of each group [R, W]: its blocks in order. What is not used, or no new token sees, is 0."""
     rows: I64
     """[N] Which of the T tokens want logits, increasing."""
     requests: tuple[int, ...]
     """[R] Numbers of the requests, for logs and tests."""
+
+    def inputs(self) -> dict[str, Any]:
+        """The arrays by the names and in the order of a package's inputs."""
+        slots, *more_slots = self.slots
+        blocks, *more_blocks = self.blocks
+        given = {"tokens": self.tokens, "positions": self.positions, "slots": slots, "starts": self.starts}
+        given |= {"lengths": self.lengths, "blocks": blocks}
+        for group, (slots, blocks) in enumerate(zip(more_slots, more_blocks, strict=True), 1):
+            given |= {f"slots_{group}": slots, f"blocks_{group}": blocks}
+        return given | {"rows": self.rows}
 
 
 @dataclass(frozen=True)
@@ -130,6 +143,8 @@ class Stepper(Protocol):
     vocab_size: int
     num_blocks: int
     """Blocks of the cache, block 0 included."""
+    windows: Windows
+    """Of each group of layers how many tokens its last one sees, itself included; None: all."""
     asynchronous: bool
     """Whether `run` returns before the step has ended and takes `unknown` tokens."""
 
@@ -156,5 +171,14 @@ class Done:
 
 def describe(stepper: Stepper) -> dict[str, Any]:
     """The sizes of a stepper, for logs and metrics."""
-    names = ("block_size", "max_length", "max_tokens", "max_requests", "vocab_size", "num_blocks", "asynchronous")
+    names = (
+        "block_size",
+        "max_length",
+        "max_tokens",
+        "max_requests",
+        "vocab_size",
+        "num_blocks",
+        "windows",
+        "asynchronous",
+    )
     return {name: getattr(stepper, name) for name in names}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -108,7 +108,7 @@ class _Held:
 
 class StepGraphs:
     """The graphs of a package's steps. `call` runs an entry on the state, `sample` what samples op by op; `width` is
-    that of block tables."""
+    that of block tables, of which each of `groups` of layers has its own."""
 
     def __init__(
         self,
@@ -119,6 +119,7 @@ class StepGraphs:
         block_size: int,
         device: torch.device,
         capture: Capture,
+        groups: int = 1,
     ) -> None:
         self.buckets = sorted(buckets)
         self.replayed = 0
@@ -127,7 +128,7 @@ class StepGraphs:
         self.failure = ""
         """What a capture said that failed; there are none after it."""
         self._call, self._sample_eagerly = call, sample
-        self._width, self._block_size = width, block_size
+        self._width, self._block_size, self._groups = width, block_size, groups
         self._device, self._capture = device, capture
         self._held: dict[_Name, _Held] = {}
         self._most = max((b.requests for b in self.buckets), default=1)
@@ -215,6 +216,11 @@ class StepGraphs:
             "starts": ((requests + 1,), i32),
             "lengths": ((requests,), i32),
             "blocks": ((requests, self._width), i32),
+            **{
+                f"{name}_{group}": shape
+                for group in range(1, self._groups)
+                for name, shape in (("slots", ((tokens,), i64)), ("blocks", ((requests, self._width), i32)))
+            },
             "rows": ((requests,), i64),
         }
 
@@ -269,16 +275,17 @@ class StepGraphs:
         """The arrays of a step, as long as the bucket's."""
         more = bucket.tokens - len(batch.tokens)
         requests = bucket.requests - len(batch.lengths)
-        slots = np.concatenate([batch.slots, np.arange(more) % self._block_size])
-        return {
-            "tokens": np.pad(batch.tokens, (0, more)),
-            "positions": np.pad(batch.positions, (0, more)),
-            "slots": slots,
-            "starts": np.pad(batch.starts, (0, requests), mode="edge"),
-            "lengths": np.pad(batch.lengths, (0, requests)),
-            "blocks": np.pad(batch.blocks, ((0, requests), (0, 0))),
-            "rows": np.pad(batch.rows, (0, bucket.requests - len(batch.rows))),
-        }
+        spare = np.arange(more) % self._block_size
+        return replace(
+            batch,
+            tokens=np.pad(batch.tokens, (0, more)),
+            positions=np.pad(batch.positions, (0, more)),
+            slots=tuple(np.concatenate([slots, spare]) for slots in batch.slots),
+            starts=np.pad(batch.starts, (0, requests), mode="edge"),
+            lengths=np.pad(batch.lengths, (0, requests)),
+            blocks=tuple(np.pad(blocks, ((0, requests), (0, 0))) for blocks in batch.blocks),
+            rows=np.pad(batch.rows, (0, bucket.requests - len(batch.rows))),
+        ).inputs()
 
 
 def known(tokens: Tensor, last: Tensor) -> Tensor:

@@ -31,10 +31,10 @@ MORE = [(family, 4) for family in ("llama3", "mixtral", "gemma3", "gpt2")]
 
 @dataclass
 class Served:
-    """One request: the tokens that are known, how many of them are in the cache, and its blocks."""
+    """One request: the tokens that are known, how many of them are in the cache, and its blocks in each group."""
 
     tokens: list[int]
-    blocks: list[int]
+    blocks: list[list[int]]
     done: int = 0
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -50,15 +50,18 @@ def greedy_sampling(targets: list[int]) -> Sampling:
 def batch_of(work: list[tuple[Served, int]], stepper: PackageStepper, rows: list[int]) -> Batch:
     size, width = stepper.block_size, -(-stepper.max_length // stepper.block_size)
     places = [np.arange(r.done, r.done + new) for r, new in work]
-    tables = [np.array(r.blocks + [0] * (width - len(r.blocks)), np.int32) for r, _ in work]
-    slots = [t[p // size].astype(np.int64) * size + p % size for t, p in zip(tables, places, strict=True)]
+    groups = range(len(stepper.windows))
+    tables = [[np.array((r.blocks[g] + [0] * width)[:width], np.int32) for r, _ in work] for g in groups]
+    slots = [
+        [t[p // size].astype(np.int64) * size + p % size for t, p in zip(of, places, strict=True)] for of in tables
+    ]
     return Batch(
         tokens=np.concatenate([np.array(r.tokens[r.done : r.done + new], np.int64) for r, new in work]),
         positions=np.concatenate(places),
-        slots=np.concatenate(slots),
+        slots=tuple(map(np.concatenate, slots)),
         starts=np.cumsum([0, *(new for _, new in work)]).astype(np.int32),
         lengths=np.array([r.done + new for r, new in work], np.int32),
-        blocks=np.stack(tables),
+        blocks=tuple(map(np.stack, tables)),
         rows=np.array(rows, np.int64),
         requests=tuple(range(len(work))),
     )
@@ -89,7 +92,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             tied = getattr(model.config, "tie_word_embeddings", False)
             tensors = {n: t.contiguous() for n, t in model.state_dict().items() if not (tied and "lm_head" in n)}
             save_file(tensors, directory / "model.safetensors")
-            stepper = PackageStepper(package, directory / "model.safetensors", 4 * LENGTH + 1)
+            stepper = PackageStepper(package, directory / "model.safetensors", 24 * LENGTH + 1)
             made[family, block_size] = stepper, model
         return made[family, block_size]
 
@@ -107,7 +110,7 @@ def test_log_probabilities_and_greedy_tokens(opened: Any, family: str, block_siz
     source.shuffle(free)
     requests = []
     for length in (21, 1, 9, 30):
-        blocks = [free.pop() for _ in range(-(-LENGTH // stepper.block_size))]
+        blocks = [[free.pop() for _ in range(-(-LENGTH // stepper.block_size))] for _ in stepper.windows]
         requests.append(Served([source.randrange(256) for _ in range(length)], blocks))
     written = {id(r): 0 for r in requests}
     while waiting := [r for r in requests if written[id(r)] < 6]:
@@ -141,7 +144,7 @@ def test_log_probabilities_and_greedy_tokens(opened: Any, family: str, block_siz
 def test_log_probabilities_of_a_whole_prompt(opened: Any) -> None:
     stepper, model = opened("gpt-oss", 16)
     tokens = torch.randint(256, (12,), generator=torch.Generator().manual_seed(2)).tolist()
-    request = Served(tokens, [5, 2, 9])
+    request = Served(tokens, [[5, 2, 9], [1, 7, 3]])
     found = []
     for new in (5, 1, 6):
         batch = batch_of([(request, new)], stepper, list(range(new)))

@@ -13,6 +13,7 @@ from mgraph.errors import PassError
 from mgraph.ir.dims import evaluate
 from mgraph.ir.graph import Module, State, StateKind
 from mgraph.ir.interpreter import run
+from mgraph.passes.cache_groups import cache_groups
 from mgraph.passes.pipeline import run_pipeline
 from mgraph.passes.serve_samples import step_inputs
 from mgraph.passes.verify import TwinCheck
@@ -71,7 +72,7 @@ def test_chunks_over_the_cache_equal_whole_sequences(model: str, block_size: int
     width = -(-LENGTH // block_size)
     for step in steps:
         rows = [tokens[r, begun[r] : begun[r] + new].tolist() for r, new in enumerate(step)]
-        inputs = step_inputs(rows, begun, width, block_size, padding=2)
+        inputs = step_inputs(rows, begun, width, block_size, padding=2, groups=len(cache_groups(serve)))
         out, new_state = run(serve, "step", inputs, state, lifted=True)
         state, begun = {**state, **new_state}, [b + n for b, n in zip(begun, step, strict=True)]
         wanted = [whole["logits"][r, begun[r] - 1] for r, new in enumerate(step) if new]

@@ -80,17 +80,20 @@ def paged_attention(
 
     q [T, H, D], keys [C, G, D], values [C, G, E], starts i32 [R + 1], lengths i32 [R], blocks i32 [R, W], optional
     sinks [H] → [T, H, E]. The last of a request's n new tokens sits at position lengths[r] - 1. Tokens of no request
-    give 0. Nothing else of the cache is read than the filled rows of requests.
+    give 0. Nothing else of the cache is read than the filled rows of requests, and with a window none before that of the
+    first new token.
     """
     out = q.new_zeros(*q.shape[:2], values.shape[2])
     for request, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
         if begin == end:
             continue
         length = int(lengths[request])
+        old = length - (end - begin)
+        unseen = 0 if window is None else max(0, old + 1 - int(window))
         table = blocks[request, : -(-length // block_size)].long()
-        rows = (table[:, None] * block_size + table.new_tensor(range(block_size))).flatten()[:length]
+        rows = (table[:, None] * block_size + table.new_tensor(range(block_size))).flatten()[unseen:length]
         given = [t.transpose(0, 1)[None] for t in (q[begin:end], keys[rows], values[rows])]
-        more = {"start": lengths.new_tensor(length - (end - begin)).long(), **dict(zip(["sinks"], sinks, strict=False))}
+        more = {"start": lengths.new_tensor(old - unseen).long(), **dict(zip(["sinks"], sinks, strict=False))}
         made, _ = attention(
             *given,
             *more.values(),

@@ -33,6 +33,12 @@ def hashed_logits(vocab_size: int, sharp: float = 3.0) -> Logits:
     return logits
 
 
+def _of_last(logits: Logits, windows: Sequence[int | None]) -> Logits:
+    """Logits of what the widest window sees."""
+    seen = 0 if None in windows else max(window or 0 for window in windows)
+    return (lambda tokens: logits(tokens[-seen:])) if seen else logits
+
+
 def spoken_logits(text: bytes, vocab_size: int = 256) -> Logits:
     """Logits of a model that says `text` after any prompt, and begins again at its end."""
 
@@ -75,7 +81,9 @@ def choose(row: NDArray[np.float64], sampling: Sampling, at: int) -> int:
 
 
 class FakeStepper:
-    """See above. `asynchronous` only delays the results and takes unknown tokens. `failing` are steps that fail."""
+    """See above. Each group of layers sees a window of the last tokens.
+
+    `asynchronous` only delays the results and takes unknown tokens. `failing` are steps that fail."""
 
     def __init__(
         self,
@@ -90,14 +98,16 @@ class FakeStepper:
         logits: Logits | None = None,
         failing: Sequence[int] = (),
         seconds: float = 0.0,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
+        self.windows = windows
         self.num_blocks, self.block_size, self.max_length = num_blocks, block_size, max_length
         self.max_tokens, self.max_requests, self.vocab_size = max_tokens, max_requests, vocab_size
         self.asynchronous = asynchronous
-        self.logits = logits or hashed_logits(vocab_size)
+        self.logits = _of_last(logits or hashed_logits(vocab_size), windows)
         self.failing, self.seconds = set(failing), seconds
         self.steps, self.computed = 0, 0
-        self.cache = np.full((num_blocks * block_size, 2), EMPTY)  # token, position
+        self.cache = np.full((num_blocks * block_size, 3), EMPTY)  # token, position, group of layers
         self._last: list[int] = []
 
     @property
@@ -108,7 +118,8 @@ class FakeStepper:
         self.steps += 1
         self.check(batch, sampling)
         tokens = np.array([t if t >= 0 else self._last[-1 - t] for t in batch.tokens.tolist()])
-        self.cache[batch.slots] = np.stack([tokens, batch.positions], 1)
+        for group, slots in enumerate(batch.slots):
+            self.cache[slots] = np.stack([tokens, batch.positions, np.full_like(tokens, group)], 1)
         self.computed += len(tokens)
         owner = np.repeat(np.arange(len(batch.requests)), np.diff(batch.starts))
         outputs = sampling.outputs
@@ -133,34 +144,47 @@ class FakeStepper:
             ]
         ).reshape(top.shape)
         result = Sampled(np.array(chosen, np.int64), np.array(scores, np.float32), top, top_scores.astype(np.float32))
-        return _Result(result, self.seconds, self.cache, batch.slots if self.steps in self.failing else None)
+        return _Result(
+            result, self.seconds, self.cache, np.concatenate(batch.slots) if self.steps in self.failing else None
+        )
 
     def check(self, batch: Batch, sampling: Sampling) -> None:
         """What the contract says of a step's inputs."""
         count, requests = len(batch.tokens), len(batch.requests)
         assert 1 <= count <= self.max_tokens and 1 <= requests <= self.max_requests
-        assert len(batch.positions) == len(batch.slots) == count
+        assert len(batch.positions) == count and len(batch.slots) == len(batch.blocks) == len(self.windows)
         assert batch.starts[0] == 0 and batch.starts[-1] == count and (np.diff(batch.starts) > 0).all()
-        assert batch.blocks.shape == (requests, -(-self.max_length // self.block_size))
         assert (np.diff(batch.rows) > 0).all() and len(batch.rows) == len(sampling.targets)
-        assert len(set(batch.slots.tolist())) == count, "two tokens are written to one row of the cache"
+        rows = np.concatenate(batch.slots).tolist()
+        assert len(set(rows)) == count * len(self.windows), "two tokens are written to one row of the cache"
         sizes = np.diff(batch.starts)
         assert (np.diff((sizes > 1).astype(int)) >= 0).all() or sizes.max() == 1, "single tokens come first"
         for r in range(requests):
             places = batch.positions[batch.starts[r] : batch.starts[r + 1]]
             assert (np.diff(places) == 1).all() and places[-1] + 1 == batch.lengths[r] <= self.max_length
-            used = -(-int(batch.lengths[r]) // self.block_size)
-            assert (batch.blocks[r, :used] > 0).all() and len(set(batch.blocks[r, :used].tolist())) == used
-            assert (batch.blocks[r, used:] == 0).all()
-            rows = batch.blocks[r, places // self.block_size] * self.block_size + places % self.block_size
-            assert (rows == batch.slots[batch.starts[r] : batch.starts[r + 1]]).all()
+            for window, slots, blocks in zip(self.windows, batch.slots, batch.blocks, strict=True):
+                assert blocks.shape == (requests, -(-self.max_length // self.block_size))
+                used = -(-int(batch.lengths[r]) // self.block_size)
+                first = 0 if window is None else max(0, int(places[0]) + 1 - window) // self.block_size
+                table = blocks[r, first:used].tolist()
+                assert 0 not in table and len(set(table)) == used - first
+                assert (blocks[r, :first] == 0).all() and (blocks[r, used:] == 0).all()
+                rows = blocks[r, places // self.block_size] * self.block_size + places % self.block_size
+                assert (rows == slots[batch.starts[r] : batch.starts[r + 1]]).all()
 
     def _read(self, batch: Batch, request: int, last: int) -> list[int]:
-        """The tokens of a request up to position `last`, read through its blocks."""
-        places = np.arange(last + 1)
-        rows = batch.blocks[request, places // self.block_size] * self.block_size + places % self.block_size
-        assert (self.cache[rows, 1] == places).all(), "a row of the cache holds another position"
-        return [int(token) for token in self.cache[rows, 0]]
+        """The tokens of a request up to position `last` that any layer sees, read through its blocks."""
+        seen: list[int] = []
+        for group, (window, blocks) in enumerate(zip(self.windows, batch.blocks, strict=True)):
+            places = np.arange(0 if window is None else max(0, last + 1 - window), last + 1)
+            rows = blocks[request, places // self.block_size] * self.block_size + places % self.block_size
+            assert (self.cache[rows, 1] == places).all(), "a row of the cache holds another position"
+            assert (self.cache[rows, 2] == group).all(), "a row of the cache holds keys of other layers"
+            tokens = [int(token) for token in self.cache[rows, 0]]
+            size = min(len(tokens), len(seen))
+            assert not size or tokens[-size:] == seen[-size:], "groups of layers hold different tokens"
+            seen = max(seen, tokens, key=len)
+        return seen
 
 
 class _Result:

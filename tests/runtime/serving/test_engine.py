@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from mgraph.runtime.serving.blocks import most_blocks
 from mgraph.runtime.serving.engine import LEAST_LOGPROB, Delta, Engine, EngineDead
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
 from mgraph.runtime.serving.request import Happening
@@ -20,6 +21,10 @@ from mgraph.runtime.tokenizer import ByteTokenizer
 from tests.runtime.serving.fake_stepper import FakeStepper, alone, log_softmax, spoken_logits
 
 VOCAB = 64
+GROUPS = [(None,), (None,), (6,), (1,), (None, 9), (None, 4, 2), (11, 3)]
+"""Windows of groups of layers."""
+LONGEST = 52
+"""Tokens of `arrivals` in the cache, at most."""
 
 
 @dataclass
@@ -80,7 +85,8 @@ def arrivals(draw: st.DrawFn) -> list[tuple[int, list[int], int, float, int | No
 @settings(max_examples=120, deadline=None)
 @given(
     arrivals(),
-    st.sampled_from([14, 16, 20, 60]),
+    st.sampled_from(GROUPS),
+    st.sampled_from([0, 2, 6, 46]),
     st.integers(1, 5),
     st.sampled_from([5, 7, 16, 40]),
     st.booleans(),
@@ -88,14 +94,16 @@ def arrivals(draw: st.DrawFn) -> list[tuple[int, list[int], int, float, int | No
 )
 def test_each_gives_what_it_gives_alone(
     plan: list[tuple[int, list[int], int, float, int | None]],
-    num_blocks: int,
+    windows: Sequence[int | None],
+    spare: int,
     max_requests: int,
     max_tokens: int,
     prefix_cache: bool,
     asynchronous: bool,
 ) -> None:
     stepper = FakeStepper(
-        num_blocks=num_blocks,
+        num_blocks=1 + most_blocks(windows, 4, LONGEST, 1) + spare,
+        windows=windows,
         max_requests=max_requests,
         max_tokens=max_tokens,
         asynchronous=asynchronous,
@@ -140,6 +148,52 @@ def test_each_gives_what_it_gives_alone(
         assert abs(what.count(Happening.ADMITTED) - what.count(Happening.PREEMPTED)) <= 1
         times = [event.when for event in request.events]
         assert times == sorted(times)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("chunk", [1, 3, 8, 0])
+def test_a_long_text_holds_no_more_than_its_window(chunk: int, asynchronous: bool) -> None:
+    """A cache that is much too small for the text, and enough for the window, serves it; where it is too small for a
+    chunk as well, chunks are shorter."""
+    window, size, length = 10, 4, 150
+    step = chunk or 32
+    most = -(-(window + step) // size) + 1
+    for num_blocks in (1 + most, 1 + most_blocks([window], size, length, 1)):
+        stepper = FakeStepper(
+            num_blocks=num_blocks, windows=(window,), max_length=200, max_tokens=32, asynchronous=asynchronous
+        )
+        engine = Engine(stepper, chunk=chunk)
+        prompt = [at * at % VOCAB for at in range(length - 40)]
+        group = engine.submit(prompt, SamplingParams(temperature=0, max_tokens=40))
+        found: dict[tuple[int, int], Gathered] = {}
+        held = 0
+        while engine.unfinished:
+            gather(engine.step(), found)
+            engine.scheduler.check()
+            held = max([held, *(request.tables.held for request in engine.scheduler.running)])
+        assert engine.longest == 200 and length / size > 2 * stepper.num_blocks
+        assert found[group, 0].tokens == alone(stepper.logits, prompt, SamplingParams(temperature=0), 40)[0]
+        assert held <= most and not engine.scheduler.counts.preemptions
+        given_back(engine)
+
+
+def test_a_hit_needs_the_last_window_alone() -> None:
+    """What lay before the window has been overwritten in the meantime."""
+    stepper = FakeStepper(num_blocks=16, windows=(8,), max_length=200)
+    engine = Engine(stepper)
+    prompt = [at * 7 % VOCAB for at in range(100)]
+    first = engine.submit(prompt, SamplingParams(temperature=0, max_tokens=1))
+    tokens = run_all(engine)[first, 0].tokens
+    computed = stepper.computed
+    again = engine.submit([*prompt, *tokens, 5], SamplingParams(temperature=0, max_tokens=3))
+    found = run_all(engine)[again, 0]
+    assert found.ends[0].cached == 100 and stepper.computed == computed + 4
+    assert found.tokens == alone(stepper.logits, [*prompt, *tokens, 5], SamplingParams(temperature=0), 3)[0]
+    shorter = engine.submit([*prompt[:50], 5], SamplingParams(temperature=0, max_tokens=3))
+    found = run_all(engine)[shorter, 0]
+    assert found.ends[0].cached < 50
+    assert found.tokens == alone(stepper.logits, [*prompt[:50], 5], SamplingParams(temperature=0), 3)[0]
+    given_back(engine)
 
 
 def test_tight_caches_preempt_and_ample_ones_share() -> None:

@@ -47,10 +47,10 @@ def batch(requests: int, length: int) -> Batch:
     return Batch(
         tokens=np.arange(requests, dtype=np.int64) + 5,
         positions=np.full(requests, length - 1),
-        slots=(blocks[:, used - 1] * 4 + (length - 1) % 4).astype(np.int64),
+        slots=((blocks[:, used - 1] * 4 + (length - 1) % 4).astype(np.int64),),
         starts=np.arange(requests + 1, dtype=np.int32),
         lengths=np.full(requests, length, np.int32),
-        blocks=blocks,
+        blocks=(blocks,),
         rows=np.arange(requests),
         requests=tuple(range(requests)),
     )
@@ -66,7 +66,7 @@ def test_padding_and_what_a_larger_step_left_behind() -> None:
     small = graphs.padded(batch(3, 6), Bucket(8, 8, True))
     assert (small["slots"][3:] < 4).all() and (small["blocks"][3:] == 0).all() and (small["blocks"][:, 2:] == 0).all()
     assert (small["lengths"][3:] == 0).all() and small["starts"][3:].tolist() == [3] * 6
-    assert small["slots"][:3].tolist() == batch(3, 6).slots.tolist() and (small["slots"][:3] >= 4).all()
+    assert small["slots"][:3].tolist() == batch(3, 6).slots[0].tolist() and (small["slots"][:3] >= 4).all()
 
 
 @pytest.mark.parametrize("budget", range(2, 9))
