@@ -143,6 +143,7 @@ def pipeline_text(recipe: Recipe) -> str:
     schedule = "overlap-experts," if recipe.expert_ranks > 1 else ""
     schedule += "overlap-gradients," if recipe.overlap else ""
     schedule += "write-gradients," if recipe.one_microbatch else ""
+    schedule += "dce,join-products," if recipe.archs else ""
     fuse, graphs = (FUSE, ",cuda-graphs") if recipe.archs else ("", "")
     if recipe.loss_budget:
         fuse = (fuse or "fuse-loss,") + print_spec("chunk-loss", {"budget": recipe.loss_budget}) + ","

@@ -82,7 +82,8 @@ class StateSpec:
     `kind` is param, buffer, master, moment, grad or scalar; `init` is the list of in-place calls that fills the tensor;
     `seed_name` keys its random calls; only a tensor with `persist` goes into checkpoints;
     `adapter` is that of a weight which has one. `shape` is that of the whole tensor; `placement` says how it is split
-    over mesh axes, `factors` which of its dims are products. One that is `host` lies in the memory of the host.
+    over mesh axes, `factors` which of its dims are products. One that is `host` lies in the memory of the host;
+    one with `after` begins in memory where the state of that name ends.
     """
 
     name: str
@@ -97,6 +98,7 @@ class StateSpec:
     placement: tuple[Split, ...] = ()
     factors: Factors = ()
     host: bool = False
+    after: str = ""
 
     @property
     def bytes(self) -> int:
@@ -359,6 +361,7 @@ def _state_spec(item: dict[str, Any], path: Path, sizes: Mapping[str, int]) -> S
             placement=tuple(Split(**split) for split in item.get("placement", ())),
             factors=tuple((dim, tuple(extents)) for dim, extents in item.get("factors", ())),
             host=bool(item.get("host", False)),
+            after=item.get("after", ""),
         )
     except KeyError as error:
         raise PackageError(

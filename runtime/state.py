@@ -47,7 +47,7 @@ def create_state(
     mesh: Mesh = ALONE,
 ) -> State:
     """This rank's shares of all tensors of `specs` by name, initialised with `seed`, on `device`; those in `blank`, and
-    copies of them, are 0. What is `host` lies in the host's memory.
+    copies of them, are 0. What is `host` lies in the host's memory; what is `after` another begins where that ends.
 
     Raises `PackageError` where a tensor has no initialiser, names an unknown call, or copies in a circle.
     """
@@ -71,7 +71,20 @@ def create_state(
             state[spec.name] = state[master.name].to(device, spec.dtype, copy=True)
         elif spec.name not in state:
             state[spec.name] = placed(spec, initial.share(spec, mesh))
+    lay_together(state, {spec.name: spec.after for spec in by_name.values() if spec.after})
     return {name: state[name] for name in by_name}
+
+
+def lay_together(state: State, after: Mapping[str, str]) -> None:
+    """Put tensors that one product reads one after another: `after` has the name of the one before each."""
+    following = {before: name for name, before in after.items()}
+    for first in following.keys() - after.keys():
+        names = [first]
+        while names[-1] in following:
+            names.append(following[names[-1]])
+        sizes = [state[name].numel() for name in names]
+        whole = torch.cat([state[name].flatten() for name in names])
+        state.update((n, part.view(state[n].shape)) for n, part in zip(names, whole.split(sizes), strict=True))
 
 
 def _start_of(spec: StateSpec, mesh: Mesh) -> tuple[Any, ...]:

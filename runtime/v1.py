@@ -37,7 +37,8 @@ from mgraph.runtime.expert_exchange import (
     unpack_rows,
     within_room,
 )
-from mgraph.runtime.experts import expert_glu, expert_glu_grad, moe_route_order
+from mgraph.runtime.experts import expert_glu, expert_glu_grad, expert_sum, moe_route_order
+from mgraph.runtime.joined import glu_grad_joined, joined, rope_join
 from mgraph.runtime.kernels import kernels
 from mgraph.runtime.linear import linear, linear_glu
 from mgraph.runtime.moe import (
@@ -150,10 +151,12 @@ __all__ = [
     "glu",
     "glu_grad",
     "gradient_scale",
+    "glu_grad_joined",
     "grouped_mm",
     "grouped_outer_",
     "grouped_sum",
     "kernels",
+    "joined",
     "kv_append_",
     "layer_norm",
     "layer_norm_grad",
@@ -197,6 +200,7 @@ __all__ = [
     "rms_norm_grad",
     "rope",
     "rope_kv_append_",
+    "rope_join",
     "rope_table_grad",
     "sample",
     "square_sum",

@@ -13,13 +13,21 @@ from itertools import takewhile
 from mgraph.codegen.bundles import ListType, expanded, is_list, picked
 from mgraph.codegen.dim_text import DimScope, python_text
 from mgraph.codegen.kernel_sites import KernelSites
-from mgraph.codegen.liveness import Liveness, is_small
+from mgraph.codegen.liveness import ADDING, Liveness, is_small
 from mgraph.codegen.loops import Carried, Loop, Operand, Slot, Stacked, find_loops, template
 from mgraph.codegen.names import NamePool, base_name, identifier, slot_names
 from mgraph.codegen.prepare import called
 from mgraph.codegen.source import SourceWriter
 from mgraph.codegen.state_tables import LAYER, SHORT, StateTables
-from mgraph.codegen.torch_provider import Site, Written, absorbable, overwritable, write, write_accumulated
+from mgraph.codegen.torch_provider import (
+    Site,
+    Written,
+    absorbable,
+    joined_text,
+    overwritable,
+    write,
+    write_accumulated,
+)
 from mgraph.ir.graph import Entry, Function, Node, Origin, Value
 from mgraph.ir.local import Division
 from mgraph.ir.types import TensorType
@@ -226,15 +234,13 @@ class FunctionText:
 
     def _node_text(self, node: Node, index: int) -> Written:
         last = node.operands[-1] if node.operands else None
-        if (
-            node.op == "accumulate_"
-            and last in self._live.inlined
-            and absorbable(self._live.inlined[last], node.operands[0])
-        ):
+        if node.op in ADDING and last in self._live.inlined and absorbable(self._live.inlined[last], node.operands[0]):
             part = self._live.inlined[last]
             fresh = bool(node.attrs.get("fresh"))
-            text = write_accumulated(self._site(part, index), node.operands[0], self._operand(node, 0), fresh=fresh)
-            return Written(text, {0: 0})
+            totals = [self._operand(node, i) for i in range(len(node.results))]
+            total = totals[0] if node.op == "accumulate_" else joined_text(totals)
+            text = write_accumulated(self._site(part, index), node.operands[0], total, fresh=fresh)
+            return Written(text, {i: i for i in range(len(totals))})
         return write(self._site(node, index))
 
     def _site(self, node: Node, index: int) -> Site:

@@ -19,6 +19,7 @@ _MAY_ALIAS = {
     "all_gather",  # over an axis of one rank
     "cast",
     "first_layer",
+    "joined",
     "pad_extent_grad",  # the first of one part
     "padded_part",
     "part_of",
@@ -36,6 +37,7 @@ _MAY_ALIAS = {
     "aten.type_as.default",
 }
 _INLINE = {
+    "joined",
     "reshape",
     "aten.t.default",
     "aten.transpose.int",
@@ -48,6 +50,9 @@ _INLINE = {
     "aten.select.int",
 }
 """Views that cost nothing and read well inside the one expression that uses them."""
+
+ADDING = ("accumulate_", "accumulate_joined_")
+"""Ops that add what their last operand holds to totals, and may make it there."""
 
 _NAMING = {"call", "first_layer", "cross_entropy_with_grad", "pack"}
 """Ops whose operands have names of their own: the loss takes the memory of its logits, which are a view."""
@@ -182,7 +187,9 @@ class Liveness:
             if block.get(node) != block.get(reader):
                 continue
             is_view = node.op in _INLINE and reader.op not in _NAMING
-            if is_view or (reader.op == "accumulate_" and self._absorbs(node, reader.operands[0])):
+            if is_view or (
+                reader.op in ADDING and reader.operands[-1] is value and self._absorbs(node, reader.operands[0])
+            ):
                 inlined[value] = node
         return inlined
 

@@ -17,6 +17,7 @@ from mgraph.ir.graph import Axis, Module, State, Value
 from mgraph.ir.local import declared_sizes
 from mgraph.ir.types import Shard
 from mgraph.passes.cache_groups import STEP, cache_groups
+from mgraph.passes.joining import joined_states
 
 SCHEMA = 1
 MAIN_ENTRIES = ("microbatch", "step")
@@ -34,6 +35,7 @@ def manifest(
     padded: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The manifest of a module, but for its `kernels` and its `files`, which are known last."""
+    after = joined_states(module)
     return {
         "schema": SCHEMA,
         "kind": kind,
@@ -48,7 +50,7 @@ def manifest(
         **({"one_microbatch": True} if any(node.attrs.get("fresh") for _, node in module.walk()) else {}),
         "vocab_size": vocabulary_size(module),
         "inputs": _inputs(module),
-        "state": [_state(state, adapters, module.mesh) for state in module.state.values()],
+        "state": [_state(state, adapters, module.mesh, after.get(state.name)) for state in module.state.values()],
         "entries": _entries(module),
         **_routing(module),
         **_cache_groups(module),
@@ -146,7 +148,9 @@ def _counts_of_experts(module: Module) -> dict[str, Any]:
     return found
 
 
-def _state(state: State, adapters: Mapping[str, Mapping[str, Any]], mesh: Sequence[Axis]) -> dict[str, Any]:
+def _state(
+    state: State, adapters: Mapping[str, Mapping[str, Any]], mesh: Sequence[Axis], after: str | None
+) -> dict[str, Any]:
     adapter = {"adapter": dict(adapters[state.name])} if state.name in adapters else {}
     return {
         "name": state.name,
@@ -155,6 +159,7 @@ def _state(state: State, adapters: Mapping[str, Mapping[str, Any]], mesh: Sequen
         "trainable": state.trainable,
         "persist": state.persist,
         **({"host": True} if state.host else {}),
+        **({"after": after} if after else {}),
         "init": [[list(a) if isinstance(a, tuple) else a for a in call] for call in state.init],
         "seed_name": state.seed_name,
         **adapter,

@@ -300,6 +300,17 @@ def _accumulate_each(site: Site) -> str:
     return f"rt.accumulate_each_({site.tensors(node.operands[:count], '')}, {site.tensors(node.operands[count:], '')})"
 
 
+def joined_text(texts: Sequence[str]) -> str:
+    """Tensors that lie one after another, as one."""
+    return f"rt.joined({', '.join(texts)})"
+
+
+def _accumulate_joined(site: Site) -> str:
+    *totals, part = site.operands
+    assert site.node.op.endswith("_"), f"{site.node!r}: sums into state are emitted in place"
+    return f"{joined_text(totals)}.{'copy_' if site.node.attrs.get('fresh') else 'add_'}({part})"
+
+
 def _zero(site: Site) -> str:
     assert site.node.op == "zero_", f"{site.node!r}: a reset is emitted in place"
     return f"rt.zero_({site.tensors(site.node.operands, '')})"
@@ -421,6 +432,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     **EXPERT_FORMS,
     "accumulate": _accumulate,
     "accumulate_each": _accumulate_each,
+    "accumulate_joined": _accumulate_joined,
     "add_rms_norm": _runtime(),
     "add_rms_norm_grad": _runtime(),
     "all_finite": _all_finite,
@@ -446,6 +458,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "embedding_part": _runtime(),
     "embedding_part_grad": _runtime(),
     "expert_bias_update": _expert_bias_update,
+    "joined": lambda site: joined_text(site.operands),
     "join_loads": lambda site: f"torch.cat([{', '.join(site.operands)}])",
     "expert_counts": _runtime(),
     "expert_places": _runtime(),
@@ -457,6 +470,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "first_layer": _first_layer,
     "glu": _runtime(),
     "glu_grad": _runtime(),
+    "glu_grad_joined": _runtime(),
     "gradient_scale": _runtime(),
     "grouped_matmul": _grouped_matmul,
     "grouped_outer": _grouped_outer,
@@ -498,6 +512,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "rms_norm": _runtime(),
     "rms_norm_grad": _runtime(),
     "rope": _runtime(),
+    "rope_join": _runtime(),
     "rope_kv_append": _append,
     "sample": _runtime(),
     "rope_table_grad": _runtime(),

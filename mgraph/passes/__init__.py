@@ -57,6 +57,7 @@ PASSES: dict[str, str] = {
     "overlap-experts": "mgraph.passes.overlap_experts:OverlapExperts",
     "overlap-gradients": "mgraph.passes.overlap_gradients:OverlapGradients",
     "write-gradients": "mgraph.passes.write_gradients:WriteGradients",
+    "join-products": "mgraph.passes.join_products:JoinProducts",
     "offload": "mgraph.passes.offload:Offload",
     "in-place": "mgraph.passes.in_place:InPlace",
     "cuda-graphs": "mgraph.passes.cuda_graphs:CudaGraphs",

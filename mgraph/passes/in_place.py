@@ -29,6 +29,7 @@ UPDATES = frozenset(
     {
         "accumulate",
         "accumulate_each",
+        "accumulate_joined",
         "adamw",
         "expert_bias_update",
         "kv_append",

@@ -2,7 +2,7 @@
 
     y     = act(g) * (u + offset)               g, u: gate and up, with a limit > 0 cut to min(gate, limit) and
     dgate = dy * (u + offset) * act'(g)         min(max(up, -limit), limit); past it the gradient is 0
-    dup   = dy * act(g)
+    dup   = dy * act(g)                         (joined: both in one result, dgate | dup)
 
 With s(t) = 1 / (1 + exp(-t)),
 
@@ -48,7 +48,8 @@ _SLOPE = {"silu": "", "quick_gelu": " * {alpha!r}", "gelu_tanh": f" * ({_K!r} * 
 
 @dataclass(frozen=True)
 class Glu:
-    """One instance of the op: last extent, number of leading dims, the dtype of all tensors, and the attributes."""
+    """One instance of the op: last extent, number of leading dims, the dtype of all tensors, and the attributes;
+    `joined`: the gradients of gate and up lie beside each other in one result."""
 
     size: int
     leading: int
@@ -57,6 +58,7 @@ class Glu:
     alpha: float = 1.702
     limit: float = 0.0
     offset: float = 0.0
+    joined: bool = False
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -86,7 +88,8 @@ def problem_of(node: Node) -> Glu | str:
     if act == "quick_gelu":
         numbers["alpha"] = node.attrs.get("alpha", Glu.alpha)
     numbers = {name: float(number) for name, number in numbers.items()}
-    return Glu(shape[-1], len(shape) - 1, dtype, act, **numbers)
+    joined = node.op == "glu_grad_joined"
+    return Glu(shape[-1], len(shape) - 1, dtype, act, **numbers, joined=joined)
 
 
 @dataclass(frozen=True)
@@ -119,19 +122,21 @@ def _tuning(problem: Glu, elements: int) -> Tuning:
 def forward(name: str, problem: Glu, tuning: Tuning | None = None) -> KernelSpec:
     """The site `y = name(gate, up)`, or `y = name(x)` of the squared ReLU; all [..., size]."""
     cut = tuning or forward_tuning(problem)
-    return _site(name, problem, cut, problem.operands, ("y",))
+    return _site(name, replace(problem, joined=False), cut, problem.operands, ("y",))
 
 
 def backward(name: str, problem: Glu, tuning: Tuning | None = None) -> KernelSpec:
-    """The site `dgate, dup = name(dy, gate, up)`, or `dx = name(dy, x)` of the squared ReLU; all [..., size]."""
+    """The site `dgate, dup = name(dy, gate, up)`, or `dx = name(dy, x)` of the squared ReLU; all [..., size]. Joined,
+    it is `dx = name(dy, gate, up)`, [..., 2 size]."""
     cut = tuning or backward_tuning(problem)
-    results = tuple(f"d{operand}" for operand in problem.operands)
+    results = ("dx",) if problem.joined else tuple(f"d{operand}" for operand in problem.operands)
     return _site(name, problem, cut, ("dy", *problem.operands), results)
 
 
 def _site(name: str, problem: Glu, cut: Tuning, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> KernelSpec:
     extents = tuple(f"n{i}" for i in range(problem.leading))
     shape: tuple[Expression, ...] = (*extents, problem.size)
+    width = problem.size * (2 if problem.joined else 1)
     count: Expression = 1
     for extent in extents:
         count = extent if count == 1 else ("mul", count, extent)
@@ -184,8 +189,10 @@ def _source(
             start = f" + {tensor}_row[:, None]"
         lines.append(f"{tensor} = tl.load({tensor}_ptr{start} + column[None, :]{mask}).to(tl.float32)")
     lines += backward_lines(problem) if "dy" in inputs else forward_lines(problem)
-    lines.append(f"element = row.to(tl.int64)[:, None] * {problem.size} + column[None, :]")
-    for tensor in outputs:
+    width = problem.size * (2 if problem.joined else 1)
+    lines.append(f"element = row.to(tl.int64)[:, None] * {width} + column[None, :]")
+    places = {"dgate": "dx_ptr + element", "dup": f"dx_ptr + element + {problem.size}"} if problem.joined else {}
+    for tensor, place in (places or {tensor: f"{tensor}_ptr + element" for tensor in outputs}).items():
         narrow = f"{tensor}.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
         lines.append(f"tl.store({tensor}_ptr + element, {narrow}{mask})")
     of = " of y" if "dy" in inputs else ""
@@ -276,7 +283,7 @@ def _twin(name: str, problem: Glu, inputs: tuple[str, ...]) -> str:
     options += f", offset={problem.offset!r}" if problem.offset else ""
     op = "squared_relu" if problem.act == "squared_relu" else "glu"
     results = "Gradient of " if "dy" in inputs else ""
-    grad = "_grad" if "dy" in inputs else ""
+    grad = ("_grad" + "_joined" * problem.joined) if "dy" in inputs else ""
     return f'''
 def {name}({", ".join(inputs)}):
     """{results}y = {_formula(problem)}."""

@@ -36,6 +36,8 @@ PROBLEMS: dict[str, tuple[Glu, Tuning | None]] = {
     "half_tanh": (Glu(130, 1, "f16", "gelu_tanh"), Tuning(4, 64)),
     "brain": (Glu(96, 2, "bf16", "silu"), Tuning(2, 64)),
     "brain_quick": (Glu(65, 1, "bf16", "quick_gelu", alpha=1.702, limit=1.0, offset=1.0), None),
+    "joined": (Glu(40, 2, "f32", "silu", joined=True), Tuning(2, 32)),
+    "joined_brain": (Glu(64, 2, "bf16", "gelu_tanh", joined=True), None),
     "brain_relu": (Glu(64, 2, "bf16", "squared_relu"), None),
 }
 LEADING = [(1, 1, 1), (3, 5, 2), (7, 1, 3)]
@@ -71,7 +73,8 @@ def exact(problem: Glu, dy: torch.Tensor, *operands: torch.Tensor) -> list[torch
             "gelu_erf": lambda x: x * torch.special.ndtr(x),
         }
         y = acts[problem.act](gate) * (up + problem.offset)
-    return [y.detach(), *torch.autograd.grad(y, leaves, dy.double())]
+    gradients = torch.autograd.grad(y, leaves, dy.double())
+    return [y.detach(), *([torch.cat(gradients, -1)] if problem.joined else gradients)]
 
 
 def both(name: str, problem: Glu, cut: Tuning | None) -> list[KernelSpec]:

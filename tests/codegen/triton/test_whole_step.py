@@ -19,8 +19,10 @@ from mgraph.codegen.triton import build_kernels
 from mgraph.compiler import build_module
 from mgraph.ir.graph import Module, StateKind
 from mgraph.ir.torch_bridge import to_torch_dtype
+from mgraph.passes.joining import joined_states
 from mgraph.recipe import Recipe
 from mgraph.runtime import v1
+from mgraph.runtime.state import lay_together
 from tests.codegen.triton import interpret_step
 from tests.sampling import sampled
 
@@ -36,6 +38,7 @@ def state_of(module: Module) -> dict[str, torch.Tensor]:
         shape, dtype = [int(extent) for extent in state.type.shape], to_torch_dtype(state.type.dtype)
         drawn = state.kind in (StateKind.PARAM, StateKind.BUFFER)
         made[name] = (0.2 * torch.randn(shape)).to(dtype) if drawn else torch.zeros(shape, dtype=dtype)
+    lay_together(made, joined_states(module))
     return made
 
 

@@ -1,0 +1,298 @@
+"""What join-products joins: sums of products whose parts come from one place, and states that lie one after another."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mgraph.ir.graph import Function, Module, Node, Value
+from mgraph.ir.types import Shard, TensorType
+from mgraph.passes.calls import callee, calls, roots
+
+ALIGNMENT = 256
+"""Bytes of which every joined state but the last is a multiple: what libraries and kernels read begins there."""
+
+Chain = tuple[tuple[str, ...], ...]
+"""For each call, the names of the states that are joined, in order."""
+
+
+class Miss(Exception):
+    """The guard that failed, and why."""
+
+
+def check(holds: object, guard: str, why: str) -> None:
+    """Raise `Miss` unless it holds."""
+    if not holds:
+        raise Miss(guard, why)
+
+
+def bound_states(module: Module) -> dict[Value, tuple[str, ...]]:
+    """The states that each slot stands for, one for each way in which the entries reach its function; a state stands
+    for itself. What is also handed something else is left out."""
+    found: dict[Value, list[str | None]] = {}
+
+    def visit(function: Function, names: dict[Value, str]) -> None:
+        for slot in function.slots:
+            found.setdefault(slot, []).append(names.get(slot))
+        for node in calls(function):
+            inner = module.functions[callee(node)]
+            given = node.operands[len(inner.params) :]
+            passed = {s: v.name if v.is_state else names.get(v, "") for s, v in zip(inner.slots, given, strict=True)}
+            visit(inner, {slot: name for slot, name in passed.items() if name})
+
+    for name in roots(module):
+        visit(module.functions[name], {})
+    bound: dict[Value, tuple[str, ...]] = {state.value: (name,) for name, state in module.state.items()}
+    for slot, states in found.items():
+        known = tuple(name for name in states if name is not None)
+        if len(known) == len(states):
+            bound[slot] = known
+    return bound
+
+
+def joined_states(module: Module) -> dict[str, str]:
+    """The states that must lie right after another one, and that one, by name."""
+    bound = bound_states(module)
+    after: dict[str, str] = {}
+    for _, node in module.walk():
+        if node.op.removesuffix("_") not in ("joined", "accumulate_joined"):
+            continue
+        tensors = node.operands if node.op == "joined" else node.operands[:-1]
+        for names in zip(*(bound[tensor] for tensor in tensors), strict=True):
+            for before, name in itertools.pairwise(names):
+                assert after.setdefault(name, before) == before, f"{name} lies after {after[name]} and after {before}"
+    return after
+
+
+class Chains:
+    """The states that are joined so far."""
+
+    def __init__(self, module: Module) -> None:
+        self._module, self._bound = module, bound_states(module)
+        self.of_state: dict[str, tuple[str, ...]] = {}
+
+    def add(self, *joined: Sequence[Value]) -> None:
+        """Join the states that slots stand for, in every call. Raises `Miss` where that cannot be."""
+        chains: list[tuple[str, ...]] = []
+        for tensors in joined:
+            for tensor in tensors:
+                check(tensor in self._bound, "state", f"{tensor!r} is no state in every call")
+            chains += zip(*(self._bound[tensor] for tensor in tensors), strict=True)
+        for chain in chains:
+            for name in chain:
+                state = self._module.state[name]
+                split = any(isinstance(placed, Shard) for _, placed in state.type.placement)
+                check(not split, "placement", f"{name} is split over ranks")
+                check(not state.host, "place", f"{name} lies in the memory of the host")
+                check(self.of_state.get(name, chain) == chain, "chain", f"{name} is joined with others, too")
+                sizes = [extent for extent in state.type.shape if isinstance(extent, int)]
+                check(len(sizes) == len(state.type.shape) == 2, "shape", f"{name} is no matrix of known size")
+                size = sizes[0] * sizes[1] * state.type.dtype.bits // 8
+                check(name == chain[-1] or size % ALIGNMENT == 0, "alignment", f"{name} has {size} bytes")
+            types = {(state.type.dtype, state.type.shape[1]) for state in map(self._module.state.__getitem__, chain)}
+            check(len(types) == 1, "type", f"{', '.join(chain)} differ in type")
+            check(len(set(chain)) == len(chain), "chain", f"{chain[0]} is joined with itself")
+        for chain in chains:
+            self.of_state.update(dict.fromkeys(chain, chain))
+
+    def place(self, tensor: Value) -> tuple[Chain, int] | None:
+        """The chains that a tensor's states are of, and its place in these; None where it is in none."""
+        names = self._bound.get(tensor, ())
+        found = [self.of_state.get(name) for name in names]
+        chains = tuple(chain for chain in found if chain is not None)
+        places = {chain.index(name) for name, chain in zip(names, chains, strict=False)}
+        return (chains, places.pop()) if chains and len(chains) == len(names) and len(places) == 1 else None
+
+
+@dataclass(frozen=True)
+class Term:
+    """A product of a sum: left [..., n] @ weight [n, k], and what the left one is made of."""
+
+    left: Value
+    weight: Value
+    source: Value
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum of products that can be one. `products` and `updates` are those of the weights' gradients (none where the
+    weights have none), of `input`; `emit` makes the left operands beside each other, in the order of the terms."""
+
+    root: Node
+    terms: tuple[Term, ...]
+    products: tuple[Node, ...]
+    updates: tuple[Node, ...]
+    input: Value
+    flat_type: TensorType
+    gone: tuple[Node, ...]
+    text: str
+    emit: Callable[[Any], Value]
+
+
+def sums_of(function: Function, root: Node) -> Iterator[Sum]:
+    """The sum that a `matmul_add` ends, where its parts come from one gated unit or from attention. Raises `Miss` where
+    they do, and something is in the way."""
+    view = _View(function)
+    chain = view.chain(root)
+    if not chain:
+        return
+    by_left = {node.operands[-2]: node for node in chain}
+    made = _of_unit(view, by_left) or _of_heads(view, by_left)
+    if made is None:
+        return
+    terms, emit, makers = made
+    gradients = [view.weight_gradient(term.left, by_left[term.left]) for term in terms]
+    known = [g for g in gradients if g is not None]
+    check(len(known) in (0, len(gradients)), "gradient", "some of the weights have gradients, and others none")
+    products, updates = tuple(g.product for g in known), tuple(g.update for g in known)
+    value, flat = root.result, root.result.tensor
+    if known:
+        inputs = {(g.input, g.product.operands[1].type) for g in known}
+        check(len(inputs) == 1, "input", "the gradients of the weights are products with different inputs")
+        value, flat = known[0].input, known[0].flat
+        check(len({repr(dict(u.attrs)) for u in updates}) == 1, "fresh", "some totals are written and others added to")
+        check(view.is_made_before(value, root), "order", f"{value!r} is made after the sum")
+        late = all(view.place[reader] > view.place[root] for u in updates for reader in view.readers(u.result))
+        check(late, "order", "a gradient of a weight is read before the sum is made")
+    gone = {*chain, *makers, *(node for g in known for node in g.nodes)}
+    ordered = tuple(node for node in function.nodes if node in gone)
+    names = ", ".join(term.weight.name for term in terms)
+    yield Sum(root, terms, products, updates, value, flat, ordered, names, emit)
+
+
+Found = tuple[tuple[Term, ...], Callable[[Any], Value], list[Node]]
+
+
+def _of_unit(view: _View, by_left: dict[Value, Node]) -> Found | None:
+    """The products of both gradients of a gated unit."""
+    makers = {view.made.get(left) for left in by_left}
+    unit = makers.pop()
+    if makers or unit is None or unit.op != "glu_grad" or set(unit.results) != set(by_left):
+        return None
+    terms = tuple(Term(left, by_left[left].operands[-1], left) for left in unit.results)
+    given = unit.results[0].tensor
+    type_ = replace(given, shape=(*given.shape[:-1], 2 * given.shape[-1]))
+
+    def emit(make: Any) -> Value:
+        value: Value = make("glu_grad_joined", unit.operands, type_, "dglu", **unit.attrs)
+        return value
+
+    return terms, emit, [unit]
+
+
+def _of_heads(view: _View, by_left: dict[Value, Node]) -> Found | None:
+    """The products of the heads of q, k and v: two that turn alike, and one that does not."""
+    if len(by_left) != 3:
+        return None
+    terms, views = [], []
+    for left, node in by_left.items():
+        flat = view.maker(left, "reshape")
+        turned = view.maker(flat.operands[0], "aten.permute.default") if flat is not None else None
+        if flat is None or turned is None or turned.attrs.get("dims") != (0, 2, 1, 3):
+            return None
+        terms.append(Term(left, node.operands[-1], turned.operands[0]))
+        views += [flat, turned]  # the flat one is left, of which weight_gradient sees to it
+    ropes = [made for term in terms if (made := view.maker(term.source, "rope")) is not None]
+    if len(ropes) != 2:
+        return None
+    check(ropes[0].attrs == ropes[1].attrs, "rope", "q and k turn differently")
+    check(ropes[0].operands[1:] == ropes[1].operands[1:], "rope", "q and k turn by different tables")
+    # The order of q and k is that of their slots, and so the same wherever the weights are read.
+    order = {value: place for place, value in enumerate(view.function.slots)}
+    terms.sort(key=lambda term: (view.maker(term.source, "rope") is None, order.get(term.weight, 0), term.weight.name))
+    for node in [*views[1::2], *ropes]:
+        view.check_sole(node.result)
+    q, k, v = (term.source.tensor.shape for term in terms)
+    check((q[0], *q[2:]) == (k[0], *k[2:]) == (v[0], *v[2:]), "heads", "q, k and v differ in more than heads")
+    columns = terms[0].weight.tensor.shape[1]
+    check(v[1] * v[3] <= 2 * columns, "cost", "copying the gradient of v would move more than the sums do")
+    first = terms[0].left.tensor
+    type_ = replace(first, shape=(*first.shape[:-1], (q[1] + k[1] + v[1]) * q[3]))
+    turning = [view.made[term.source].operands[0] for term in terms[:2]]
+
+    def emit(make: Any) -> Value:
+        operands = (*turning, terms[2].source, *ropes[0].operands[1:])
+        value: Value = make("rope_join", operands, type_, "dheads", **ropes[0].attrs)
+        return value
+
+    return tuple(terms), emit, [*views, *ropes]
+
+
+@dataclass(frozen=True)
+class _WeightGradient:
+    """left^T @ input, added to a total; `flat` is the type of left as a matrix, `nodes` all that made it."""
+
+    product: Node
+    update: Node
+    input: Value
+    flat: TensorType
+    nodes: tuple[Node, ...]
+
+
+class _View:
+    """Who makes and who reads the values of a function."""
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.made, self._users = function.producers(), function.users()
+        self.place = {node: index for index, node in enumerate(function.nodes)}
+        self._results = set(function.results)
+
+    def readers(self, value: Value) -> list[Node]:
+        """The nodes that read a value."""
+        return self._users.get(value, [])
+
+    def maker(self, value: Value, op: str) -> Node | None:
+        """What made a value, if it is a node of this op."""
+        node = self.made.get(value)
+        return node if node is not None and node.op == op else None
+
+    def check_sole(self, value: Value) -> Node:
+        """The one node that reads a value."""
+        readers = self.readers(value)
+        check(len(readers) == 1 and value not in self._results, "users", f"{value!r} is read elsewhere, too")
+        return readers[0]
+
+    def chain(self, root: Node) -> list[Node]:
+        """The products of a sum of which `root` is the last, which nothing adds to; none where it is no such sum."""
+        readers = self.readers(root.result)
+        if any(node.op == "matmul_add" and node.operands[0] is root.result for node in readers):
+            return []
+        found = [root]
+        while found[-1].op == "matmul_add":
+            before = self.made.get(found[-1].operands[0])
+            if before is None or before.op not in ("matmul_add", "aten.matmul.default"):
+                return []
+            found.append(before)
+        lefts = {node.operands[-2] for node in found}
+        return found if len(lefts) == len(found) and all(len(n.operands[-1].tensor.shape) == 2 for n in found) else []
+
+    def is_made_before(self, value: Value, node: Node) -> bool:
+        """Whether a value is there when a node runs."""
+        maker = self.made.get(value)
+        return maker is None or self.place[maker] < self.place[node]
+
+    def weight_gradient(self, left: Value, product: Node) -> _WeightGradient | None:
+        """What else is made of the left operand of a product: the gradient of its weight, or nothing."""
+        check(left not in self._results, "users", f"{left!r} is a result of the function")
+        others = [node for node in self.readers(left) if node is not product]
+        if not others:
+            return None
+        check(len(others) == 1, "users", f"{left!r} is read elsewhere, too")
+        nodes = [others[0]]
+        flat = left
+        if nodes[0].op == "reshape":
+            flat = nodes[0].result
+            nodes.append(self.check_sole(flat))
+        for op in ("aten.t.default", "aten.mm.default", "accumulate"):
+            check(nodes[-1].op == op, "gradient", f"`{nodes[-1].id}` is no gradient of the weight, added to a total")
+            if op != "accumulate":
+                nodes.append(self.check_sole(nodes[-1].result))
+        turned, mm, update = nodes[-3:]
+        check(mm.operands[0] is turned.result, "gradient", f"`{mm.id}` is not the product with the input")
+        given = mm.operands[1]
+        if (shaped := self.maker(given, "reshape")) is not None:
+            given = shaped.operands[0]
+        return _WeightGradient(mm, update, given, flat.tensor, tuple(nodes))
