@@ -19,7 +19,7 @@ over these, as the halves of a packed [..., 2 size] have; its last dim is contig
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mgraph.codegen.triton.kernel import ITEM_BYTES, TRITON_LANGUAGE_DTYPES, Expression, KernelSpec, Launch, TensorSpec
@@ -148,7 +148,7 @@ def _site(name: str, problem: Glu, cut: Tuning, inputs: tuple[str, ...], outputs
         source=_source(name, problem, cut, args, inputs, outputs),
         twin=_twin(name, problem, inputs),
         inputs=tuple(TensorSpec(tensor, problem.dtype, shape, strided=bool(extents)) for tensor in inputs),
-        outputs=tuple(TensorSpec(tensor, problem.dtype, shape) for tensor in outputs),
+        outputs=tuple(TensorSpec(tensor, problem.dtype, (*extents, width)) for tensor in outputs),
         scratch=(),
         launches=(Launch(name, args, (grid,), cut.num_warps, num_stages=1, aligned=problem.aligned),),
         dims={"count": count},
@@ -194,7 +194,7 @@ def _source(
     places = {"dgate": "dx_ptr + element", "dup": f"dx_ptr + element + {problem.size}"} if problem.joined else {}
     for tensor, place in (places or {tensor: f"{tensor}_ptr + element" for tensor in outputs}).items():
         narrow = f"{tensor}.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
-        lines.append(f"tl.store({tensor}_ptr + element, {narrow}{mask})")
+        lines.append(f"tl.store({place}, {narrow}{mask})")
     of = " of y" if "dy" in inputs else ""
     body = "".join(f"    {line}\n" for line in lines)
     return f'''

@@ -206,7 +206,7 @@ def count(problem: Rope) -> Expression:
     return total
 
 
-def _row(tensor: str, axes: tuple[str, ...], indices: dict[str, str]) -> str:
+def row_text(tensor: str, axes: tuple[str, ...], indices: dict[str, str]) -> str:
     """Where the rows of a tile begin in a tensor with these dims: [positions, heads, 1] in all.
 
     Tables have no heads. They are read as tiles of x's shape all the same, from the cache for all heads but the first,
@@ -247,8 +247,8 @@ def tile_lines(
         f"head = ({blocks[1]} * {cut.heads} + tl.arange(0, {cut.heads})).to(tl.int64)",
         "batch = (position // S).to(tl.int64)" if len(axes) == 2 else "",
         "place = (position % S).to(tl.int64)" if len(axes) == 2 else "place = position.to(tl.int64)" if axes else "",
-        *(f"{t}_row = {_row(t, problem.axes, indices)}" for t in tensors),
-        *(f"{t}_row = {_row(t, problem.table_axes, indices)}" for t in ("cos", "sin")),
+        *(f"{t}_row = {row_text(t, problem.axes, indices)}" for t in tensors),
+        *(f"{t}_row = {row_text(t, problem.table_axes, indices)}" for t in ("cos", "sin")),
         f"column = tl.arange(0, {block(problem)})[None, None, :]",
         f"rows = {rows}",
         "inside = rows" + (f" & (column < {piece})" if block(problem) != piece else ""),
