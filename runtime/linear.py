@@ -11,6 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from mgraph.runtime import tensorrt_products
 from mgraph.runtime.ops import glu
 
 MOST_ROWS, MOST_UNIT_ROWS = 1, 16
@@ -24,11 +25,21 @@ def are_few(x: Tensor, most: int) -> bool:
     return 0 < x.numel() // max(1, x.shape[-1]) <= most
 
 
-def linear(x: Tensor, weight: Tensor, *more: Tensor, extra: tuple[str, ...] = (), few: Site | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    *more: Tensor,
+    extra: tuple[str, ...] = (),
+    few: Site | None = None,
+    by: str = "",
+) -> Tensor:
     """`x weight^T (+ bias) (+ residual)`: x [..., k], weight [n, k] → [..., n]; `extra` names what follows weight.
 
-    `few` is the kernel site of the same operands that takes a few rows.
+    `few` is the kernel site of the same operands that takes a few rows. `by="tensorrt"` takes an engine of TensorRT,
+    where that is installed and fits.
     """
+    if by == "tensorrt" and tensorrt_products.fits(x):
+        return tensorrt_products.run(linear, (x, weight, *more), extra=extra)
     if few is not None and are_few(x, MOST_ROWS):
         made: Tensor = few(x, weight, *more)
         return made
@@ -38,12 +49,22 @@ def linear(x: Tensor, weight: Tensor, *more: Tensor, extra: tuple[str, ...] = ()
 
 
 def linear_glu(
-    x: Tensor, gate: Tensor, up: Tensor, *, few: Site | None = None, unit: Site | None = None, **options: Any
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    *,
+    few: Site | None = None,
+    unit: Site | None = None,
+    by: str = "",
+    **options: Any,
 ) -> Tensor:
     """`glu(x gate^T, x up^T)` with the `options` of `glu`: x [..., k], gate and up [f, k] → [..., f].
 
-    `few` is the kernel site of the same operands that takes a few rows, `unit` that of the unit alone, for more.
+    `few` is the kernel site of the same operands that takes a few rows, `unit` that of the unit alone, for more;
+    `by` as in `linear`.
     """
+    if by == "tensorrt" and tensorrt_products.fits(x):
+        return tensorrt_products.run(linear_glu, (x, gate, up), **options)
     if few is not None and are_few(x, MOST_UNIT_ROWS):
         made: Tensor = few(x, gate, up)
         return made

@@ -47,6 +47,7 @@ EXTRAS = (
     Extra("hf", "transformers", "transformers", "models by their config.json (hf:…)"),
     Extra("serve", "starlette", "starlette", "a server around a serve package (mgraph serve)"),
     Extra("te", "transformer-engine", "transformer_engine", "products of experts", adapter=True),
+    Extra("tensorrt", "torch-tensorrt", "torch_tensorrt", "products of serve packages", adapter=True),
     Extra("-", "flash-attn", "flash_attn", "FlashAttention 2", adapter=True),
 )
 SETTINGS = {"MGRAPH_DEBUG": "any value: an internal error prints its traceback instead of writing it to a file"}

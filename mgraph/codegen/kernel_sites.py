@@ -129,7 +129,7 @@ TRITON = "triton"
 LIBRARIES = ("cudnn", "flash", "efficient")
 """Providers of attention besides ours: fused kernels of torch, which the runtime is told by name."""
 
-UNVERIFIED = {"attention": ("flash-attn",), "grouped_matmul": ("te",)}
+UNVERIFIED = {"attention": ("flash-attn",), "grouped_matmul": ("te",), "linear": ("tensorrt",)}
 """Libraries, by family of ops, that have never run what we emit; taken only where they are asked for."""
 
 Chooser = Callable[[Node, "Value | None"], str]

@@ -9,6 +9,7 @@ An op that only torch runs has one provider, `torch` (cuBLAS for products), or `
     torch    the runtime's op, of torch's kernels
     flash-attn  attention by FlashAttention 2 of that library; unverified, and only where it is asked for
     te       products of experts by Transformer Engine; unverified, and only where it is asked for
+    tensorrt  products of a serve package by TensorRT (torch-tensorrt); unverified, and only where it is asked for
 
 Times come from a profile (`profile.py`). A provider that is asked for (`--provider attention=flash`) goes before all
 others wherever it takes the node. What is chosen is what is emitted; at load, or at the call, the runtime asks again
@@ -224,6 +225,9 @@ def refusal(provider: str, node: Node, total: Value | None = None) -> str | None
         return problem if isinstance(problem, str) else None
     if provider == "te":
         return _te_refusal(node)
+    if provider == "tensorrt":
+        dtype = node.operands[0].tensor.dtype.text
+        return None if dtype in ("bf16", "f16", "f32") else f"rows are {dtype}; it takes bf16, f16 and f32"
     return _attention_refusal(provider, node) if provider in (*LIBRARIES, *UNVERIFIED["attention"]) else None
 
 

@@ -119,6 +119,8 @@ def _linear(site: Site) -> str:
     parts = [*site.operands, *(f"{name}={_tuple(site, value)}" for name, value in node.attrs.items())]
     if (few := site.kernels.name(node)) is not None:
         parts.append(f"few=K.{few}")
+    if site.kernels.provider(node) == "tensorrt":
+        parts.append('by="tensorrt"')
     if node.op == "linear_glu":
         glu = replace(node.with_values((node.result, node.result), node.results), op="glu")
         if (unit := site.kernels.name(glu)) is not None:

@@ -117,6 +117,34 @@ def test_products_of_groups_by_transformer_engine() -> None:
         choose(wide, "grouped_matmul=te").check_forced()
 
 
+LINEAR = """mgraph-ir 1
+module "served"
+dim S 1..
+
+func @main(%x: bf16[S, 64], %w: bf16[32, 64], %gate: bf16[48, 32], %up: bf16[48, 32]) {
+  %y: bf16[S, 32] = linear(%x, %w) forward at "a" "m.py":1 by capture
+  %unit: bf16[S, 48] = linear_glu(%y, %gate, %up) {act = "silu"} forward at "b" "m.py":2 by capture
+  return %unit
+}
+
+entry main = @main -> (unit)
+"""
+
+
+def test_products_by_tensorrt() -> None:
+    given = parse_module(LINEAR)
+    chosen = choose(given)
+    for node in given.functions["main"].nodes:
+        assert "tensorrt" not in [c.provider for c in chosen.choice(node).candidates]
+    text = text_of(given, "linear=tensorrt")
+    assert 'rt.linear(x, w, by="tensorrt")' in text and 'rt.linear_glu(y, gate, up, act="silu"' in text
+    assert text.count('by="tensorrt")') + text.count('by="tensorrt",') == 2 and "few=" not in text
+    assert "tensorrt" not in text_of(given)
+    wide = parse_module(LINEAR.replace("bf16", "f64"))
+    with pytest.raises(OptionError, match="tensorrt takes no linear of this model: rows are f64"):
+        choose(wide, "linear=tensorrt").check_forced()
+
+
 def test_what_is_said_of_each_node() -> None:
     attention, norm = choose(module(256)).data()
     assert (attention["function"], attention["node"], attention["op"]) == ("main", "out", "attention")
