@@ -100,7 +100,10 @@ def pipeline_text(recipe: Recipe) -> str:
         adapt = print_spec("lora", {"rules": rules}) + "," if rules else ""
         derive = print_spec("derive-serve", {"max_length": recipe.max_length, "block_size": recipe.block_size})
         fuse = (
-            "fuse-append,canonicalize,dce,fuse-rope,fuse-norm,fuse-linear,fuse-regions,cse,dce," if recipe.archs else ""
+            f"fuse-append,canonicalize,dce,fuse-rope,fuse-norm,{print_spec('fuse-experts', {'sums': True})},"
+            "fuse-linear,fuse-regions,cse,dce,"
+            if recipe.archs
+            else ""
         )
         if "tp" in recipe.mesh_axes():
             adapt += print_spec("repeat-heads", {"size": recipe.mesh_axes()["tp"] or 0}) + ","

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgraph.runtime.moe import grouped_mm, moe_order, moe_route, of_experts
+from mgraph.runtime.moe import grouped_mm, moe_combine, moe_order, moe_route, of_experts
 from mgraph.runtime.ops import glu, glu_grad, wide
 
 
@@ -33,12 +33,31 @@ def expert_glu(
     alpha: float = 1.702,
     limit: float = 0.0,
     offset: float = 0.0,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, gate and up [R, F] of x [T, N] and matrices [E, N, F]: `y[r] = act(gate[r]) * (up[r] + offset)` of
-    `gate[r] = x[t] @ gate_weight[e]`, likewise up; with a limit, gate is cut to at most that and up to within it."""
+    `gate[r] = x[t] @ gate_weight[e]`, likewise up; with a limit, gate is cut to at most that and up to within it.
+    `biases` [E, F] are added to gate and up."""
     rows = x.index_select(0, order // top_k)
-    gate, up = grouped_mm(rows, gate_weight, offsets), grouped_mm(rows, up_weight, offsets)
+    gate, up = (grouped_mm(rows, w, offsets, b) for w, b in zip((gate_weight, up_weight), biases, strict=True))
     return glu(gate, up, act=act, alpha=alpha, limit=limit, offset=offset), gate, up
+
+
+def expert_sum(
+    rows: Tensor,
+    weight: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    *,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    ended: bool = False,
+) -> Tensor:
+    """`y[t] = sum over k of weights[t, k] * (rows[r] @ weight[e] + bias[e])` for the rows r of token t and their
+    experts e, [T, N]; products are in `dtype`. With `ended` rows past the last offset count as 0."""
+    out = grouped_mm(rows, weight, offsets, bias)
+    return moe_combine(out, weights, order, offsets if ended else None, dtype=dtype)
 
 
 def expert_glu_grad(

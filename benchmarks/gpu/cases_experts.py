@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.kernel_case import Case
-from mgraph.codegen.triton import expert_glu, grouped, grouped_outer, moe_route, moe_rows
+from mgraph.codegen.triton import expert_glu, expert_sum, grouped, grouped_outer, moe_route, moe_rows
 from mgraph.codegen.triton.expert_glu import ExpertGlu
+from mgraph.codegen.triton.expert_sum import ExpertSum
 from mgraph.codegen.triton.glu import Glu
 from mgraph.codegen.triton.grouped import Product, Tuning
 from mgraph.codegen.triton.grouped_outer import Outer
@@ -152,7 +153,7 @@ def units_case(name: str, layer: Layer, cut: Tuning | None = None) -> Case:
     return Case(
         id=f"K9-units-{name}",
         workload=f"{layer}",
-        spec=expert_glu.forward("units", layer.units, cut),
+        spec=expert_glu.forward("units", layer.units, () if cut is None else ((0, cut),)),
         inputs=inputs,
         reference=partial(_units, layer),
         peers={"eager": form, "compile": form} if cut is None else {},
@@ -200,7 +201,7 @@ def product_case(id_: str, layer: Layer, problem: Product, cut: Tuning | None = 
     return Case(
         id=id_,
         workload=f"{layer}, {problem}",
-        spec=grouped.product("product", problem, () if cut is None else (cut, cut)),
+        spec=grouped.product("product", problem, () if cut is None else ((0, cut),)),
         inputs=inputs,
         reference=reference,
         peers={"eager": form, "compile": form} if cut is None else {},
@@ -337,8 +338,8 @@ def layer_case(id_: str, layer: Layer) -> Case:
     def joined(kernels: Any) -> Callable[..., Any]:
         def run(x: Tensor, logits: Tensor, wg: Tensor, wu: Tensor, wd: Tensor) -> Tensor:
             weights, _, order, offsets = kernels.router(logits)
-            rows = kernels.down(kernels.units(x, order, offsets, wg, wu), wd, offsets)
-            y: Tensor = kernels.combine(rows, weights, order)
+            rows = kernels.units(x, order, offsets, wg, wu)
+            y: Tensor = kernels.sum(rows, wd, weights, order, offsets)
             return y
 
         return run
@@ -350,14 +351,13 @@ def layer_case(id_: str, layer: Layer) -> Case:
         spec=moe_route.route_order("router", layer.router),
         more=(
             expert_glu.forward("units", units),
-            grouped.product("down", down_of(layer)),
-            moe_rows.combine("combine", MoeRows(layer.width, layer.choices, "bf16", "f32")),
+            expert_sum.build("sum", ExpertSum(down_of(layer), layer.choices)),
         ),
         joined=joined,
         inputs=partial(layer_inputs, layer, False),
         reference=lambda *given: (exact_layer(layer, *given),),
         peers={"eager": form, "compile": form},
-        bytes=2 * 3 * min(layer.experts, layer.rows) * layer.width * layer.inner,
+        bytes=int(2 * 3 * layer.read * layer.width * layer.inner),
         flops=3 * layer.product,
     )
 
@@ -466,7 +466,7 @@ CASES = [
     trained_case("K10-layer", QWEN),
     trained_case("K10-layer-skewed", SKEWED),
     trained_case("K10-layer-e64", E64),
-    *(layer_case(f"K11-layer-{tokens}", replace(QWEN, tokens=tokens)) for tokens in (1, 16, 128)),
+    *(layer_case(f"K11-layer-{tokens}", replace(QWEN, tokens=tokens)) for tokens in (1, 8, 32, 64, 128)),
     *(
         product_case(f"K11-{way}-{tokens}", replace(QWEN, tokens=tokens), problem)
         for tokens in (1, 8, 64)

@@ -102,7 +102,8 @@ def seconds_of(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], in_grap
 def sets_of(case: Case, device: torch.device) -> list[tuple[Any, ...]]:
     """Inputs several times over, so that they do not stay in the cache."""
     first = case.inputs(device)
-    size = sum(t.numel() * t.element_size() for t in flat(first))
+    # Of large tensors a call may read a part only, which must not stay there either.
+    size = min(case.bytes or L2_BYTES, sum(t.numel() * t.element_size() for t in flat(first)))
     count = min(CALLS, max(1, int(2 * L2_BYTES / max(1, size)) + 1))
     return [first, *(case.inputs(device) for _ in range(count - 1))]
 

@@ -33,15 +33,34 @@ def _turned(weight: str, transposed: object) -> str:
 def _options(site: Site) -> list[str]:
     """Attributes that are not as they are if nothing is said, but for those of the form itself."""
     defaults = op_def(site.node.op).attrs
-    given = {k: v for k, v in site.node.attrs.items() if k not in ("transpose_w", "keep")}
+    given = {k: v for k, v in site.node.attrs.items() if k not in ("transpose_w", "packed", "keep")}
     return [f"{k}={site.literal(v)}" for k, v in given.items() if not (k in defaults and defaults[k] == v)]
 
 
 def _units(site: Site) -> str:
-    transposed = site.node.attrs.get("transpose_w", False)
-    weights = [_turned(weight, transposed) for weight in site.operands[3:]]
-    call = f"rt.expert_glu({', '.join([*site.operands[:3], *weights, *_options(site)])})"
+    transposed, packed = site.node.attrs.get("transpose_w", False), str(site.node.attrs.get("packed", ""))
+    count = 1 if packed else 2
+    weights = [_turned(weight, transposed) for weight in site.operands[3 : 3 + count]]
+    biases = list(site.operands[3 + count :])
+    if packed:
+        weights, biases = ([part for both in given for part in _parts(both, packed)] for given in (weights, biases))
+    more = [f"biases=({', '.join(biases)})"] if biases else []
+    call = f"rt.expert_glu({', '.join([*site.operands[:3], *weights, *_options(site), *more])})"
     return call if site.node.attrs.get("keep", False) else f"{call}[0]"
+
+
+def _parts(both: str, packed: str) -> tuple[str, str]:
+    """Gates and ups of what has both in its last dim."""
+    if packed == "pairs":
+        return f"{both}[..., ::2]", f"{both}[..., 1::2]"
+    return f"{both}.chunk(2, -1)[0]", f"{both}.chunk(2, -1)[1]"
+
+
+def _weighed(site: Site) -> str:
+    rows, weight, *others = site.operands
+    options = [*_options(site), *(f"bias={bias}" for bias in others[3:])]
+    turned = _turned(weight, site.node.attrs.get("transpose_w", False))
+    return f"rt.expert_sum({', '.join([rows, turned, *others[:3], *options])})"
 
 
 def _units_grad(site: Site) -> str:
@@ -62,6 +81,7 @@ def _sum(site: Site) -> str:
 EXPERT_FORMS: Mapping[str, Callable[[Site], str]] = {
     "expert_glu": _units,
     "expert_glu_grad": _units_grad,
+    "expert_sum": _weighed,
     "gathered_outer": _outer,
     "grouped_matmul_sum": _sum,
 }

@@ -19,6 +19,14 @@ Of a layer there then are gate and up beside what its other ops keep: neither it
 the experts give is kept for the gradient. Where what rows were taken from was not kept either (tokens that came from
 other ranks), it is, in the place of the rows. A router in the same function makes the order along with its choice.
 
+Both matrices before a unit may lie packed in one tensor (`%gate` and `%up` are then parts of one product), and have
+biases, where nothing is kept for a gradient. With `sums` what follows is one op as well:
+
+    %out = grouped_matmul(%y, %wd, %offsets)                  ==>  %sum = expert_sum(%y, %wd, %weights, %order,
+    %sum = moe_combine(%out, %weights, %order)                                       %offsets)
+
+which hides a tensor of a row a pair from what predicts memory: it is for the few tokens of a step that is served.
+
 The backward is rewritten first, since only then does nothing read the rows. It is in a function of its own, as a rule,
 and is handed all it reads: what a parameter stands for is found by the calls of both functions.
 """
@@ -57,7 +65,10 @@ def _need(holds: object, guard: str, detail: str) -> None:
 
 @dataclass(frozen=True)
 class FuseExperts(Pass):
-    """Join the products of experts with the taking of rows and with their units, forward and backward."""
+    """Join the products of experts with the taking of rows and with their units, forward and backward; with `sums`
+    also the last product with the sum of a token's rows."""
+
+    sums: bool = False
 
     name: ClassVar[str] = "fuse-experts"
     stage: ClassVar[Stage] = Stage.FUSE
@@ -73,6 +84,8 @@ class FuseExperts(Pass):
                 module = exchanged(module.with_function(function), name, work.exchanges)
         module = DeadCode().run(module, Report()) if report.matches else module
         forward = {name: _Forward(f, report).rewritten() for name, f in module.functions.items()}
+        if self.sums:
+            forward = {name: _Sums(f, report).rewritten() for name, f in forward.items()}
         changed = any(forward[name] is not f for name, f in module.functions.items())
         return replace(module, functions=forward) if changed else module
 
@@ -159,6 +172,23 @@ def _turned(node: Node) -> bool:
     return bool(node.attrs.get("transpose_w", False))
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """A unit and the products before it: what goes with them, the matrices and then their biases, how these are packed,
+    and whether gate and up are read elsewhere."""
+
+    node: Node
+    products: Sequence[Node]
+    parts: Sequence[Node]
+    operands: Sequence[Value]
+    packed: str
+    keep: bool
+
+
+_PACKED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {"halves": ((0, 1), (1, 1)), "pairs": ((0, 2), (1, 2))}
+"""Where gates and ups begin, in halves of the columns or in columns, and their step."""
+
+
 class _Forward(_Rewriting):
     """Dispatches, with the products and units of their rows."""
 
@@ -177,25 +207,65 @@ class _Forward(_Rewriting):
         rows, order, offsets = dispatch.results
         _need(rows.tensor.dtype in _LOW, "dtype", f"rows are {rows.tensor.dtype.text}, not bf16 or f16")
         products = [node for node in self.readers(rows) if node.op == _PRODUCT and node.operands[0] is rows]
-        _need(len(products) == 2, "users", f"{len(products)} products read {rows!r}, expected 2")
+        _need(len(products) in (1, 2), "users", f"{len(products)} products read {rows!r}, expected 1 or 2")
         self.only(rows, *products)
-        unit = self.reader(products[0].result, "glu", 0 if self._is_gate(products[0]) else 1)
-        gate, up = (self.maker(value, _PRODUCT) for value in unit.operands)
-        _need({gate, up} == set(products), "users", f"the unit %{unit.id} is not of both products")
-        for node in products:
-            _need(node.operands[2:] == (offsets,), "bias", f"the product %{node.id} has a bias")
-        _need(_turned(gate) == _turned(up), "attributes", "one matrix is transposed, the other is not")
-        at = self.last(products)
-        y, kept = unit.result, (gate.result, up.result)
-        self.in_time(at, (y, *kept), (unit, *products))
-        keep = any(v in self.function.results or self.readers(v) != [unit] for v in kept)
-        attrs = {"top_k": indices.tensor.shape[1], **_unit(unit), "transpose_w": _turned(gate), "keep": keep}
-        operands = (x, order, offsets, gate.operands[1], up.operands[1])
-        new = _made(unit, "expert_glu", operands, (y, *kept) if keep else (y,), attrs)
-        self.exchange((unit, *products), at, [new])
+        unit = self._packed(products[0]) if len(products) == 1 else self._apart(products)
+        _need(all(node.operands[2] is offsets for node in products), "users", "products are of other offsets")
+        gone = (unit.node, *unit.parts, *unit.products)
+        kept = unit.node.operands if unit.keep else ()
+        at = self.last(gone[:-1] if unit.parts else unit.products)
+        self.in_time(at, (unit.node.result, *kept), gone)
+        attrs = {"top_k": indices.tensor.shape[1], **_unit(unit.node), "transpose_w": _turned(products[0])}
+        attrs |= {"keep": unit.keep, **({"packed": unit.packed} if unit.packed else {})}
+        new = _made(unit.node, "expert_glu", (x, order, offsets, *unit.operands), (unit.node.result, *kept), attrs)
+        self.exchange(gone, at, [new])
         self._order(dispatch)
-        replaced = [dispatch.id, gate.id, up.id, unit.id]
+        replaced = [node.id for node in (dispatch, *unit.products, *unit.parts, unit.node)]
         self.report.match(self.function.name, dispatch.id, "its rows are taken in the products", replaced, [new.id])
+
+    def _apart(self, products: Sequence[Node]) -> _Unit:
+        """A unit of two products."""
+        node = self.reader(products[0].result, "glu", 0 if self._is_gate(products[0]) else 1)
+        gate, up = (self.maker(value, _PRODUCT) for value in node.operands)
+        _need({gate, up} == set(products), "users", f"the unit %{node.id} is not of both products")
+        _need(_turned(gate) == _turned(up), "attributes", "one matrix is transposed, the other is not")
+        keep = any(v in self.function.results or self.readers(v) != [node] for v in node.operands)
+        biases = (*gate.operands[3:], *up.operands[3:])
+        _need(len(biases) != 1, "bias", f"one of the products of the unit %{node.id} has a bias")
+        _need(not (keep and biases), "bias", f"the product %{gate.id} has a bias, and is read elsewhere")
+        return _Unit(node, (gate, up), (), (gate.operands[1], up.operands[1], *biases), "", keep)
+
+    def _packed(self, product: Node) -> _Unit:
+        """A unit of the parts of one product."""
+        both = product.result
+        parts = [node for node in self.readers(both) if node.op == "aten.slice.Tensor"]
+        _need(len(parts) == 2, "users", f"{len(parts)} parts of {both!r} are taken, expected 2")
+        self.only(both, *parts)
+        node = self.reader(parts[0].result, "glu", 0 if self._is_gate(parts[0]) else 1)
+        gate, up = (self.maker(value, "aten.slice.Tensor") for value in node.operands)
+        _need({gate, up} == set(parts), "users", f"the unit %{node.id} is not of both parts")
+        for part in parts:
+            self.only(part.result, node)
+        _, w, _, *bias = product.operands
+        placed = [value for value in (w, *bias) if value.tensor.placement]
+        _need(not placed, "placement", f"ranks hold parts of {', '.join(map(repr, placed))}, which has both matrices")
+        packed = self._packing(both, gate, up)
+        return _Unit(node, (product,), (gate, up), (w, *bias), packed, keep=False)
+
+    def _packing(self, both: Value, gate: Node, up: Node) -> str:
+        """How gates and ups lie in the columns of what has both."""
+        width = both.tensor.shape[1]
+        taken = []
+        for part in (gate, up):
+            attrs = op_def(part.op).complete(part.attrs)
+            start, step, count = attrs.get("start") or 0, attrs.get("step", 1), part.result.tensor.shape[1]
+            _need(attrs.get("dim") in (1, -1) and 2 * count == width, "parts", f"%{part.id} is no half of the columns")
+            taken.append((start, step))
+        for packed, ((first, step), (second, _)) in _PACKED.items():
+            unit = width // 2 if packed == "halves" else 1
+            if taken == [(first * unit, step), (second * unit, step)]:
+                return packed
+        raise _Miss("parts", f"gates and ups are columns {taken} (first and step) of {width}, neither halves nor pairs")
 
     def _is_gate(self, product: Node) -> bool:
         return any(node.op == "glu" and node.operands[0] is product.result for node in self.readers(product.result))
@@ -211,6 +281,34 @@ class _Forward(_Rewriting):
             return
         alone = _made(dispatch, "moe_order", (indices,), (order, offsets), dispatch.attrs)
         self.exchange((dispatch,), dispatch, [alone])
+
+
+class _Sums(_Rewriting):
+    """Products of experts whose rows are summed by token."""
+
+    def rewritten(self) -> Function:
+        """The function with what matches rewritten."""
+        for node in self.function.nodes:
+            if node.op == "moe_combine":
+                try:
+                    self._fuse(node)
+                except _Miss as miss:
+                    self.report.near_miss(self.function.name, node.id, FuseExperts.name, *miss.args)
+        return self.result()
+
+    def _fuse(self, combine: Node) -> None:
+        out, weights, order, *others = combine.operands
+        _need(out.tensor.dtype in _LOW, "dtype", f"rows are {out.tensor.dtype.text}, not bf16 or f16")
+        product = self.maker(out, _PRODUCT)
+        self.only(out, combine)
+        _need(not others, "others", "some rows are of experts of other ranks")
+        rows, w, offsets, *bias = product.operands
+        attrs = {"dtype": combine.attrs["dtype"], "transpose_w": _turned(product)}
+        new = _made(combine, "expert_sum", (rows, w, weights, order, offsets, *bias), combine.results, attrs)
+        self.exchange((product, combine), combine, [new])
+        self.report.match(
+            self.function.name, combine.id, "rows are summed behind the product", [product.id, combine.id], [new.id]
+        )
 
 
 class _Backward(_Rewriting):

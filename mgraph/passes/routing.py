@@ -126,7 +126,7 @@ def _emit(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
 
 ROUTE = Rule(
     "moe_route",
-    either(op("cast", _weights(), dtype=ANY), _weights()),
+    _weights(),
     ("aten.topk.default",),
     _emit,
     (Guard("shape", _shape), Guard("dtype", _dtype), Guard("groups", _groups)),

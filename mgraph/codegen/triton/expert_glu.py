@@ -3,7 +3,8 @@
     expert_glu        gate[r] = x[t] @ wg[e]      up[r] = x[t] @ wu[e]      y[r] = glu(gate[r], up[r])
 
 of the token t and the expert e of row r, pair order[r] = t * K + k: rows of x are read where they lie, and only what is
-activated is written, or gate and up beside it where a gradient needs them.
+activated is written, or gate and up beside it where a gradient needs them. The matrices may lie packed in one tensor,
+as `halves` (gates, then ups) or in `pairs` (one after the other), and there may be biases, which lie alike.
 
     expert_glu_grad   g[r]  = dy[t] @ w[e]'               w: of the product after; dy: of what sums a token's rows
                       dgate[r], dup[r] = glu_grad(weights[t, k] * g[r], gate[r], up[r])
@@ -23,15 +24,19 @@ from typing import Any
 
 from mgraph.codegen.triton.glu import Glu, backward_lines, forward_lines
 from mgraph.codegen.triton.grouped import (
+    Cuts,
     Factor,
     Tiles,
     Tuning,
+    bias_lines,
     depth_of,
+    low_cuts,
     product_lines,
     refusal,
     store_lines,
+    ways,
 )
-from mgraph.codegen.triton.kernel import TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, TensorSpec
+from mgraph.codegen.triton.kernel import TRITON_LANGUAGE_DTYPES, Expression, KernelSpec, Launch, TensorSpec
 from mgraph.codegen.triton.moe_route import power
 from mgraph.codegen.triton.rope import lines_of
 from mgraph.ir.graph import Node
@@ -46,7 +51,8 @@ SUMMED = 256
 @dataclass(frozen=True)
 class ExpertGlu:
     """One instance of `expert_glu` or `expert_glu_grad`: experts, rows a token, widths of tokens and of units, whether
-    the matrices are transposed ([E, out, in]), the unit, whether gate and up are kept, and the dtype of the weights."""
+    the matrices are transposed ([E, out, in]), the unit, whether gate and up are kept, the dtype of the weights, how
+    matrices and biases are packed, and the dtype of the biases."""
 
     experts: int
     choices: int
@@ -56,6 +62,16 @@ class ExpertGlu:
     transposed: bool = False
     keep: bool = False
     weights: str = ""
+    packed: str = ""
+    bias: str = ""
+
+    @property
+    def tensors(self) -> dict[str, tuple[Expression, ...]]:
+        """Matrices and biases of the forward, and their shapes."""
+        names, width = (("w",), 2 * self.width) if self.packed else (("wg", "wu"), self.width)
+        matrix = (self.experts, width, self.inner) if self.transposed else (self.experts, self.inner, width)
+        biases = dict.fromkeys([f"b{name[1:]}" for name in names] if self.bias else (), (self.experts, width))
+        return {**dict.fromkeys(names, matrix), **biases}
 
     @property
     def dtype(self) -> str:
@@ -72,8 +88,16 @@ def problem_of(node: Node) -> ExpertGlu | str:
         if weights.tensor.dtype.text not in TRITON_LANGUAGE_DTYPES:
             return f"the weights are {weights.tensor.dtype.text}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
     else:
-        tokens, _, _, w, up = node.operands
-        roles = {"x is": tokens, "the matrices of gates": w, "those of ups": up}
+        packed = str(node.attrs.get("packed", ""))
+        tokens, _, _, w, *more = node.operands
+        roles = {"x is": tokens, "the matrices": w}
+        if not packed:
+            roles["those of ups"], *more = more
+        biases = {value.tensor.dtype.text for value in more}
+        if len(biases) > 1 or not biases <= set(TRITON_LANGUAGE_DTYPES):
+            return (
+                f"the biases are {' and '.join(sorted(biases))}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
+            )
     experts, inner, width = w.tensor.shape[0], tokens.tensor.shape[1], node.results[0].tensor.shape[1]
     if why := refusal(roles, experts, (inner, width)):
         return why
@@ -94,16 +118,19 @@ def problem_of(node: Node) -> ExpertGlu | str:
         bool(node.attrs.get("transpose_w", False)),
         bool(node.attrs.get("keep", False)),
         node.operands[1].tensor.dtype.text if gradient else "",
+        "" if gradient else packed,
+        "" if gradient else "".join(biases),
     )
 
 
 _NUMBERS = {"alpha": Glu.alpha, "limit": 0.0, "offset": 0.0}
 
 
-def forward_tuning(problem: ExpertGlu) -> Tuning:
-    """128 rows by 128 gates and as many ups: 8 warps have both sums in registers."""
+def forward_cuts(problem: ExpertGlu) -> Cuts:
+    """Of many rows, 128 by 128 gates and as many ups: 8 warps have both sums in registers. Of few, lower tiles."""
     columns = min(128, max(16, power(problem.width)))
-    return Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns == 128 else 4, 4, group=16)
+    many = Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns == 128 else 4, 4, group=16)
+    return low_cuts(problem.inner, problem.width, many, factors=2)
 
 
 def backward_tuning(problem: ExpertGlu) -> Tuning:
@@ -112,18 +139,76 @@ def backward_tuning(problem: ExpertGlu) -> Tuning:
     return Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns >= 128 else 4, 4, group=16)
 
 
-def forward(name: str, problem: ExpertGlu, cut: Tuning | None = None) -> KernelSpec:
-    """The site `y[, gate, up] = name(x, order, offsets, wg, wu)`: x [T, inner], order i64 [R], offsets i32 [E], wg and
-    wu [E, inner, width] ([E, width, inner] if transposed) → all [R, width]; gate and up where they are kept."""
-    tiles = Tiles(name, problem.experts, problem.width, cut or forward_tuning(problem))
-    matrix = (problem.width, problem.inner) if problem.transposed else (problem.inner, problem.width)
+def forward(name: str, problem: ExpertGlu, cuts: Cuts = ()) -> KernelSpec:
+    """The site `y[, gate, up] = name(x, order, offsets, wg, wu[, bg, bu])`: x [T, inner], order i64 [R], offsets i32
+    [E], wg and wu [E, inner, width] ([E, width, inner] if transposed), bg and bu [E, width]; of packed ones, `w` and
+    `b` have twice the width → all [R, width]; gate and up where they are kept."""
+    all_, dims = ways(name, problem.experts, problem.width, cuts or forward_cuts(problem))
     kept = ("gate", "up") if problem.keep else ()
-    args = ("x", "order", "wg", "wu", "tiles", "y", *kept)
+    args = {tiles: ("x", "order", *problem.tensors, tiles.given, "y", *kept) for tiles in all_}
+    return KernelSpec(
+        name=name,
+        source="".join(tiles.source() + _forward_source(problem, tiles, args[tiles]) for tiles in all_),
+        twin=_forward_twin(name, problem),
+        inputs=(
+            TensorSpec("x", problem.dtype, ("T", problem.inner)),
+            TensorSpec("order", "i64", ("R",)),
+            TensorSpec("offsets", "i32", (problem.experts,)),
+            *(
+                TensorSpec(tensor, problem.dtype if tensor[0] == "w" else problem.bias, shape)
+                for tensor, shape in problem.tensors.items()
+            ),
+        ),
+        outputs=tuple(TensorSpec(output, problem.dtype, ("R", problem.width)) for output in ("y", *kept)),
+        scratch=tuple(scratch for tiles in all_ for scratch in tiles.scratch()),
+        launches=tuple(launch for tiles in all_ for launch in tiles.launches(args[tiles])),
+        dims=dims,
+    )
+
+
+def _factors(problem: ExpertGlu) -> tuple[list[Factor], list[str]]:
+    """The products for gates and ups, and the names of their sums; of pairs that lie side by side, one product."""
     source = f"tl.load(order_ptr + row, mask=inside, other=0) // {problem.choices}"
-    factors = [Factor("x", w, problem.inner, problem.width, problem.transposed, source) for w in ("wg", "wu")]
-    low = f".to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
+    given = ("x", problem.inner, problem.width, problem.transposed, source)
+
+    def factor(name: str, **where: Any) -> Factor:
+        rows, inner, width, transposed, source = given
+        return Factor(rows, name, inner, width, transposed, source, **where)
+
+    both = {"tensor": "w", "whole": 2 * problem.width}
+    if problem.packed == "pairs" and not problem.transposed:
+        return [factor("w", **both, pairs=True)], ["total"]
+    if problem.packed == "pairs":
+        found = [factor("wg", **both, apart=2), factor("wu", **both, start=1, apart=2)]
+    elif problem.packed:
+        found = [factor("wg", **both), factor("wu", **both, start=problem.width)]
+    else:
+        found = [factor("wg"), factor("wu")]
+    return found, ["gates", "ups"]
+
+
+def _bias_lines(problem: ExpertGlu, tiles: Tiles) -> list[str]:
+    if not problem.bias:
+        return []
+    row = 2 * problem.width
+    places = {
+        "": (("bg", problem.width, "column"), ("bu", problem.width, "column")),
+        "halves": (("b", row, "column"), ("b", row, f"{problem.width} + column")),
+        "pairs": (("b", row, "2 * column"), ("b", row, "1 + 2 * column")),
+    }[problem.packed]
+    return [
+        line for total, place in zip(("gates", "ups"), places, strict=True) for line in bias_lines(tiles, total, *place)
+    ]
+
+
+def _forward_source(problem: ExpertGlu, tiles: Tiles, args: Sequence[str]) -> str:
+    factors, totals = _factors(problem)
+    cut, low = tiles.cut, f".to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
+    apart = [f"gates, ups = tl.split(tl.reshape(total, ({cut.rows}, {cut.columns}, 2)))"]
     lines = [
-        *product_lines(factors, ("gates", "ups"), tiles),
+        *product_lines(factors, totals, tiles),
+        *(apart if totals == ["total"] else ()),
+        *_bias_lines(problem, tiles),
         f"gates = gates{low}",
         f"ups = ups{low}",
         "gate = gates.to(tl.float32)",
@@ -131,45 +216,27 @@ def forward(name: str, problem: ExpertGlu, cut: Tuning | None = None) -> KernelS
         *forward_lines(problem.unit),
         *store_lines(tiles, ("y", f"y{low}"), *((("gate", "gates"), ("up", "ups")) if problem.keep else ())),
     ]
-    body = f'''
+    return f'''
 @triton.jit
-def {name}({", ".join(f"{arg}_ptr" for arg in args)}):
+def {tiles.body}({", ".join(f"{arg}_ptr" for arg in args)}):
     """y[r] = {problem.unit.act}(x[t] @ wg[e]) * (x[t] @ wu[e]), {tiles.cut.rows} rows at a time."""
 {tiles.loop(lines)}'''
-    return KernelSpec(
-        name=name,
-        source=tiles.source() + body,
-        twin=_forward_twin(name, problem),
-        inputs=(
-            TensorSpec("x", problem.dtype, ("T", problem.inner)),
-            TensorSpec("order", "i64", ("R",)),
-            TensorSpec("offsets", "i32", (problem.experts,)),
-            *(TensorSpec(w, problem.dtype, (problem.experts, *matrix)) for w in ("wg", "wu")),
-        ),
-        outputs=tuple(TensorSpec(output, problem.dtype, ("R", problem.width)) for output in ("y", *kept)),
-        scratch=(tiles.scratch(),),
-        launches=(
-            tiles.launch(),
-            Launch(name, args, tiles.grid(), tiles.cut.num_warps, tiles.cut.num_stages, aligned=True),
-        ),
-        dims=tiles.dims,
-    )
 
 
 def backward(name: str, problem: ExpertGlu, cut: Tuning | None = None) -> KernelSpec:
     """The site `dgate, dup, weighted, dweights = name(dy, weights, order, offsets, w, gate, up)`: dy [T, inner],
     weights [T, K], w [E, width, inner] ([E, inner, width] if transposed), gate and up [R, width] → dgate, dup and
     weighted [R, width], dweights like weights."""
-    tiles = Tiles(name, problem.experts, problem.width, cut or backward_tuning(problem))
+    (tiles,), dims = ways(name, problem.experts, problem.width, ((0, cut or backward_tuning(problem)),))
     matrix = (problem.inner, problem.width) if problem.transposed else (problem.width, problem.inner)
     results = ("dgate", "dup", "weighted")
-    args = ("dy", "weights", "order", "w", "gate", "up", "tiles", *results, "dots", "R")
+    args = ("dy", "weights", "order", "w", "gate", "up", tiles.given, *results, "dots", "R")
     dots = ("dots", "order", "offsets", "dweights", "R")
     wide = [TensorSpec(tensor, problem.dtype, ("R", problem.width)) for tensor in ("gate", "up", *results)]
     weights = TensorSpec("weights", problem.weights, ("T", problem.choices))
     return KernelSpec(
         name=name,
-        source=tiles.source() + _backward_source(name, problem, tiles, args) + _dots_source(name, problem, tiles),
+        source=tiles.source() + _backward_source(problem, tiles, args) + _dots_source(name, problem, tiles),
         twin=_backward_twin(name, problem),
         inputs=(
             TensorSpec("dy", problem.dtype, ("T", problem.inner)),
@@ -180,17 +247,16 @@ def backward(name: str, problem: ExpertGlu, cut: Tuning | None = None) -> Kernel
             *wide[:2],
         ),
         outputs=(*wide[2:], TensorSpec("dweights", problem.weights, weights.shape)),
-        scratch=(tiles.scratch(), TensorSpec("dots", "f32", (tiles.across, "R"))),
+        scratch=(*tiles.scratch(), TensorSpec("dots", "f32", (tiles.across, "R"))),
         launches=(
-            tiles.launch(),
-            Launch(name, args, tiles.grid(), tiles.cut.num_warps, tiles.cut.num_stages, aligned=True),
+            *tiles.launches(args),
             Launch(f"{name}_dots", dots, (("cdiv", "R", SUMMED),), 4, 1, aligned=False),
         ),
-        dims=tiles.dims,
+        dims=dims,
     )
 
 
-def _backward_source(name: str, problem: ExpertGlu, tiles: Tiles, args: tuple[str, ...]) -> str:
+def _backward_source(problem: ExpertGlu, tiles: Tiles, args: tuple[str, ...]) -> str:
     # The matrices are those of the product forward, so this one takes them the other way round.
     factor = Factor("dy", "w", problem.inner, problem.width, not problem.transposed, f"pair // {problem.choices}")
     part = min(PART, tiles.cut.columns)
@@ -207,7 +273,7 @@ def _backward_source(name: str, problem: ExpertGlu, tiles: Tiles, args: tuple[st
     ]
     return f'''
 @triton.jit
-def {name}(
+def {tiles.body}(
 {_wrapped(args)},
 ):
     """dgate, dup and weighted, and for dweights what each tile of columns has, {tiles.cut.rows} rows at a time."""
@@ -283,14 +349,26 @@ def _options(problem: ExpertGlu) -> str:
 
 
 def _forward_twin(name: str, problem: ExpertGlu) -> str:
-    turned = "    wg, wu = wg.transpose(1, 2), wu.transpose(1, 2)\n" if problem.transposed else ""
-    results = "y, gate, up" if problem.keep else "y"
+    matrices = [tensor for tensor in problem.tensors if tensor[0] == "w"]
+    biases = [tensor for tensor in problem.tensors if tensor[0] == "b"]
+    lines = [f"{w} = {w}.transpose(1, 2)" for w in matrices] if problem.transposed else []
+    if problem.packed:
+        lines += [f"wg, wu = {_parts('w', problem.packed)}"] + [f"bg, bu = {_parts('b', problem.packed)}"] * bool(
+            biases
+        )
+    given = f"x, order, offsets, wg, wu, {_options(problem)}" + ", biases=(bg, bu)" * bool(biases)
+    lines += ["y, gate, up = rt.expert_glu(", f"    {given}", ")"]
+    body = "".join(f"    {line}\n" for line in lines)
     return f'''
-def {name}(x, order, offsets, wg, wu):
+def {name}(x, order, offsets, {", ".join(problem.tensors)}):
     """y[r] = {problem.unit.act}(x[t] @ wg[e]) * (x[t] @ wu[e]), t the token and e the expert of row r."""
-{turned}    y, gate, up = rt.expert_glu(x, order, offsets, wg, wu, {_options(problem)})
-    return {results}
+{body}    return {"y, gate, up" if problem.keep else "y"}
 '''
+
+
+def _parts(tensor: str, packed: str) -> str:
+    """Gates and ups of what has both in its last dim."""
+    return f"{tensor}.chunk(2, -1)" if packed == "halves" else f"{tensor}[..., ::2], {tensor}[..., 1::2]"
 
 
 def _backward_twin(name: str, problem: ExpertGlu) -> str:

@@ -7,8 +7,8 @@ Sums are in f32, of bf16 or f16. Rows past the last offset are of no expert: not
 hold is undefined. A small launch lists the tiles: some rows of one expert each, as many as there are. What then runs
 takes tiles in an order in which those that run at a time share rows and matrices, so that both come from the cache; it
 has as many programs as there may be tiles, or some for each multiprocessor, which take one tile after the other. A call
-with few rows for each expert, as a step that writes has, takes low tiles: each reads only its part of the matrix of an
-expert that was chosen.
+with few rows for each expert, as a step that writes has, takes lower tiles: each reads only its part of the matrix of
+an expert that was chosen. The lowest find their rows by themselves, since a launch would cost more than that.
 
 Other templates make their sources of the same parts: `Tiles`, and the lines of a product.
 """
@@ -50,6 +50,7 @@ class Tuning:
     num_warps, num_stages  warps, and steps of the sum that are in shared memory or on the way
     group                  tiles of rows that take the same columns one after the other
     programs               for each multiprocessor; 0: one for each tile
+    listed                 whether a launch lists the tiles; else each program looks for its own among the offsets
     """
 
     rows: int
@@ -59,6 +60,12 @@ class Tuning:
     num_stages: int
     group: int = 8
     programs: int = 0
+    listed: bool = True
+
+
+Cuts = Sequence[tuple[int, Tuning]]
+"""Ways to cut a product, the lowest tiles first, each with the rows for each expert, on average, up to which it is
+taken; the last one is for any number."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +76,36 @@ class Tiles:
     experts: int
     width: int
     cut: Tuning
-    way: str = ""
-    """Behind the names of what belongs to it, where a site has several ways to cut."""
+
+    @property
+    def listed(self) -> bool:
+        """Whether a launch lists the tiles."""
+        return self.cut.listed
+
+    @property
+    def given(self) -> str:
+        """The tensor that a program finds its tile in."""
+        return self.tiles if self.listed else "offsets"
+
+    @property
+    def way(self) -> str:
+        """Behind the names of what belongs to it: a site may have several ways to cut."""
+        return f"_{self.cut.rows}"
+
+    @property
+    def body(self) -> str:
+        """The launch that takes them."""
+        return f"{self.name}{self.way}"
 
     @property
     def bound(self) -> str:
         """The dim that says how many tiles of rows there are at most."""
         return f"bound{self.way}"
+
+    @property
+    def taken(self) -> str:
+        """The dim that says whether a call takes this way."""
+        return f"taken{self.way}"
 
     @property
     def tiles(self) -> str:
@@ -94,17 +124,24 @@ class Tiles:
 
     @property
     def dims(self) -> dict[str, Expression]:
-        """The most tiles of rows that there may be. Each expert's last may be short."""
-        return {self.bound: ("add", ("cdiv", "R", self.cut.rows), self.experts)}
+        """`bound`: the most tiles of rows that there may be. Each expert's last may be short, and none is empty."""
+        return {self.bound: ("min", "R", ("add", ("cdiv", "R", self.cut.rows), self.experts))}
 
-    def scratch(self) -> TensorSpec:
+    def scratch(self) -> tuple[TensorSpec, ...]:
         """Expert, first row, end, and the number of tiles, for each."""
-        return TensorSpec(self.tiles, "i32", (self.bound, 4))
+        return (TensorSpec(self.tiles, "i32", (self.bound, 4)),) if self.listed else ()
 
-    def launch(self, when: Expression = 1) -> Launch:
-        """The launch that lists them."""
-        args = ("offsets", self.tiles, self.bound)
-        return Launch(self.function, args, (("cdiv", self.bound, LISTED),), 4, 1, aligned=True, when=when)
+    def launches(self, args: tuple[str, ...], aligned: bool = True) -> tuple[Launch, ...]:
+        """The launch that lists them, and that which takes them, with arguments `args`."""
+        cut = self.cut
+        taking = Launch(self.body, args, self.grid(), cut.num_warps, cut.num_stages, aligned, when=self.taken)
+        if not self.listed:
+            return (taking,)
+        given = ("offsets", self.tiles, self.bound)
+        return (
+            Launch(self.function, given, (("cdiv", self.bound, LISTED),), 4, 1, aligned=True, when=self.taken),
+            taking,
+        )
 
     def grid(self) -> tuple[Expression, ...]:
         """Of the launch that takes them."""
@@ -113,12 +150,10 @@ class Tiles:
 
     def source(self) -> str:
         """The source of the launch that lists them."""
-        columns = power(self.experts)
+        if not self.listed:
+            return ""
         body = lines_of(
-            f"expert = tl.arange(0, {columns})",
-            f"end = tl.load(offsets_ptr + expert, mask=expert < {self.experts}, other=0)",
-            f"begin = tl.load(offsets_ptr + expert - 1, mask=(expert > 0) & (expert < {self.experts}), other=0)",
-            f"count = tl.cdiv(end - begin, {self.cut.rows})",
+            *self._count_lines("expert", "begin", "end", "count"),
             "last = tl.cumsum(count, axis=0)",
             f"tile = tl.program_id(0) * {LISTED} + tl.arange(0, {LISTED})",
             "which = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), axis=1)",
@@ -140,24 +175,56 @@ def {self.function}(offsets_ptr, {self.tiles}_ptr, {self.bound}):
 {body}
 '''
 
+    def _count_lines(self, expert: str, begin: str, end: str, count: str) -> list[str]:
+        """Where the rows of each expert begin and end, and how many tiles they are; none of what is no expert."""
+        real = f"{expert} < {self.experts}"
+        return [
+            f"{expert} = tl.arange(0, {power(self.experts)})",
+            f"{end} = tl.load(offsets_ptr + {expert}, mask={real}, other=0)",
+            f"{begin} = tl.load(offsets_ptr + {expert} - 1, mask=({expert} > 0) & ({real}), other=0)",
+            f"{count} = tl.cdiv({end} - {begin}, {self.cut.rows})",
+        ]
+
+    def _found_lines(self) -> tuple[list[str], list[str]]:
+        """`count`, the number of all tiles; and of the tile `along`: `expert`, `row`, and `stop`, where rows end."""
+        cut = self.cut
+        rows = f"tl.arange(0, {cut.rows})"
+        if self.listed:
+            return [f"count = tl.load({self.tiles}_ptr + 3)"], [
+                f"expert = tl.load({self.tiles}_ptr + along * 4)",
+                f"row = tl.load({self.tiles}_ptr + along * 4 + 1) + {rows}",
+                f"stop = tl.load({self.tiles}_ptr + along * 4 + 2)",
+            ]
+        head = [
+            *self._count_lines("each", "begins", "ends", "tiles"),
+            "last = tl.cumsum(tiles, axis=0)",
+            "count = tl.sum(tiles, axis=0)",
+        ]
+        return head, [
+            "expert = tl.sum((last <= along).to(tl.int32), axis=0)",
+            f"start = begins + (along - last + tiles) * {cut.rows}",
+            f"row = tl.sum(tl.where(each == expert, start, 0), axis=0) + {rows}",
+            "stop = tl.sum(tl.where(each == expert, ends, 0), axis=0)",
+        ]
+
     def loop(self, body: Sequence[str]) -> str:
         """The body of a kernel that does something with each tile: `expert`, `row`, `inside`, `column`, and `block`,
         the number of the tile from the left."""
         cut, across = self.cut, self.across
         per_group = cut.group * across
+        all_, own = self._found_lines()
         lines = [
             f"first = tile // {per_group} * {cut.group}",
             f"high = tl.minimum(count - first, {cut.group})",
             f"along = first + tile % {per_group} % high",
             f"block = tile % {per_group} // high",
-            f"expert = tl.load({self.tiles}_ptr + along * 4)",
-            f"row = tl.load({self.tiles}_ptr + along * 4 + 1) + tl.arange(0, {cut.rows})",
-            f"inside = row < tl.load({self.tiles}_ptr + along * 4 + 2)",
+            *own,
+            "inside = row < stop",
             "matrix = expert.to(tl.int64)",
             f"column = block * {cut.columns} + tl.arange(0, {cut.columns})",
             *body,
         ]
-        head = lines_of(f"count = tl.load({self.tiles}_ptr + 3)")
+        head = lines_of(*all_)
         if cut.programs:
             head += lines_of(f"for tile in range(tl.program_id(0), count * {across}, tl.num_programs(0)):")
         else:
@@ -165,10 +232,28 @@ def {self.function}(offsets_ptr, {self.tiles}_ptr, {self.bound}):
         return head + lines_of(*lines, depth=2)
 
 
+def ways(name: str, experts: int, width: int, cuts: Cuts) -> tuple[tuple[Tiles, ...], dict[str, Expression]]:
+    """The tiles of each way to cut, and the dims of a site that has them: one way is `taken`, never two."""
+    found = tuple(Tiles(name, experts, width, cut) for _, cut in cuts)
+    dims: dict[str, Expression] = {}
+    before: Expression = 0
+    for (most, _), tiles in zip(cuts, found, strict=True):
+        left: Expression = ("add", most * experts + 1, ("mul", -1, "R"))
+        reached: Expression = 1 if tiles is found[-1] else ("max", 0, ("min", 1, left))
+        dims[tiles.taken] = ("add", reached, ("mul", -1, before))
+        before = reached
+        dims |= tiles.dims
+    return found, dims
+
+
 @dataclass(frozen=True)
 class Factor:
     """One product of a tile: `source` is the row of `rows` that each row of the tile takes, `matrix` of w [E, inner,
-    width], or [E, width, inner] if `transposed`."""
+    width], or [E, width, inner] if `transposed`.
+
+    Where matrices lie packed in one `tensor`, that has `whole` columns for each expert, those of w from `start` on and
+    `apart` from each other. With `pairs` a tile has twice its columns, all that lie beside one another.
+    """
 
     rows: str
     weight: str
@@ -176,17 +261,43 @@ class Factor:
     width: int
     transposed: bool
     source: str = "row.to(tl.int64)"
+    tensor: str = ""
+    whole: int = 0
+    start: int = 0
+    apart: int = 1
+    pairs: bool = False
+
+    @property
+    def of_all(self) -> int:
+        """Columns that an expert has in the tensor."""
+        return self.whole or self.width
+
+    @property
+    def column(self) -> str:
+        """Numbers of the columns of a tile in the tensor."""
+        if self.pairs:
+            return "both"
+        scaled = f"{self.apart} * column" if self.apart > 1 else "column"
+        return f"({self.start} + {scaled})" if self.start else scaled
+
+    def tile(self) -> str:
+        """Where the first part of a tile lies."""
+        start = f"{self.tensor or self.weight}_ptr + matrix * {self.inner * self.of_all}"
+        if self.transposed:
+            return f"{start} + {self.column}[None, :] * {self.inner} + depth[:, None]"
+        return f"{start} + depth[:, None] * {self.of_all} + {self.column}[None, :]"
 
 
 def product_lines(factors: Sequence[Factor], totals: Sequence[str], tiles: Tiles) -> list[str]:
     """Sums of a tile: each factor's product is added to the total that stands at its place. Those of the same rows read
     them once, in one loop; those of other rows follow in another, since a product that waits for the one before it has
     nothing to hide its loads behind."""
-    zeros = f"tl.zeros([{tiles.cut.rows}, {tiles.cut.columns}], dtype=tl.float32)"
-    lines = [
-        f"depth = tl.arange(0, {tiles.cut.depth})",
-        *(f"{total} = {zeros}" for total in dict.fromkeys(totals)),
-    ]
+    cut = tiles.cut
+    lines = [f"depth = tl.arange(0, {cut.depth})"]
+    if any(factor.pairs for factor in factors):
+        lines.append(f"both = block * {2 * cut.columns} + tl.arange(0, {2 * cut.columns})")
+    for total, factor in {t: f for f, t in zip(factors, totals, strict=True)}.items():
+        lines.append(f"{total} = tl.zeros([{cut.rows}, {cut.columns * (1 + factor.pairs)}], dtype=tl.float32)")
     for rows in dict.fromkeys(factor.rows for factor in factors):
         pairs = [pair for pair in zip(factors, totals, strict=True) if pair[0].rows == rows]
         lines += _loop_lines(pairs, tiles)
@@ -201,36 +312,47 @@ def _loop_lines(pairs: Sequence[tuple[Factor, str]], tiles: Tiles) -> list[str]:
     lines = [
         f"source = tl.where(inside, {pairs[0][0].source}, 0)",
         f"{rows}_tile = {rows}_ptr + source[:, None] * {inner} + depth[None, :]",
+        *(f"{factor.weight}_tile = {factor.tile()}" for factor, _ in pairs),
     ]
-    for factor, _ in pairs:
-        start = f"{factor.weight}_ptr + matrix * {inner * factor.width}"
-        at = f"depth[:, None] * {factor.width} + column[None, :]"
-        if factor.transposed:
-            at = f"column[None, :] * {inner} + depth[:, None]"
-        lines.append(f"{factor.weight}_tile = {start} + {at}")
     row_mask = f", mask={deep}[None, :], other=0.0" if ragged else ""
-    masks = [f"{deep}[:, None]"] * ragged + [f"(column < {tiles.width})[None, :]"] * cut_off
-    weight_mask = f", mask={' & '.join(masks)}, other=0.0" if masks else ""
     lines += [f"for step in range(0, {inner}, {cut.depth}):", f"    {rows}_part = tl.load({rows}_tile{row_mask})"]
     for factor, total in pairs:
+        real = f"both < {2 * tiles.width}" if factor.pairs else f"column < {tiles.width}"
+        masks = [f"{deep}[:, None]"] * ragged + [f"({real})[None, :]"] * cut_off
+        mask = f", mask={' & '.join(masks)}, other=0.0" if masks else ""
         name = factor.weight
         lines += [
-            f"    {name}_part = tl.load({name}_tile{weight_mask})",
+            f"    {name}_part = tl.load({name}_tile{mask})",
             f"    {total} = tl.dot({rows}_part, {name}_part, {total})",
-            f"    {name}_tile += {cut.depth if factor.transposed else cut.depth * factor.width}",
+            f"    {name}_tile += {cut.depth if factor.transposed else cut.depth * factor.of_all}",
         ]
     return [*lines, f"    {rows}_tile += {cut.depth}"]
 
 
 def store_lines(tiles: Tiles, *stores: tuple[str, str]) -> list[str]:
     """Each of (tensor, expression) to the tile's place in a tensor [R, width]."""
+    return written_lines(tiles, "row", *stores)
+
+
+def written_lines(tiles: Tiles, row: str, *stores: tuple[str, str]) -> list[str]:
+    """As `store_lines`, to other rows of the tensors."""
     mask = "inside[:, None]"
     if tiles.width % tiles.cut.columns:
         mask = f"{mask} & (column < {tiles.width})[None, :]"
     return [
-        f"element = row.to(tl.int64)[:, None] * {tiles.width} + column[None, :]",
+        f"element = {row}.to(tl.int64)[:, None] * {tiles.width} + column[None, :]",
         f"real = {mask}",
         *(f"tl.store({tensor}_ptr + element, {value}, mask=real)" for tensor, value in stores),
+    ]
+
+
+def bias_lines(tiles: Tiles, total: str, tensor: str, width: int, column: str = "column") -> list[str]:
+    """What is added to the sums of a tile: the row of its expert of a tensor [E, width], of the columns that belong to
+    the tile's."""
+    mask = f", mask=column < {tiles.width}, other=0.0" if tiles.width % tiles.cut.columns else ""
+    return [
+        f"bias = tl.load({tensor}_ptr + matrix * {width} + {column}{mask})",
+        f"{total} += bias.to(tl.float32)[None, :]",
     ]
 
 
@@ -289,20 +411,17 @@ def tuning(problem: Product) -> Tuning:
     return Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns >= 128 else 4, 4 if columns >= 128 else 3)
 
 
-def few_tuning(inner: int, width: int) -> Tuning:
+def low_cuts(inner: int, width: int, many: Tuning, factors: int = 1) -> Cuts:
     """For few rows of each expert, which cost the reading of matrices: 16 rows, the least that is multiplied at once,
-    and few columns, so that the tiles of some experts are enough for all multiprocessors."""
-    return Tuning(16, min(64, max(16, power(width))), depth_of(inner, 128), 4, 4)
+    and few columns, so that the tiles of some experts are enough for all multiprocessors; 64 in between. `many`: for
+    all others. Products with several matrices at once have shorter steps, so that as many are on the way."""
+    low = Tuning(16, min(64, max(16, power(width))), depth_of(inner, 128 // factors), 4, 4, listed=False)
+    middle = Tuning(64, min(128, max(16, power(width))), depth_of(inner, 64), 4, 4 if factors == 1 else 3)
+    return (FEW, low), (SOME, middle), (0, many)
 
 
-FEW = 16
-"""Rows for each expert, on average, up to which tiles are for few."""
-
-
-def few_dims(most: int) -> dict[str, Expression]:
-    """`few`: whether there are at most so many rows R; `many`: whether more."""
-    left: Expression = ("add", most + 1, ("mul", -1, "R"))
-    return {"few": ("max", 0, ("min", 1, left)), "many": ("add", 1, ("mul", -1, "few"))}
+FEW, SOME = 12, 48
+"""Rows for each expert, on average, up to which tiles have 16 rows, and up to which they have 64."""
 
 
 def depth_of(inner: int, most: int) -> int:
@@ -310,15 +429,12 @@ def depth_of(inner: int, most: int) -> int:
     return min(most, power(inner)) if inner % most else most
 
 
-def product(name: str, problem: Product, cuts: Sequence[Tuning] = (), few: int = FEW) -> KernelSpec:
+def product(name: str, problem: Product, cuts: Cuts = ()) -> KernelSpec:
     """The site `y = name(rows, w, offsets[, bias])`: rows [R, inner], w [E, inner, width] ([E, width, inner] if
     transposed), offsets i32 [E], bias [E, width] → y [R, width]. With `second`, `y = name(first, wa, second, wb,
-    offsets)`. `cuts` are for few rows, which are `few` for each expert on average at most, and for many."""
-    cuts = cuts or (few_tuning(problem.inner, problem.width), tuning(problem))
-    ways = {
-        way: Tiles(name, problem.experts, problem.width, cut, f"_{way}")
-        for way, cut in zip(("few", "many"), cuts, strict=True)
-    }
+    offsets)`."""
+    cuts = cuts or low_cuts(problem.inner, problem.width, tuning(problem))
+    all_, dims = ways(name, problem.experts, problem.width, cuts)
     matrix = (problem.width, problem.inner) if problem.transposed else (problem.inner, problem.width)
     pairs = (("first", "wa"), ("second", "wb")) if problem.second else (("rows", "w"),)
     inputs = [
@@ -333,42 +449,28 @@ def product(name: str, problem: Product, cuts: Sequence[Tuning] = (), few: int =
     if problem.bias:
         inputs.append(TensorSpec("bias", problem.bias, (problem.experts, problem.width)))
     given = tuple(tensor.name for tensor in inputs if tensor.name != "offsets")
-    source, launches = "", []
-    dims = few_dims(few * problem.experts)
-    for way, tiles in ways.items():
-        function, cut = f"{name}_{way}", tiles.cut
-        args = (*given, tiles.tiles, "y")
-        source += tiles.source() + _product_source(function, problem, tiles, pairs, args)
-        launches += [
-            tiles.launch(way),
-            Launch(function, args, tiles.grid(), cut.num_warps, cut.num_stages, aligned=True, when=way),
-        ]
-        dims |= tiles.dims
+    args = {tiles: (*given, tiles.given, "y") for tiles in all_}
     return KernelSpec(
         name=name,
-        source=source,
+        source="".join(tiles.source() + _product_source(problem, tiles, pairs, args[tiles]) for tiles in all_),
         twin=_twin(name, problem),
         inputs=tuple(inputs),
         outputs=(TensorSpec("y", problem.dtype, ("R", problem.width)),),
-        scratch=tuple(tiles.scratch() for tiles in ways.values()),
-        launches=tuple(launches),
+        scratch=tuple(scratch for tiles in all_ for scratch in tiles.scratch()),
+        launches=tuple(launch for tiles in all_ for launch in tiles.launches(args[tiles])),
         dims=dims,
     )
 
 
-def _product_source(
-    name: str, problem: Product, tiles: Tiles, pairs: Sequence[tuple[str, str]], args: Sequence[str]
-) -> str:
+def _product_source(problem: Product, tiles: Tiles, pairs: Sequence[tuple[str, str]], args: Sequence[str]) -> str:
     factors = [Factor(rows, w, problem.inner, problem.width, problem.transposed) for rows, w in pairs]
     lines = product_lines(factors, ["total"] * len(factors), tiles)
     if problem.bias:
-        mask = f", mask=column < {problem.width}, other=0.0" if problem.width % tiles.cut.columns else ""
-        lines.append(f"bias = tl.load(bias_ptr + matrix * {problem.width} + column{mask})")
-        lines.append("total += bias.to(tl.float32)[None, :]")
+        lines += bias_lines(tiles, "total", "bias", problem.width)
     lines += store_lines(tiles, ("y", f"total.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"))
     return f'''
 @triton.jit
-def {name}({", ".join(f"{arg}_ptr" for arg in args)}):
+def {tiles.body}({", ".join(f"{arg}_ptr" for arg in args)}):
     """y[r] = {_formula(problem)}, {tiles.cut.rows} rows by {tiles.cut.columns} columns at a time."""
 {tiles.loop(lines)}'''
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mgraph.ir.dims import Dim, as_dim
+from mgraph.ir.dims import Dim, as_dim, divide
 from mgraph.ir.graph import Node
 from mgraph.ir.opdef import REQUIRED, define_op, op_def
 from mgraph.ir.ops.cost import per_element, traffic
 from mgraph.ir.ops.glu import GLU_ATTRS, glu, glu_grad
-from mgraph.ir.ops.moe import grouped_matmul, grouped_outer, moe_order
+from mgraph.ir.ops.moe import grouped_matmul, grouped_outer, moe_combine, moe_order
 from mgraph.ir.ops.numeric import rounded
 from mgraph.ir.ops.route import CHOOSING, WEIGHING, moe_route
 from mgraph.ir.torch_bridge import promote
@@ -41,26 +41,62 @@ def expert_glu(
     x: Tensor,
     order: Tensor,
     offsets: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    *,
+    *given: Tensor,
     top_k: int,
     act: str,
     alpha: float = 1.702,
     limit: float = 0.0,
     offset: float = 0.0,
     transpose_w: bool = False,
+    packed: str = "",
     keep: bool = False,
 ) -> Any:
     """`y[r] = glu(x[t] @ gate_weight[e], x[t] @ up_weight[e])` for the token t and the expert e of each row r.
 
-    x [T, N], order i64[R], offsets i32[E], both weights [E, N, F] ([E, F, N] if `transpose_w`) → y [R, F]; and, if they
-    are to `keep`, gate and up [R, F], which are rounded before they are activated. `top_k` is K; else as `glu`.
+    x [T, N], order i64[R], offsets i32[E], both weights [E, N, F] ([E, F, N] if `transpose_w`), perhaps both biases
+    [E, F] → y [R, F]; and, if they are to `keep`, gate and up [R, F], which are rounded before they are activated.
+    Where the weights are `packed` they are one tensor of width 2F, and so are the biases: `halves` has gates, then ups,
+    `pairs` has them by turns. `top_k` is K; else as `glu`.
     """
     rows = x[order // top_k]
-    gate, up = (grouped_matmul(rows, w, offsets, transpose_w=transpose_w) for w in (gate_weight, up_weight))
+    count = 1 if packed else 2
+    products = [
+        grouped_matmul(rows, w, offsets, *bias, transpose_w=transpose_w)
+        for w, *bias in (given[i::count] for i in range(count))
+    ]
+    gate, up = unpacked(products[0], packed) if packed else products
     y = glu(gate, up, act=act, alpha=alpha, limit=limit, offset=offset)
     return (y, gate, up) if keep else y
+
+
+def unpacked(both: Tensor, packed: str) -> tuple[Tensor, Tensor]:
+    """Gates and ups [R, F] of what has both [R, 2F]."""
+    if packed == "pairs":
+        return both[:, ::2], both[:, 1::2]
+    gate, up = both.chunk(2, -1)
+    return gate, up
+
+
+def expert_sum(
+    rows: Tensor,
+    weight: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dtype: DType,
+    transpose_w: bool = False,
+    ended: bool = False,
+) -> Tensor:
+    """`y[t] = Σ over k of weights[t, k] · (rows[r] @ weight[e] + bias[e])`, r the row of pair t·K + k, e its expert.
+
+    rows [R, F], weight [E, F, N] ([E, N, F] if `transpose_w`), weights [T, K], order i64[R], offsets i32[E], optional
+    bias [E, N] → y [T, N] in rows' dtype, which the products are rounded to before they are weighed; else as
+    `moe_combine`. With `ended` rows past the last offset are of no expert, and of the last tokens, whose sum is 0.
+    """
+    out = grouped_matmul(rows, weight, offsets, bias, transpose_w=transpose_w)
+    return moe_combine(out, weights, order, offsets if ended else None, dtype=dtype)
 
 
 def expert_glu_grad(
@@ -146,11 +182,28 @@ def _matrix(w: TensorType, transposed: Any) -> tuple[Dim, Dim]:
 
 
 def _infer_glu(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
-    x, order, offsets, gate_weight, up_weight = types
-    inner, outer = _matrix(gate_weight, attrs["transpose_w"])
-    if gate_weight.shape != up_weight.shape or x.shape[1] != inner or offsets.shape != gate_weight.shape[:1]:
-        raise ValueError(f"expert_glu: x {x}, weights {gate_weight} and {up_weight}, offsets {offsets} do not fit")
-    return (TensorType(x.dtype, (order.shape[0], outer)),) * (3 if attrs["keep"] else 1)
+    x, order, offsets, *given = types
+    packed, count = attrs["packed"], 1 if attrs["packed"] else 2
+    if packed not in ("", "halves", "pairs"):
+        raise ValueError(f"expert_glu: packed is {packed!r}, not halves or pairs")
+    weights, biases = given[:count], given[count:]
+    inner, outer = _matrix(weights[0], attrs["transpose_w"])
+    fits = len({w.shape for w in weights}) == 1 and x.shape[1] == inner and offsets.shape == weights[0].shape[:1]
+    if not fits or len(biases) not in (0, count) or any(b.shape != (*offsets.shape, outer) for b in biases):
+        raise ValueError(f"expert_glu: x {x}, offsets {offsets}, weights and biases {given} do not fit")
+    width = divide(outer, 2) if packed else outer
+    if width is None:
+        raise ValueError(f"expert_glu: a packed width is {outer}, not a multiple of 2")
+    return (TensorType(x.dtype, (order.shape[0], width)),) * (3 if attrs["keep"] else 1)
+
+
+def _infer_expert_sum(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    rows, weight, weights, order, offsets, *bias = types
+    inner, outer = _matrix(weight, attrs["transpose_w"])
+    fits = rows.shape == (order.shape[0], inner) and weights.numel == order.shape[0]
+    if not fits or offsets.shape != weight.shape[:1] or any(b.shape != (*offsets.shape, outer) for b in bias):
+        raise ValueError(f"expert_sum: rows {rows}, weight {weight}, weights {weights} and order {order} do not fit")
+    return (TensorType(rows.dtype, (weights.shape[0], outer)),)
 
 
 def _infer_glu_grad(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
@@ -192,6 +245,10 @@ def _products(rows: int, weight: int, times: int) -> Any:
     return flops
 
 
+def _unit_products(node: Node) -> Dim:
+    return _products(1, 3, 1 if node.attrs.get("packed") else 2)(node)
+
+
 def _outer_product(node: Node) -> Dim:
     left, right, order, _ = (value.tensor for value in node.operands)
     return as_dim(2 * order.shape[0] * left.shape[1] * right.shape[1])
@@ -213,8 +270,16 @@ define_op(
     "expert_glu",
     expert_glu,
     infer=_infer_glu,
-    attrs={**_UNIT, "keep": False},
-    flops=_products(1, 3, 2),
+    attrs={**_UNIT, "packed": "", "keep": False},
+    flops=_unit_products,
+    **_COMMON,
+)
+define_op(
+    "expert_sum",
+    expert_sum,
+    infer=_infer_expert_sum,
+    attrs={"dtype": REQUIRED, "transpose_w": False, "ended": False},
+    flops=_products(0, 1, 1),
     **_COMMON,
 )
 define_op("expert_glu_grad", expert_glu_grad, infer=_infer_glu_grad, attrs=_UNIT, flops=_products(5, 4, 1), **_COMMON)

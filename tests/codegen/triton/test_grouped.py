@@ -10,8 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from mgraph.codegen.triton import KernelSpec, expert_glu, grouped, grouped_outer, kernels_text, reference_text
+from mgraph.codegen.triton import (
+    KernelSpec,
+    expert_glu,
+    expert_sum,
+    grouped,
+    grouped_outer,
+    kernels_text,
+    reference_text,
+)
 from mgraph.codegen.triton.expert_glu import ExpertGlu
+from mgraph.codegen.triton.expert_sum import ExpertSum
 from mgraph.codegen.triton.glu import Glu
 from mgraph.codegen.triton.grouped import Product, Tuning
 from mgraph.codegen.triton.grouped_outer import Outer
@@ -26,6 +35,8 @@ BOUNDS = {"f32": 3e-3, "f16": 2e-3, "bf16": 1.2e-2}
 
 SMALL = Tuning(16, 16, 16, 4, 2, group=2)
 LOOPED = replace(SMALL, programs=1)
+ALONE = replace(SMALL, listed=False)
+"""Each program looks for its tile."""
 ENDS = {"balanced": (4, 7, 12), "empty": (0, 0, 12), "hot": (38, 38, 40), "one": (0, 1, 1), "past": (2, 5, 7)}
 """Where the rows of three experts end, of rows as many as the last says; of `past` there are 12."""
 ROWS = {"past": 12}
@@ -35,6 +46,12 @@ PRODUCTS = {
     "biased": (Product(3, 32, 16, "bf16", transposed=True, bias="f32"), LOOPED),
     "ragged": (Product(3, 48, 80, "f16", transposed=True), Tuning(16, 64, 32, 4, 2)),
     "sum": (Product(3, 16, 32, "bf16", transposed=True, second=True), LOOPED),
+    "alone": (Product(3, 32, 48, "f16"), ALONE),
+    "alone_looped": (Product(3, 16, 48, "bf16"), replace(ALONE, programs=1)),
+}
+SUMS = {
+    "plain": (ExpertSum(Product(3, 32, 48, "f16"), 2), ALONE),
+    "ended": (ExpertSum(Product(3, 16, 272, "bf16", transposed=True, bias="bf16"), 1, "bf16", "bf16", True), SMALL),
 }
 UNITS = {
     "silu": (ExpertGlu(3, 2, 32, 48, Glu(48, 1, "f16", "silu"), keep=True, weights="f32"), SMALL),
@@ -44,6 +61,14 @@ UNITS = {
     ),
     "wide": (ExpertGlu(3, 2, 16, 272, Glu(272, 1, "f16", "silu"), weights="f32"), Tuning(16, 256, 16, 4, 2)),
     "gelu": (ExpertGlu(3, 4, 48, 16, Glu(16, 1, "f16", "gelu_tanh"), keep=False, weights="f16"), None),
+    "alone": (ExpertGlu(3, 2, 32, 48, Glu(48, 1, "f16", "silu")), ALONE),
+    "halves": (ExpertGlu(3, 2, 32, 48, Glu(48, 1, "bf16", "silu"), True, packed="halves", bias="f32"), ALONE),
+    "pairs": (
+        ExpertGlu(3, 1, 16, 80, Glu(80, 1, "f16", "quick_gelu", 1.7, 0.8, 1.0), packed="pairs", bias="f16"),
+        Tuning(16, 64, 16, 4, 2),
+    ),
+    "turned_pairs": (ExpertGlu(3, 2, 16, 32, Glu(32, 1, "f16", "silu"), True, packed="pairs"), ALONE),
+    "straight_halves": (ExpertGlu(3, 1, 16, 48, Glu(48, 1, "f16", "silu"), packed="halves"), SMALL),
 }
 OUTERS = {
     "plain": (Outer(3, 32, 48, "f16"), SMALL),
@@ -107,6 +132,36 @@ def glu_of(problem: ExpertGlu, gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
+def joined(problem: ExpertGlu, gate: Tensor, up: Tensor, dim: int) -> Tensor:
+    """Both in one tensor, as they are packed."""
+    if problem.packed == "halves":
+        return torch.cat((gate, up), dim)
+    return torch.stack((gate, up), dim + 1).flatten(dim, dim + 1)
+
+
+def added(rows: Tensor, bias: Tensor, case: str) -> Tensor:
+    """With the bias of each row's expert."""
+    rows = rows.clone()
+    for e, (start, end) in enumerate(ranges(ENDS[case])):
+        rows[start:end] += bias[e].double()
+    return rows
+
+
+def sum_case(problem: ExpertSum, case: str) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Rows of pairs in any order, those of the last tokens past the last end."""
+    (rows, w, offsets, *bias), (out,) = product_case(problem.product, case)
+    end, choices = int(offsets[-1]), problem.choices
+    count = end - end % choices
+    parts = [torch.randperm(count, generator=torch.Generator().manual_seed(3)), torch.arange(count, len(rows))]
+    order, tokens = torch.cat(parts), -(-len(rows) // choices)
+    rows = torch.cat((rows, rows[: tokens * choices - len(rows)]))
+    weights = normal(4, tokens, choices, dtype=problem.weights).abs()
+    want = torch.zeros(tokens, problem.product.width, dtype=torch.float64)
+    return (rows, w, weights, order, offsets, *bias), [
+        want.index_add_(0, order // choices, out * weights.double().flatten()[order, None])
+    ]
+
+
 def unit_cases(problem: ExpertGlu, case: str) -> dict[str, tuple[tuple[Tensor, ...], list[Tensor]]]:
     """Inputs and results forward and backward; each token has all of its rows."""
     offsets, count = offsets_of(case)
@@ -122,8 +177,15 @@ def unit_cases(problem: ExpertGlu, case: str) -> dict[str, tuple[tuple[Tensor, .
     wg, wu = wg / 4, wu / 4
     rows = x[order // problem.choices]
     gate, up = multiplied(rows, wg, case, problem.transposed), multiplied(rows, wu, case, problem.transposed)
+    given = [wg, wu]
+    if problem.packed:
+        given = [joined(problem, wg, wu, 1 if problem.transposed else 2)]
+    if problem.bias:
+        bg, bu = (normal(seed, 3, problem.width, dtype=problem.bias) for seed in (7, 8))
+        gate, up = added(gate, bg, case), added(up, bu, case)
+        given += [joined(problem, bg, bu, 1)] if problem.packed else [bg, bu]
     forward = [glu_of(problem, gate, up), *([gate, up] if problem.keep else [])]
-    weights = normal(4, tokens, problem.choices, dtype=problem.weights).abs()
+    weights = normal(4, tokens, problem.choices, dtype=problem.weights or "f32").abs()
     dy, w = normal(5, tokens, problem.inner, **narrow), normal(6, 3, *matrix[::-1], **narrow) / 4
     low = [tensor.to(x.dtype) for tensor in (gate, up)]
     leaves = [tensor.double().requires_grad_() for tensor in (*low, weights)]
@@ -138,7 +200,7 @@ def unit_cases(problem: ExpertGlu, case: str) -> dict[str, tuple[tuple[Tensor, .
     weighted = (y * share).detach()
     backward = [grads[0], grads[1], weighted, grads[2]]
     return {
-        "forward": ((x, order, offsets, wg, wu), forward),
+        "forward": ((x, order, offsets, *given), forward),
         "backward": ((dy, weights, order, offsets, w, *low), [t for t in backward if t is not None]),
     }
 
@@ -173,14 +235,18 @@ def all_cases(which: tuple[str, ...]) -> list[Checked]:
     """Every site on the given ends, in the tunings above."""
     found: list[Checked] = []
     for name, (problem, product_cut) in PRODUCTS.items():
-        for way, few in (("few", 16), ("many", 0)):
-            spec = grouped.product(f"product_{name}_{way}", problem, (product_cut, product_cut), few)
-            found += [(spec, *product_case(problem, case)) for case in which]
+        spec = grouped.product(f"product_{name}", problem, ((0, product_cut),))
+        found += [(spec, *product_case(problem, case)) for case in which]
+    for name, (summed, sum_cut) in SUMS.items():
+        spec = expert_sum.build(f"sum_{name}", summed, ((0, sum_cut),))
+        found += [(spec, *sum_case(summed, case)) for case in which if summed.ended or case != "past"]
     for name, (unit, cut) in UNITS.items():
-        specs = expert_glu.forward(f"fwd_{name}", unit, cut), expert_glu.backward(f"bwd_{name}", unit, cut)
+        specs = {"forward": expert_glu.forward(f"fwd_{name}", unit, ((0, cut),) if cut else ())}
+        if unit.weights:
+            specs["backward"] = expert_glu.backward(f"bwd_{name}", unit, cut)
         for case in which:
             cases = unit_cases(unit, case)
-            found += [(spec, *cases[way]) for spec, way in zip(specs, ("forward", "backward"), strict=True)]
+            found += [(spec, *cases[way]) for way, spec in specs.items()]
     for name, (outer, outer_cut) in OUTERS.items():
         spec = grouped_outer.outer(f"outer_{name}", outer, outer_cut)
         found += [(spec, *outer_case(outer, case)) for case in which]
@@ -225,14 +291,14 @@ def test_twins(case: str) -> None:
 
 
 def test_few_rows_take_low_tiles() -> None:
-    """Up to 16 rows for each expert on average; one way runs, never both."""
+    """Up to 12 rows for each expert on average 16, up to 48 of them 64; one way runs, never two."""
     spec = grouped.product("product", Product(8, 64, 32, "bf16"))
-    for rows, way in ((1, "few"), (128, "few"), (129, "many"), (4096, "many")):
+    for rows, way in ((1, 16), (96, 16), (97, 64), (384, 64), (385, 128), (4096, 128)):
         dims = {"R": rows, "sms": 132}
         for name, expression in spec.dims.items():
             dims[name] = evaluate(expression, dims)
         ran = [launch.function for launch in spec.launches if evaluate(launch.when, dims)]
-        assert ran == [f"product_tiles_{way}", f"product_{way}"]
+        assert ran == [f"product_tiles_{way}"] * (way > 16) + [f"product_{way}"]
 
 
 QWEN = ExpertGlu(128, 8, 2048, 768, Glu(768, 1, "bf16", "silu"), keep=True, weights="f32")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mgraph.ir.opdef import op_def
+from mgraph.ir.types import DType
 
 EXPERTS, CHOICES, WIDTH, UNIT, TOKENS = 4, 2, 6, 5, 5
 INDICES = torch.tensor([[0, 2], [3, 2], [0, 3], [2, 0], [3, 0]])  # expert 1 is empty
@@ -77,6 +78,42 @@ def test_units_and_their_gradients(transpose_w: bool) -> None:
         backwards = [w.transpose(1, 2) for w in (wg, wu)]
         ideal = one_by_one(dgate, backwards[0], offsets) + one_by_one(dup, backwards[1], offsets)
         torch.testing.assert_close(both, ideal)
+
+
+@pytest.mark.parametrize("packed", ["halves", "pairs"])
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_packed_units_with_biases(packed: str, transpose_w: bool) -> None:
+    torch.manual_seed(1)
+    order, offsets = op_def("moe_order").body(INDICES, num_experts=EXPERTS)
+    x, w, bias = draw(TOKENS, WIDTH), draw(EXPERTS, WIDTH, 2 * UNIT), draw(EXPERTS, 2 * UNIT)
+    both = one_by_one(x[order // CHOICES], w, offsets) + bias[INDICES.flatten()[order]]
+    gate, up = (both[:, :UNIT], both[:, UNIT:]) if packed == "halves" else (both[:, ::2], both[:, 1::2])
+    given = w.transpose(1, 2).contiguous() if transpose_w else w
+    options: dict[str, Any] = {**OPTIONS, "top_k": CHOICES, "transpose_w": transpose_w, "packed": packed}
+    got = op_def("expert_glu").body(x, order, offsets, given, bias, **options)
+    torch.testing.assert_close(got, unit(gate, up))
+
+
+@pytest.mark.parametrize(("biased", "ended"), [(False, False), (True, False), (False, True)])
+def test_weighed_sums(biased: bool, ended: bool) -> None:
+    """Token by token; with `ended` the last two tokens have no expert, and what their rows hold does not count."""
+    torch.manual_seed(2)
+    real = TOKENS - 2 * ended
+    indices = INDICES.where(torch.arange(TOKENS)[:, None] < real, EXPERTS)
+    order, offsets = op_def("moe_order").body(indices, num_experts=EXPERTS, others=ended)
+    rows, w, bias = draw(TOKENS * CHOICES, UNIT), draw(EXPERTS, UNIT, WIDTH), draw(EXPERTS, WIDTH)
+    rows[int(offsets[-1]) :] = float("nan")
+    weights = draw(TOKENS, CHOICES)
+    want = torch.zeros(TOKENS, WIDTH, dtype=torch.float64)
+    for r, pair in enumerate(order.tolist()[: CHOICES * real]):
+        expert = int(indices.flatten()[pair])
+        out = rows[r] @ w[expert] + (bias[expert] if biased else 0)
+        want[pair // CHOICES] += weights.flatten()[pair] * out
+    options = {"dtype": DType.F64, "ended": ended}
+    given = (rows, w, weights, order, offsets, *([bias] if biased else []))
+    torch.testing.assert_close(op_def("expert_sum").body(*given, **options), want)
+    turned = (rows, w.transpose(1, 2).contiguous(), *given[2:])
+    torch.testing.assert_close(op_def("expert_sum").body(*turned, transpose_w=True, **options), want)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
