@@ -3,7 +3,7 @@
 What a rank needs, in bytes, for steps of at most STEP_TOKENS tokens of MOST_REQUESTS requests:
 
     weights   parameters and buffers
-    steps     what a step holds at its peak that is launched op by op
+    steps     what a step holds at its peak that is launched op by op, with as many rows of logits as it may have
     pool      the same of the largest step that is a graph: graphs share their memory, and keep it
     logits    one place that all graphs write logits to, and one that they read a bias from
     graphs    of each its launches, as the driver keeps them, its inputs and its few results
@@ -48,6 +48,7 @@ from mgraph.passes.recompute import size_text
 from mgraph.passes.serve_entries import SAMPLING
 from mgraph.recipe import Recipe
 from mgraph.runtime.serving.blocks import most_blocks
+from mgraph.runtime.serving.scheduler import most_rows
 
 STEP_TOKENS = 2048
 """The most tokens of a step, unless a server is told otherwise."""
@@ -134,9 +135,9 @@ class _Sizes:
         self.logits = 2 * memory.bytes(TensorType(DType.F32, (MOST_REQUESTS, *logits.shape[1:])))
         self._launches = _launches_of(module, step.name)
 
-    def peak(self, tokens: int, requests: int) -> int:
-        """Of a step and of what samples."""
-        memory = self._memory(tokens, requests)
+    def peak(self, tokens: int, requests: int, rows: int = 0) -> int:
+        """Of a step and of what samples. A graph has a row of logits for each request; other steps may have more."""
+        memory = self._memory(tokens, requests, rows)
         return max(memory.entry(name).bytes for name in ("step", *SAMPLING))
 
     def graph(self, tokens: int) -> int:
@@ -147,8 +148,8 @@ class _Sizes:
         kept = (*function.params[1:], *function.results)  # but for the logits
         return inputs + sum(memory.bytes(v.type) for v in kept) + LAUNCH_BYTES * self._launches
 
-    def _memory(self, tokens: int, requests: int) -> RankMemory:
-        given = {"T": tokens, "R": requests, "N": requests, "K": LONGEST_TEXT, "P": 1}
+    def _memory(self, tokens: int, requests: int, rows: int = 0) -> RankMemory:
+        given = {"T": tokens, "R": requests, "N": rows or requests, "K": LONGEST_TEXT, "P": 1}
         return RankMemory(self._module, extents(self._module, given), self._mesh)
 
 
@@ -167,7 +168,7 @@ def serving_plan(recipe: Recipe, module: Module) -> ServingPlan:
     sizes = _Sizes(module, recipe)
     most = MOST_TOKENS, MOST_REQUESTS
     workload = read_histogram(Path(recipe.graph_workload)) if recipe.graph_workload else default_histogram(*most)
-    steps, least = sizes.peak(STEP_TOKENS, MOST_REQUESTS), 1 + sizes.longest
+    steps, least = sizes.peak(STEP_TOKENS, MOST_REQUESTS, most_rows(MOST_REQUESTS)), 1 + sizes.longest
     bare = ServeMemory(sizes.weights, steps, 0, 0, 0, 0, least * sizes.block, least)
     budget = recipe.budget
     if budget and bare.total > budget:

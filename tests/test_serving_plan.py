@@ -114,6 +114,9 @@ def test_the_server_has_what_was_planned(module: Module, tmp_path: Path, capsys:
     assert ServingPlan.of(stepper.package.manifest["graph_plan"]) == planned(module, budget)
     memory.run(path, 0, 64, 0, "", 1, "text")
     assert planned(module, budget).lines()[1] in capsys.readouterr().out
+    memory.run(path, 0, 64, 0, "", 1, "json")
+    told, plan = json.loads(capsys.readouterr().out)["serving"], planned(module, budget)
+    assert ServingPlan.of(told) == plan and told["total"] == plan.memory.total <= budget
 
 
 def test_ranks_share_what_they_need() -> None:

@@ -70,13 +70,15 @@ def run(path: Path, batch_size: int, seq_len: int, ranks: int, entry: str, limit
     if entry and entry not in found.entries:
         raise OptionError(f"the package has no entry '{entry}'", str(path), did_you_mean(entry, found.entries))
     shown = entry or max(found.entries, key=lambda name: found.entries[name].bytes)
+    facts = package.manifest.get("graph_plan", {})
+    plan = ServingPlan.of(facts) if "memory" in facts else None
     if form == "json":
-        sys.stdout.write(json.dumps(_data(found, shown), indent=1) + "\n")
+        serving = {"serving": {**plan.facts(), "total": plan.memory.total}} if plan else {}
+        sys.stdout.write(json.dumps(_data(found, shown) | serving, indent=1) + "\n")
     elif form == "text":
         sys.stdout.write("\n".join(_text(found, shown, limit)))
-        plan = package.manifest.get("graph_plan", {})
-        if "memory" in plan:
-            sys.stdout.write("".join(f"\n{line}" for line in ("when it serves:", *ServingPlan.of(plan).lines())) + "\n")
+        if plan is not None:
+            sys.stdout.write("".join(f"\n{line}" for line in ("when it serves:", *plan.lines())) + "\n")
     else:
         from mgraph.cli.memory_picture import Bands, to_html, to_svg
 

@@ -45,6 +45,12 @@ class Counts:
     """Those that were."""
 
 
+def most_rows(max_requests: int) -> int:
+    """The most rows of logits of a step: one for each of its requests, and those of prompts whose log-probabilities are
+    asked for. Where few requests run there are more of the latter, and as many fewer of the former."""
+    return max_requests + max(max_requests // 2, 1)
+
+
 class Scheduler:
     """Waiting and running requests, and the blocks that these hold."""
 
@@ -54,6 +60,7 @@ class Scheduler:
         self.pool, self.max_tokens, self.max_requests = pool, max_tokens, max_requests
         self.chunk = chunk or max_tokens
         self._windows = any(window is not None for window in pool.windows)
+        self._half = most_rows(max_requests) - max_requests
         self._rows = 0  # of prompts, that are left in a step
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -83,7 +90,7 @@ class Scheduler:
         for request in self.running if self._windows else ():
             self.pool.give_back(request.tables.give_up(self.pool.seen(request.computed)))
         # Logits are large: those of prompts are of so many rows a step, whatever its tokens.
-        self._rows = max(self.max_requests - len(self.running), self.max_requests // 2, 1)
+        self._rows = max(self.max_requests - len(self.running), self._half)
         writing = {r for r in self.running if r.decodes and not r.complete}
         budget = self.max_tokens - len(writing)
         preempted = False
@@ -142,7 +149,8 @@ class Scheduler:
         """Admit from the front while there is room for all that is known of the first that waits."""
         promised = sum(self._promised(r) for r in self.running if not r.complete)
         begun = {work.request for work in works}
-        while self.waiting and budget > 0 and len(self.running) < self.max_requests:
+        most = min(self.max_requests, len(self.running) + self._half)
+        while self.waiting and budget > 0 and len(self.running) < most:
             request = self.waiting[0]
             if request.params.prompt_logprobs is not None and not self._rows:
                 return

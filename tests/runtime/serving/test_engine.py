@@ -16,6 +16,7 @@ from mgraph.runtime.serving.blocks import most_blocks
 from mgraph.runtime.serving.engine import LEAST_LOGPROB, Delta, Engine, EngineDead
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
 from mgraph.runtime.serving.request import Happening
+from mgraph.runtime.serving.scheduler import most_rows
 from mgraph.runtime.serving.step import Batch, Pending, Sampling
 from mgraph.runtime.tokenizer import ByteTokenizer
 from tests.runtime.serving.fake_stepper import FakeStepper, alone, log_softmax, spoken_logits
@@ -410,7 +411,7 @@ def test_log_probabilities_of_prompts_come_in_parts(num_blocks: int, asynchronou
         assert found[group, 0].tokens == tokens
         dense = [log_softmax(stepper.logits(prompt[:at]))[prompt[at]] for at in range(1, len(prompt))]
         assert found[group, 0].prompt_scores == pytest.approx([] if asked is None else dense, abs=1e-5)
-    assert max(widths) <= 2 * stepper.max_requests < 30
+    assert max(widths) <= most_rows(stepper.max_requests) < 30
     given_back(engine)
 
 
