@@ -15,7 +15,6 @@ import importlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -25,13 +24,12 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.kernels import error_of, flat, wide
+from benchmarks.gpu.sanitizer import TOOLS, under
 from mgraph.codegen.triton.aot import build_kernels
 from mgraph.errors import MgraphError
 from mgraph.runtime import kernels as runtime
 
 CASE = "case.pt"
-TOOLS = ("memcheck", "racecheck")
-PLACES = ("/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer")
 SUMMARY = re.compile(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", re.MULTILINE)
 CLEAN = ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
 """What the tools say at the end of a run in which they found nothing."""
@@ -75,15 +73,14 @@ def launch(directory: Path) -> int:
     return wrong
 
 
-def check(directory: Path, tool: str, program: str) -> tuple[dict[str, Any], str]:
+def check(directory: Path, tool: str) -> tuple[dict[str, Any], str]:
     """A row of results, and what the tool and the process said."""
     begin = time.perf_counter()
-    excluded = ["--kernel-regex-exclude", "kns=at6native"]
-    if tool == "memcheck":  # cuda-python asks for functions that a driver may not have: the tool takes that for errors
-        excluded += ["--report-api-errors", "no"]
-    command = [program, "--tool", tool, *excluded, "--error-exitcode", "9", sys.executable, "-m"]
     done = subprocess.run(
-        [*command, "benchmarks.gpu.sanitize", str(directory), "--launch"],
+        [
+            *under(tool, "--kernel-regex-exclude", "kns=at6native"),
+            *(sys.executable, "-m", "benchmarks.gpu.sanitize", str(directory), "--launch"),
+        ],
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         capture_output=True,
         text=True,
@@ -111,13 +108,10 @@ def main() -> int:
         prepare(options.directory)
     if options.prepare:
         return 0
-    program = shutil.which("compute-sanitizer") or next((place for place in PLACES if Path(place).is_file()), None)
-    if program is None:
-        raise MgraphError("compute-sanitizer is not on this machine", hint="it comes with the CUDA toolkit")
     card = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(datetime.date.today())}
     complaints = 0
     for tool in options.tools:
-        row, said = check(options.directory, tool, program)
+        row, said = check(options.directory, tool)
         print(json.dumps(row), flush=True)
         if not row["clean"]:
             complaints += 1

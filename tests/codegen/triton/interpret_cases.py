@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -51,17 +50,14 @@ def interpret(
     specs: Sequence[Any], cases: Sequence[Case], directory: Path
 ) -> list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
     """Outputs and inputs of each case, run by a process of its own in `directory`."""
+    from benchmarks.gpu.sanitizer import under
     from mgraph.codegen.triton import build_kernels
 
     arch, sanitizer = os.environ.get("MGRAPH_KERNELS_ON", ""), os.environ.get("MGRAPH_SANITIZER", "")
     entries = build_kernels(specs, directory, archs=(arch,) if arch else ())
     (directory / "manifest.json").write_text(json.dumps({"kernels": entries}))
     torch.save(list(cases), directory / "cases.pt")
-    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    assert not sanitizer or Path(tool).is_file(), f"MGRAPH_SANITIZER={sanitizer}: there is no {tool}"
-    # cuda-python asks for functions that a driver may not have: memcheck takes that for errors.
-    quiet = ["--report-api-errors", "no"] if sanitizer == "memcheck" else []
-    checked = [tool, "--tool", sanitizer, *quiet, "--error-exitcode", "9"] if sanitizer else []
+    checked = under(sanitizer) if sanitizer else []
     how = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if arch else {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [*checked, sys.executable, str(Path(__file__)), str(directory)],
