@@ -480,6 +480,13 @@ class Trainer:
                 hint = "--resume goes on from the last checkpoint, if there is one"
                 raise BudgetError(text, hint=f"compile with a larger --expert-budget; {hint}")
 
+    def _check_room_beside(self, what: str) -> None:
+        """The same of what the state has counted since the last step."""
+        lost = sum(int(t.sum()) for name, t in self.state.items() if name.endswith(OVERRUN))
+        if self.mesh.largest(lost):
+            text = f"step {self.step}: tokens of the {what} found no room on their way to experts"
+            raise BudgetError(text, hint="compile with a larger --expert-budget")
+
     def report(self) -> None:
         """Read and log the results of the steps since the last report.
 
@@ -523,10 +530,7 @@ class Trainer:
         for axis in DATA_AXES:
             v1.all_reduce([total], axis)
         loss, count = total.tolist()
-        lost = sum(int(t.sum()) for name, t in self.state.items() if name.endswith(OVERRUN))
-        if self.mesh.largest(lost):
-            text = f"step {self.step}: tokens of the evaluation found no room on their way to experts"
-            raise BudgetError(text, hint="compile with a larger --expert-budget")
+        self._check_room_beside("evaluation")
         self.validation_loss = loss / count
         self.mesh.together(
             lambda: self.log.validation(self.step, self.validation_loss) if self.log is not None else None
@@ -557,7 +561,7 @@ class Trainer:
     def sample(self) -> str:
         """Text that the model writes after the prompt. All ranks run it, since predict may be sharded."""
         options = self.options
-        return generate(
+        text = generate(
             lambda tokens: self.call("predict", whole_rows(tokens))["logits"],
             self.tokenizer,
             options.sample_prompt,
@@ -570,6 +574,8 @@ class Trainer:
             top_k=options.top_k,
             device=self.mesh.device,
         )
+        self._check_room_beside("sample")
+        return text
 
     def _write_results(self, text: str | None) -> None:
         if self.log is None:

@@ -105,6 +105,22 @@ def test_entries_get_their_inputs_by_name(
     assert (tmp_path / "named" / "sample.txt").read_text() == (tmp_path / "plain" / "sample.txt").read_text()
 
 
+def test_what_a_sample_has_no_room_for_is_told(
+    package_dir: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = train_module.Trainer.call
+
+    def crowded(trainer: train_module.Trainer, entry: str, *rest: Any) -> dict[str, torch.Tensor]:
+        if entry == "predict":
+            trainer.state["router.overrun"] = torch.tensor([0, 1])
+        return call(trainer, entry, *rest)
+
+    monkeypatch.setattr(train_module.Trainer, "call", crowded)
+    with pytest.raises(train_module.BudgetError, match="step 1: tokens of the sample found no room") as caught:
+        train(package_dir, tmp_path / "run", text_file, "--steps", "1", "--sample-length", "2")
+    assert "--expert-budget" in str(caught.value.hint) and not (tmp_path / "run" / "sample.txt").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "shape", "message"),
     [
