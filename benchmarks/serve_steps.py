@@ -98,6 +98,7 @@ class Blank:
         self.block_size, self.max_length, self.vocab_size = block_size, max_length, 1000
         self.max_tokens, self.max_requests = max_tokens, slots
         self.num_blocks = 1 + slots * -(-max_length // block_size)
+        self.windows = (None,)
         self.asynchronous = True
         self.shapes: list[Shape] = []
 

@@ -101,7 +101,8 @@ class Scheduler:
             if request.needs_known and request.in_flight:
                 continue
             todo = 1 if writes else min(request.length - request.computed, budget, self.chunk)
-            todo = min(todo, self._fits(request, self.pool.usable - request.tables.held))
+            if self._windows and not writes:
+                todo = min(todo, self._fits(request, self.pool.usable - request.tables.held))
             count = 1 if writes else self._rows_allow(request, todo)
             if count == 0:
                 continue
