@@ -49,3 +49,21 @@ def rope_join(
     q and k turned as by `rope`."""
     turned = [rope(x, cos, sin, style=style, inverse=inverse) for x in (q, k)]
     return torch.cat([x.transpose(1, 2).flatten(2) for x in (*turned, v)], -1)
+
+
+def rope_joined(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    heads: int,
+    width: int,
+    style: str = "half",
+    inverse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x [B, S, n width] whose first `heads` heads are turned as by `rope`; in the memory of `out` (x), if given."""
+    made = x.clone() if out is None else out
+    turned = made[..., : heads * width].unflatten(-1, (heads, width)).transpose(1, 2)
+    turned.copy_(rope(turned, cos, sin, style=style, inverse=inverse))
+    return made

@@ -38,7 +38,7 @@ from mgraph.runtime.expert_exchange import (
     within_room,
 )
 from mgraph.runtime.experts import expert_glu, expert_glu_grad, expert_sum, moe_route_order
-from mgraph.runtime.joined import glu_grad_joined, joined, rope_join
+from mgraph.runtime.joined import glu_grad_joined, joined, rope_join, rope_joined
 from mgraph.runtime.kernels import kernels
 from mgraph.runtime.linear import linear, linear_glu
 from mgraph.runtime.moe import (
@@ -204,6 +204,8 @@ __all__ = [
     "rope_table_grad",
     "sample",
     "square_sum",
+    "rope_joined",
+    "rope_kv_append_",
     "squared_relu",
     "squared_relu_grad",
     "stack_choices",

@@ -85,9 +85,9 @@ ON_GPUS: dict[str, Template] = {
     "gathered_outer": Template("grouped_outer", grouped_outer.problem_of, grouped_outer.outer),
     "glu": Template("glu_fwd", glu.problem_of, glu.forward),
     "glu_grad": Template("glu_bwd", glu.problem_of, glu.backward),
+    "glu_grad_joined": Template("glu_bwd", glu.problem_of, glu.backward),
     "grouped_matmul": Template("grouped_matmul", grouped.problem_of, grouped.product),
     "grouped_matmul_sum": Template("grouped_matmul", grouped.problem_of, grouped.product),
-    "glu_grad_joined": Template("glu_bwd", glu.problem_of, glu.backward),
     "grouped_outer": Template("grouped_outer", grouped_outer.problem_of, grouped_outer.outer),
     "linear_cross_entropy_with_grad": Template(
         "cross_entropy", cross_entropy.chunk_problem_of, cross_entropy.forward_backward
@@ -106,9 +106,10 @@ ON_GPUS: dict[str, Template] = {
     "pack_rows": Template("pack_rows", exchange.problem_of, exchange.pack),
     "paged_attention": Template("paged_attention", paged_attention.problem_of, paged_attention.forward),
     "rope": Template("rope", rope.problem_of, rope.rotate),
+    "rope_join": Template("rope_join", rope_join.problem_of, rope_join.join),
+    "rope_joined": Template("rope_joined", rope_join.turn_problem_of, rope_join.turn),
     "rope_kv_append": Template("rope_kv_append", rope_append.problem_of, rope_append.append),
     "squared_relu": Template("squared_relu_fwd", glu.problem_of, glu.forward),
-    "rope_join": Template("rope_join", rope_join.problem_of, rope_join.join),
     "squared_relu_grad": Template("squared_relu_bwd", glu.problem_of, glu.backward),
     "unpack_rows": Template("unpack_rows", exchange.problem_of, exchange.unpack),
 }

@@ -54,7 +54,7 @@ _INLINE = {
 ADDING = ("accumulate_", "accumulate_joined_")
 """Ops that add what their last operand holds to totals, and may make it there."""
 
-_NAMING = {"call", "first_layer", "cross_entropy_with_grad", "pack"}
+_NAMING = {"call", "first_layer", "cross_entropy_with_grad", "pack", "rope_joined"}
 """Ops whose operands have names of their own: the loss takes the memory of its logits, which are a view."""
 
 _OVERLAPPING = {"aten.expand.default", "aten.expand_as.default", "aten.broadcast_to.default", "aten.as_strided.default"}

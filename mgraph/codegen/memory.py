@@ -205,6 +205,8 @@ class _Walk:
     lists: dict[Value, tuple[Held, ...]]
     held: dict[Value, Held] = field(default_factory=dict)
     strided: set[Value] = field(default_factory=set)
+    columns: set[Value] = field(default_factory=set)
+    """Of those, what is some columns of a tensor without gaps."""
     users: Counter[Storage] = field(default_factory=Counter)
     live: int = 0
     peak: Peak = Peak()
@@ -276,11 +278,15 @@ class _Walk:
         if node.op in ("cast", "aten.type_as.default", "aten.to.dtype"):
             return operand if operand.tensor.dtype is result.tensor.dtype else None
         copies = node.op in ("reshape", "aten.reshape.default", "aten.contiguous.default") and operand in self.strided
+        copies = copies and not (operand in self.columns and _splits_columns(node))
         return None if copies or "einsum" in node.op else operand
 
     def _mark(self, node: Node, value: Value, source: Value) -> None:
         name = node.op.split(".")[1] if "." in node.op else node.op
         whole = name in ("slice", "select", "split", "chunk", "unbind") and not node.attrs.get("dim", 0)
+        last = len(source.tensor.shape) - 1
+        if name == "slice" and last and node.attrs.get("dim", 0) in (-1, last) and source not in self.strided:
+            self.columns.add(value)
         if (name in _STRIDED and not whole) or source in self.strided:
             self.strided.add(value)
 
@@ -418,6 +424,12 @@ def _is_handed(value: Value) -> bool:
 def _types(value: Value) -> tuple[TensorType, ...]:
     """The types of a list, or of one tensor."""
     return value.type.types if isinstance(value.type, ListType) else (value.tensor,)
+
+
+def _splits_columns(node: Node) -> bool:
+    """Whether a reshape leaves all dims but the last as they are."""
+    rows = node.operands[0].tensor.shape[:-1]
+    return node.op != "aten.contiguous.default" and node.result.tensor.shape[: len(rows)] == rows
 
 
 def _overwritten(node: Node, index: int, liveness: Liveness) -> int | None:

@@ -175,9 +175,7 @@ def overwritable(node: Node) -> tuple[int, ...]:
     """Operands whose memory the op could take for its only result, or its gradient, best first."""
     if node.op in ("cross_entropy_grad", "cross_entropy_part_grad"):
         return (1,)
-    if node.op == "cross_entropy_with_grad":
-        return (0,)
-    if node.op == "matmul_add":
+    if node.op in ("cross_entropy_with_grad", "matmul_add", "rope_joined"):
         return (0,)
     if node.op == "region":
         takes = node.attrs.get("takes")
@@ -402,6 +400,10 @@ def _collective(site: Site, options: Sequence[str]) -> str:
 def _all_to_all(site: Site) -> str:
     attrs = site.node.attrs
     assert attrs["split_dim"] == attrs["join_dim"] == 0, f"{site.node!r}: parts of the first dim are sent"
+    if attrs.get("rows") is not None:
+        tensors, options = site.tensors(site.node.operands[:-1], ""), ", back=True" if attrs.get("back") else ""
+        text = f"rt.{site.node.op}({tensors}, {site.literal(attrs['axis'])}, {site.operands[-1]}{options})"
+        return _chosen(site, text)
     return _chosen(site, _collective(site, []))
 
 
@@ -463,10 +465,14 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "joined": lambda site: joined_text(site.operands),
     "join_loads": lambda site: f"torch.cat([{', '.join(site.operands)}])",
     "expert_counts": _runtime(),
+    "exact_places": _runtime(("rows",)),
     "expert_places": _runtime(),
     "own_choices": _runtime(),
     "pack_rows": _pack_rows,
     "places_overrun": _runtime(),
+    "read_sizes": _runtime(),
+    "rows_sent": lambda site: f"({site.operands[0]} >= 0).sum(0)",
+    "take_rows": lambda site: f"{site.operands[0]}.index_select(0, {site.operands[1]})",
     "within_room": _runtime(),
     "unpack_rows": _runtime(),
     "first_layer": _first_layer,
@@ -515,6 +521,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "rms_norm_grad": _runtime(),
     "rope": _runtime(),
     "rope_join": _runtime(),
+    "rope_joined": _runtime(),
     "rope_kv_append": _append,
     "sample": _runtime(),
     "rope_table_grad": _runtime(),

@@ -9,11 +9,11 @@
     … = accumulate(%gate.grad, %dg^T @ %x)                  … = accumulate_joined(%gate.grad, %up.grad, %d^T @ %x)
     … = accumulate(%up.grad, %du^T @ %x)
 
-Likewise q, k and v, whose gradients come from two `rope` (which turn back) and attention: `rope_join` makes all three
-beside each other. The weights, and their gradients, then lie one after another in memory (`joined_states` of
-`joining.py` says which), so that nothing is copied for it; only the gradient of v is, and this must be less than what
-the sums of the products would have moved. It pays because a product of few columns, or of a short sum, runs slower than
-a large one: it fills the multiprocessors less evenly, and adds to what it has to read first.
+Likewise q, k and v: `rope_joined` turns q and k where they were projected, and `rope_join` makes all three gradients
+beside each other, of what attention's backward gives. The weights, and their gradients, then lie one after another in
+memory (`joined_states` of `joining.py` says which), so that nothing is copied for it; only the gradient of v is, and
+this must be less than what the sums of the products would have moved. It pays because a product of few columns, or of a
+short sum, runs slower than a large one: it fills the multiprocessors less evenly, and adds to what it must read first.
 
 What is joined must be state in every call, whole on each rank. Where the backward cannot be joined, the forward is not.
 """
@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.passes.base import Pass, Report, Stage, Tier
-from mgraph.passes.joining import Chains, Miss, Sum, sums_of
+from mgraph.passes.joining import Chains, Miss, Sum, sums_of, turning
 
 _LINEAR, _MATMUL, _MM, _T = "aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.t.default"
 
@@ -92,7 +92,8 @@ def _alike(function: Function, chains: Chains) -> Iterator[list[Node]]:
 
 
 def _with_joined_linear(function: Function, linears: Sequence[Node], made_by: str) -> Function:
-    """The function with one projection in the place of the first, and slices of what it gives."""
+    """The function with one projection in the place of the first, and slices of what it gives; q and k, if there are
+    such, turned first, so that what is kept for the backward is what was projected, and no more."""
     first = min(linears, key=function.nodes.index)
     make = _Maker(function, first, made_by)
     weight = make.joined([node.operands[1] for node in linears])
@@ -101,12 +102,20 @@ def _with_joined_linear(function: Function, linears: Sequence[Node], made_by: st
     whole = make(
         _LINEAR, (first.operands[0], weight), replace(given, shape=(*given.shape[:-1], sum(extents))), "joined"
     )
+    turned = turning(function, linears)
+    if turned is not None:
+        whole = make("rope_joined", (whole, *turned.tables), whole.type, "joined", **turned.attrs)
     start, dim = 0, len(given.shape) - 1
     for node, extent in zip(linears, extents, strict=True):
         attrs = {"dim": dim, "start": start, "end": start + extent}
         make.nodes.append(replace(node, op="aten.slice.Tensor", operands=(whole,), attrs=attrs, made_by=made_by))
         start += extent
-    return make.in_place_of(set(linears))
+    function = make.in_place_of(set(linears))
+    if turned is None:
+        return function
+    views = dict(zip(turned.ropes, turned.views, strict=True))  # what was turned is read where it lies
+    nodes = (replace(views[n], results=n.results, made_by=made_by) if n in views else n for n in function.nodes)
+    return replace(function, nodes=tuple(node for node in nodes if node not in turned.views))
 
 
 def _with_joined_sum(function: Function, found: Sum, made_by: str) -> Function:

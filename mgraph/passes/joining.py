@@ -221,6 +221,52 @@ def _of_heads(view: _View, by_left: dict[Value, Node]) -> Found | None:
 
 
 @dataclass(frozen=True)
+class Turning:
+    """The ropes of q and k, each with the permutation before it."""
+
+    ropes: tuple[Node, Node]
+    views: tuple[Node, Node]
+
+    @property
+    def tables(self) -> tuple[Value, ...]:
+        """cos and sin."""
+        return self.ropes[0].operands[1:]
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """Those of `rope_joined`."""
+        heads = [rope.result.tensor.shape[1] for rope in self.ropes]
+        return {**self.ropes[0].attrs, "heads": heads[0] + heads[1], "width": self.ropes[0].result.tensor.shape[3]}
+
+
+def turning(function: Function, linears: Sequence[Node]) -> Turning | None:
+    """How q and k turn, the first two of three projections, if nothing else reads them and they turn alike."""
+    view = _View(function)
+    ropes: list[Node] = []
+    views: list[Node] = []
+    for linear in linears[:2] if len(linears) == 3 else ():
+        value, node = linear.result, linear
+        for op in ("reshape", "aten.permute.default", "rope"):
+            readers = view.readers(value)
+            if len(readers) != 1 or value in function.results or readers[0].op != op:
+                return None
+            (node,) = readers
+            value = node.result
+        if view.made[node.operands[0]].attrs.get("dims") != (0, 2, 1, 3):
+            return None
+        ropes.append(node)
+        views.append(view.made[node.operands[0]])
+    if len(ropes) != 2 or ropes[0].attrs != ropes[1].attrs or ropes[0].operands[1:] != ropes[1].operands[1:]:
+        return None
+    first = min(linears, key=view.place.__getitem__)
+    wide = {rope.result.tensor.shape[3] for rope in ropes}
+    columns = sum(linear.result.tensor.shape[-1] for linear in linears)
+    early = all(view.is_made_before(table, first) for table in ropes[0].operands[1:])
+    alike = len(wide) == 1 and columns % wide.pop() == 0 and len(first.result.tensor.shape) == 3
+    return Turning((ropes[0], ropes[1]), (views[0], views[1])) if early and alike else None
+
+
+@dataclass(frozen=True)
 class _WeightGradient:
     """left^T @ input, added to a total; `flat` is the type of left as a matrix, `nodes` all that made it."""
 

@@ -60,6 +60,9 @@ def test_whole_steps_are_equal() -> None:
     assert not report.near_misses
     backward, forward = after.functions["layer.bwd"], after.functions["layer.fwd"]
     assert count(backward)["joined"] == 2 and count(backward)["accumulate_joined"] == 2
+    assert [count(f)["rope_joined"] for f in (forward, after.functions["layer"])] == [1, 1] and not count(forward)[
+        "rope"
+    ]
     assert count(backward)["matmul_add"] == 0 and count(backward)["rope"] == 0
     # q, k, v with one product, o, gate and up with one, down
     assert [count(f)["aten.linear.default"] for f in (forward, after.functions["layer"])] == [4, 4]
@@ -81,12 +84,11 @@ def test_states_lie_in_one_order() -> None:
 
 
 def test_memory_is_that_of_a_view() -> None:
-    """No copy of a weight is counted; v, a view, keeps what was projected with it."""
+    """No copy of a weight is counted, and what is kept for the backward is what was kept before."""
     module, after = before(), joined(before())[0]
     sizes = {"B": 2, "S": 64}, {"dp": 1}
     peaks = [RankMemory(InPlace().run(m, Report()), *sizes).entry("microbatch").bytes for m in (module, after)]
-    layers, kept = 2, 4 * 2 * 64 * (64 + 32)  # f32 [B, S], of q and k
-    assert peaks[1] - peaks[0] <= layers * kept, peaks
+    assert peaks[1] <= 1.02 * peaks[0], peaks
 
 
 def changed(module: Module, name: str, change: Callable[[Node], Node]) -> Module:

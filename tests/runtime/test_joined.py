@@ -58,3 +58,10 @@ def test_ops_are_those_of_the_graph(dtype: torch.dtype) -> None:
     for style in ("half", "interleaved"):
         want = op_def("rope_join").body(*heads, style=style, inverse=True)
         check(runtime.rope_join(*heads, style=style, inverse=True), want)
+        x, tables = draw(2, 3, 5 * 8), heads[3:]
+        want = op_def("rope_joined").body(x, *tables, heads=3, width=8, style=style)
+        found = runtime.rope_joined(x, *tables, heads=3, width=8, style=style)
+        check(found, want)
+        assert not torch.equal(found, x)
+        check(runtime.rope_joined(x, *tables, heads=3, width=8, style=style, out=x), want)
+        assert torch.equal(found, x)

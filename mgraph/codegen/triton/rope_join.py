@@ -6,12 +6,14 @@ as one projection has them whose weights are joined: with the inverse rotation, 
 gradients that attention's backward made. q [B, H, S, width], k [B, G, S, width] and v [B, J, S, width] may have any
 strides, but for the last dim; y [B, S, (H + G + J) width] is contiguous. The formulas are those of `rope.py`, in f32
 and rounded once; v is copied as it is. A program makes some heads of one of the three.
+
+Forward, `turn` rotates the first heads of what such a projection gave, where they lie, and leaves the others.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mgraph.codegen.triton.kernel import Expression, KernelSpec, Launch, TensorSpec
 from mgraph.codegen.triton.rope import (
@@ -162,4 +164,93 @@ def _twin(name: str, problem: RopeJoin) -> str:
 def {name}(q, k, v, cos, sin):
     """y = q | k | v, q and k turned{" back" * rope.inverse}."""
     return rt.rope_join(q, k, v, cos, sin{options})
+'''
+
+
+@dataclass(frozen=True)
+class RopeJoined:
+    """One instance of `rope_joined`: how heads turn, how many, and the last extent of x."""
+
+    rope: Rope
+    heads: int
+    columns: int
+
+
+def turn_problem_of(node: Node) -> RopeJoined | str:
+    """The instance that a node `rope_joined` is, or why there is no kernel for it."""
+    x, cos, sin = node.operands
+    heads, width = node.attrs["heads"], node.attrs["width"]
+    batch, length, columns = x.tensor.shape
+    assert isinstance(heads, int) and isinstance(width, int) and isinstance(columns, int), f"{node!r} has numbers"
+    shape = (batch, heads, length, width)
+    problem = rope_instance(node, replace(x, type=replace(x.tensor, shape=shape)), cos, sin)
+    if isinstance(problem, str):
+        return problem
+    if problem.axes != ("B", HEADS, "S"):
+        return f"cos {list(cos.tensor.shape)} is not the same for all heads of {list(shape)}"
+    return RopeJoined(problem, heads, columns)
+
+
+def turn(name: str, problem: RopeJoined, cut: Tuning | None = None) -> KernelSpec:
+    """The site `y = name(x, cos, sin)`: x [B, S, columns], contiguous, which y is."""
+    rope = problem.rope
+    cut = cut or tuning(RopeJoin(rope, (problem.heads,) * 3))
+    table: tuple[Expression, ...] = (*(axis or 1 for axis in rope.table_axes), rope.table_width)
+    shape: tuple[Expression, ...] = ("B", "S", problem.columns)
+    arguments = ("x", "cos", "sin", "S", "positions", *strides(rope, ()))
+    grid: tuple[Expression, ...] = (("cdiv", "positions", cut.positions), -(-problem.heads // cut.heads))
+    return KernelSpec(
+        name=name,
+        source=_turn_source(name, problem, cut, arguments),
+        twin=_turn_twin(name, problem),
+        inputs=(
+            TensorSpec("x", rope.x, shape),
+            TensorSpec("cos", rope.table, table, strided=True),
+            TensorSpec("sin", rope.table, table, strided=True),
+        ),
+        outputs=(TensorSpec("y", rope.x, shape, alias="x"),),
+        scratch=(),
+        launches=(Launch(name, arguments, grid, cut.num_warps, num_stages=1, aligned=rope.aligned),),
+        dims={"positions": count(rope)},
+    )
+
+
+def _turn_source(name: str, problem: RopeJoined, cut: Tuning, arguments: tuple[str, ...]) -> str:
+    rope = problem.rope
+    piece = rope.width if rope.interleaved else rope.pairs
+    indices = {"S": "place", "B": "batch", HEADS: "head"}
+    body = lines_of(
+        f"position = tl.program_id(0) * {cut.positions} + tl.arange(0, {cut.positions})",
+        f"head = tl.program_id(1) * {cut.heads} + tl.arange(0, {cut.heads})",
+        "batch = (position // S).to(tl.int64)",
+        "place = (position % S).to(tl.int64)",
+        f"column = tl.arange(0, {block(rope)})[None, None, :]",
+        *(f"{table}_row = {row_text(table, rope.table_axes, indices)}" for table in ("cos", "sin")),
+        f"x_row = (position.to(tl.int64) * {problem.columns})[:, None, None] + (head * {rope.width})[None, :, None]",
+        f"rows = (head < {problem.heads})[None, :, None] & (position < positions)[:, None, None]",
+        "inside = rows" + f" & (column < {piece})" * (block(rope) != piece),
+        *read_pairs(rope, cut, "x", "a", "b"),
+        *read_tables(rope, cut),
+        *write_pairs(rope, cut, "x", *rotated(rope)),
+    )
+    return f'''
+@triton.jit
+def {name}(
+{signature(arguments, ("x", "cos", "sin"))}
+):
+    """x with {problem.heads} heads of {rope.width} columns turned{" back" * rope.inverse} where they lie.
+
+    {cut.positions} position(s) and {cut.heads} head(s) per program.
+    """
+{body}'''
+
+
+def _turn_twin(name: str, problem: RopeJoined) -> str:
+    rope = problem.rope
+    options = f"heads={problem.heads}, width={rope.width}"
+    options += f', style="{rope.style}"' * rope.interleaved + ", inverse=True" * rope.inverse
+    return f'''
+def {name}(x, cos, sin):
+    """x with {problem.heads} heads of {rope.width} columns turned{" back" * rope.inverse}."""
+    return rt.rope_joined(x, cos, sin, {options})
 '''

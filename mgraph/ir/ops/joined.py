@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mgraph.ir.opdef import define_op
+from mgraph.ir.opdef import REQUIRED, define_op
 from mgraph.ir.ops.control import accumulate
 from mgraph.ir.ops.cost import per_element, traffic
 from mgraph.ir.ops.glu import GLU_ATTRS, glu_grad
@@ -92,6 +92,28 @@ def _infer_rope_join(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> t
     return (replace(q, shape=(batch, length, (heads + k.shape[1] + v.shape[1]) * width)),)
 
 
+def rope_joined(
+    x: Tensor, cos: Tensor, sin: Tensor, *, heads: int, width: int, style: str = "half", inverse: bool = False
+) -> Tensor:
+    """The first `heads` heads of `width` columns turn as by `rope`, all others are as they were.
+
+    x [b, s, n width], as one projection to q, k and v gives it; tables as `rope` takes them for [b, h, s, width].
+    """
+    import torch
+
+    turned, rest = x[..., : heads * width], x[..., heads * width :]
+    split = turned.unflatten(-1, (heads, width)).transpose(1, 2)
+    return torch.cat([rope(split, cos, sin, style=style, inverse=inverse).transpose(1, 2).flatten(2), rest], -1)
+
+
+def _infer_rope_joined(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    x, heads, width = types[0], attrs["heads"], attrs["width"]
+    columns = x.shape[-1]
+    if len(x.shape) != 3 or not isinstance(columns, int) or columns < heads * width or columns % width:
+        raise ValueError(f"rope_joined: {x} has no {heads} heads of {width} columns")
+    return (x,)
+
+
 define_op("joined", joined, infer=_infer_joined)
 define_op("accumulate_joined", accumulate_joined, attrs={"fresh": False}, infer=_infer_accumulate)
 define_op(
@@ -108,6 +130,15 @@ define_op(
     rope_join,
     attrs=ATTRS,
     infer=_infer_rope_join,
+    flops=per_element(3),
+    bytes=traffic,
+    compute_dtype="f32",
+)
+define_op(
+    "rope_joined",
+    rope_joined,
+    attrs={"heads": REQUIRED, "width": REQUIRED, **ATTRS},
+    infer=_infer_rope_joined,
     flops=per_element(3),
     bytes=traffic,
     compute_dtype="f32",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from mgraph.codegen.triton import reference_text, rope_join
 from mgraph.codegen.triton.rope import Rope, Tuning
-from mgraph.codegen.triton.rope_join import RopeJoin
+from mgraph.codegen.triton.rope_join import RopeJoin, RopeJoined
 from mgraph.ir.graph import Node
 from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
 from tests.codegen.triton.test_rope import BHS, DTYPES, exact
@@ -50,6 +51,12 @@ def wanted(problem: RopeJoin, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     return torch.cat([x.transpose(1, 2).flatten(2) for x in (*parts, v.double())], -1)
 
 
+def turned(problem: RopeJoin, cut: Tuning | None) -> tuple[RopeJoined, Tuning | None]:
+    """The first two of the three, where all lie beside each other."""
+    heads = sum(problem.heads[:2])
+    return RopeJoined(replace(problem.rope, heads=heads), heads, problem.width), cut
+
+
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
     assert got.shape == want.shape
     return float((got.double() - want).norm() / want.norm())
@@ -58,10 +65,21 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.skipif(BROKEN_INTERPRETER, reason="the interpreter of Triton before 3.7 makes numbers of arrays")
 def test_kernel_in_the_interpreter(tmp_path: Path) -> None:
     specs = [rope_join.join(name, problem, cut) for name, (problem, cut) in PROBLEMS.items()]
+    specs += [rope_join.turn(f"{name}_turn", *turned(problem, cut)) for name, (problem, cut) in PROBLEMS.items()]
     cases: list[Case] = [
         (name, draw(problem, *size)) for name, (problem, _) in PROBLEMS.items() for size in ((2, 3), (1, 9))
     ]
-    for (name, inputs), (got, _) in zip(cases, interpret(specs, cases, tmp_path), strict=True):
+    for name, (problem, _) in PROBLEMS.items():
+        q, k, v, *tables = draw(problem, 2, 3)
+        whole = torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k, v)], -1)
+        cases.append((f"{name}_turn", (whole, *tables)))
+    for (name, inputs), (got, after) in zip(cases, interpret(specs, cases, tmp_path), strict=True):
+        if name.endswith("_turn"):
+            problem = PROBLEMS[name.removesuffix("_turn")][0]
+            assert torch.equal(after[0], got[0]), "it is written in place"
+            bound = {"f32": 1e-6, "f16": 1e-3, "bf16": 8e-3}[problem.rope.x]
+            assert error(got[0], wanted(problem, *draw(problem, 2, 3))) <= bound, name
+            continue
         problem = PROBLEMS[name][0]
         assert got[0].is_contiguous() and got[0].dtype is DTYPES[problem.rope.x]
         bound = {"f32": 1e-6, "f16": 1e-3, "bf16": 8e-3}[problem.rope.x]
@@ -75,10 +93,13 @@ def test_kernel_in_the_interpreter(tmp_path: Path) -> None:
 def test_twin(name: str) -> None:
     problem = PROBLEMS[name][0]
     module = types.ModuleType("twins")
-    exec(reference_text([rope_join.join("join", problem)]), module.__dict__)
+    specs = [rope_join.join("join", problem), rope_join.turn("turn", *turned(problem, None))]
+    exec(reference_text(specs), module.__dict__)
     inputs = draw(problem, 2, 3)
     bound = {"f32": 1e-6, "f16": 1e-3, "bf16": 1e-2}[problem.rope.x]
     assert error(module.join(*inputs), wanted(problem, *inputs)) <= bound
+    whole = torch.cat([x.transpose(1, 2).flatten(2) for x in inputs[:3]], -1)
+    assert error(module.turn(whole, *inputs[3:]), wanted(problem, *inputs)) <= bound
 
 
 TEXT = """
@@ -101,3 +122,18 @@ def test_instances() -> None:
     assert "differs in every row" in str(rope_join.problem_of(node(tables)))
     other = TEXT.replace("%v: bf16", "%v: f32")
     assert "differ in dtype" in str(rope_join.problem_of(node(other)))
+
+
+TURNED = """
+func @f(%x: bf16[B, S, 128], %c: bf16[1, S, 16], %s: bf16[1, S, 16]) {
+  %y: bf16[B, S, 128] = rope_joined(%x, %c, %s) {heads = 6, width = 16}
+  return %y
+}
+"""
+
+
+def test_instances_that_turn() -> None:
+    problem = rope_join.turn_problem_of(node(TURNED))
+    assert problem == RopeJoined(Rope("bf16", "bf16", 16, 16, BHS, ("", "S"), 6), 6, 128)
+    tables = TURNED.replace("%c: bf16[1, S, 16], %s: bf16[1, S, 16]", "%c: bf16[B, 6, S, 16], %s: bf16[B, 6, S, 16]")
+    assert "differs in every row" in str(rope_join.turn_problem_of(node(tables)))

@@ -45,6 +45,15 @@ def test_heads_lie_beside_each_other(style: str) -> None:
         assert torch.equal(found, v if x is None else rope(x, cos, sin, style=style, inverse=True))
 
 
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_first_heads_turn(style: str) -> None:
+    x, cos, sin = draw(2, 3, 5 * 8), draw(3, 4), draw(3, 4).flip(-1)
+    got = op_def("rope_joined").body(x, cos, sin, heads=3, width=8, style=style)
+    heads, found = (t.view(2, 3, 5, 8).transpose(1, 2) for t in (x, got))
+    assert torch.equal(found[:, 3:], heads[:, 3:])
+    assert torch.equal(found[:, :3], rope(heads[:, :3], cos, sin, style=style))
+
+
 def test_types() -> None:
     infer = {
         name: op_def(name).result_types for name in ("joined", "accumulate_joined", "glu_grad_joined", "rope_join")
@@ -54,6 +63,12 @@ def test_types() -> None:
     assert infer["glu_grad_joined"]([type_of(3, 6)] * 3, {"act": "silu"}) == (type_of(3, 12),)
     heads = [type_of(2, h, 3, 8) for h in (4, 2, 1)]
     assert infer["rope_join"]([*heads, type_of(3, 8), type_of(3, 8)], {}) == (type_of(2, 3, 56),)
+    turned = {"heads": 6, "width": 8}
+    assert op_def("rope_joined").result_types([type_of(2, 3, 56), type_of(3, 8), type_of(3, 8)], turned) == (
+        type_of(2, 3, 56),
+    )
+    with pytest.raises(ValueError, match="no 6 heads"):
+        op_def("rope_joined").result_types([type_of(2, 3, 40), type_of(3, 8), type_of(3, 8)], turned)
     for name, types in (
         ("joined", [type_of(2, 4), type_of(2, 5)]),
         ("joined", [type_of(2, 4), type_of(2, 4, dtype=DType.BF16)]),
