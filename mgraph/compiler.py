@@ -129,6 +129,7 @@ def pipeline_text(recipe: Recipe) -> str:
     specs += ["replayable-routing"] if recipe.replayable_routing else []
     if recipe.expert_axes():
         ways: dict[str, OptionValue] = {"size": recipe.expert_ranks, "chunks": recipe.ep_chunks}
+        ways |= {"exact": True} if recipe.expert_extent == "host" else {}
         specs += [print_spec("expert-dispatch", ways)]
     specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]
     counted: dict[str, OptionValue] = {"rate": recipe.expert_bias_rate, "report": recipe.expert_load}

@@ -61,6 +61,7 @@ _OF_AXIS = {
     "pad": "tp",
     "dispatch": "ep",
     "ep_chunks": "ep",
+    "expert_extent": "ep",
     "expert_budget": "ep",
 }
 """Fields that say how an axis is used."""
@@ -95,6 +96,12 @@ class Recipe:
         "with ep: in how many messages a layer's tokens go, one on its way while the experts work on another; it must "
         "divide --seq-len",
         within=(1, 64),
+    )
+    expert_extent: str = option(
+        "bound",
+        "with ep: room for the rows that a rank receives: for all tokens of all ranks, or for exactly those that come, "
+        "whose number the host waits for in each layer",
+        ("bound", "host"),
     )
     expert_budget: float = option(
         0.0,

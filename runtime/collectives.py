@@ -154,14 +154,36 @@ def reduce_scatter_start(
     return _start("reduce_scatter", tensors, axis, send)
 
 
-def all_to_all(tensors: Sequence[Tensor], axis: str) -> list[Tensor]:
+def all_to_all(
+    tensors: Sequence[Tensor], axis: str, sizes: Tensor | None = None, *, back: bool = False
+) -> list[Tensor]:
     """Of each tensor the n-th of as many equal parts of its first dim as `axis` has ranks goes to rank n; the parts
-    that come in lie in the order of the ranks. New tensors of the same shapes."""
-    return wait(all_to_all_start(tensors, axis))
+    that come in lie in the order of the ranks. New tensors of the same shapes.
+
+    With `sizes`, i64 [2, n] on the CPU, as many rows go to each rank and come from each; `back` the other way round.
+    """
+    return wait(all_to_all_start(tensors, axis, sizes, back=back))
 
 
-def all_to_all_start(tensors: Sequence[Tensor], axis: str) -> Pending:
+def all_to_all_start(
+    tensors: Sequence[Tensor], axis: str, sizes: Tensor | None = None, *, back: bool = False
+) -> Pending:
     """Begin `all_to_all`. The tensors must not be written before `wait`."""
+
+    def send_rows(same: list[Tensor], group: dist.ProcessGroup, ranks: int) -> Message:
+        assert sizes is not None, "rows are sent by sizes"
+        own, others = sizes.tolist()[::-1] if back else sizes.tolist()
+        widths = [math.prod(tensor.shape[1:]) for tensor in same]
+        rows = [tensor.reshape(len(tensor), width) for tensor, width in zip(same, widths, strict=True)]
+        flat = torch.cat(rows, 1) if len(rows) > 1 else rows[0].contiguous()
+        received = flat.new_empty(sum(others), flat.shape[1])
+        work = dist.all_to_all_single(received, flat, others, own, group=group, async_op=True)
+
+        def results() -> list[Tensor]:
+            parts = zip(received.split(widths, 1), same, strict=True)
+            return [part.contiguous().view(-1, *tensor.shape[1:]) for part, tensor in parts]
+
+        return Message(work, flat, results)
 
     def send(same: list[Tensor], group: dist.ProcessGroup, ranks: int) -> Message:
         parts = [_split(tensor, 0, ranks) for tensor in same]
@@ -175,7 +197,7 @@ def all_to_all_start(tensors: Sequence[Tensor], axis: str) -> Pending:
 
         return Message(work, flat, results)
 
-    return _start("all_to_all", tensors, axis, send)
+    return _start("all_to_all", tensors, axis, send if sizes is None else send_rows)
 
 
 def wait(pending: Pending) -> list[Tensor]:

@@ -57,7 +57,12 @@ def pack_rows(x: Tensor, places: Tensor, *, fill: int = 0, part: float = 1.0) ->
 
 
 def unpack_rows(y: Tensor, places: Tensor, *, part: float = 1.0) -> Tensor:
-    """The sum of a token's rows over the ranks that it went to, [T, N], in at least f32; y [n*C, N], places [T, n]."""
+    """The sum of a token's rows over the ranks that it went to, [T, N], in at least f32; y [n*C, N], places [T, n].
+
+    With a `part` of 0 places count all rows, of which there may be any number.
+    """
+    if not y.shape[0]:
+        return y.new_zeros(places.shape[0], y.shape[1])
     rows = _rows(places, 0, part)
     total: Tensor | None = None
     for rank in range(places.shape[1]):

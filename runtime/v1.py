@@ -28,6 +28,7 @@ from mgraph.runtime.collectives import (
     wait,
 )
 from mgraph.runtime.dropout import dropout, dropout_part, random
+from mgraph.runtime.exact_exchange import exact_places, read_sizes
 from mgraph.runtime.expert_exchange import (
     clear_tail,
     expert_places,
@@ -142,6 +143,7 @@ __all__ = [
     "embedding_part",
     "embedding_part_grad",
     "embedding_part_grad_",
+    "exact_places",
     "expert_bias_update_",
     "expert_counts",
     "expert_glu",
@@ -190,6 +192,7 @@ __all__ = [
     "places_overrun",
     "random",
     "reduce_scatter",
+    "read_sizes",
     "reduce_scatter_start",
     "repeat_parts",
     "repeat_parts_grad",

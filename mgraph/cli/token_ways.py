@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import comb
 
 from mgraph.cli.table import table
+from mgraph.ir.collectives import sent as payload
 from mgraph.ir.dims import Dim, as_dim, dim_text, evaluate, names_in
 from mgraph.ir.graph import Function, Module, Node
 from mgraph.passes.expert_parallel import ExpertParallel
@@ -75,7 +76,7 @@ def way_of(module: Module, function: Function) -> Way | None:
     sent = [n for n in function.nodes if _kind(n) in SENDING and n.made_by in _SENDERS]
     first = makers[choices]
     there = makers[first.operands[0]] if first.op == "wait" else first
-    back = next(n for n in sent if all(v.tensor.dtype.is_float for v in n.operands))
+    back = next(n for n in sent if all(v.tensor.dtype.is_float for v in payload(n)))
     bound = module.dims[str(choices.tensor.shape[0])].bound
     ranks = int(str(owns[0].attrs["ranks"]))
     assert bound is not None, "what is received is ragged"
@@ -96,4 +97,4 @@ def _kind(node: Node) -> str:
 
 def _row_bytes(node: Node) -> int:
     """Bytes of a row of all tensors that a message has."""
-    return sum(int(str(v.tensor.shape[1])) * v.tensor.dtype.bits // 8 for v in node.operands)
+    return sum(int(str(v.tensor.shape[1])) * v.tensor.dtype.bits // 8 for v in payload(node))

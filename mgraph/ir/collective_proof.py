@@ -8,8 +8,10 @@ as the n-th of that group on each of them. The proof needs no ranks, and each fu
 2. *Groups.* A collective names a mesh axis, or a product of axes (`axis`). The groups of either part the ranks: each
    rank is in exactly one, and all ranks of it issue the collective at the same place of the sequence.
 3. *Same messages.* dtypes are the same everywhere, since they are part of the types. So is the number of elements:
-   extents divide over their axes, and no extent is read back at run time (`elements`). A dim that is bound on each rank
-   (`B` over a data axis) is the same on all by the options, which ranks compare before the first step.
+   extents divide over their axes (`elements`). A dim that is bound on each rank (`B` over a data axis) is the same on
+   all by the options, which ranks compare before the first step. An extent that is read back at run time may be in
+   messages that are sent by sizes alone, which ranks have told each other over the same axis before (`sizes`): what one
+   sends, the other expects.
 4. *No cycle.* One host thread enqueues the sequence. A `wait` stands after its start (values are defined before they
    are read), every start has exactly one, and none is left when an entry ends (`pending`). So the streams of all groups
    are entered in the order of the program, which is no cycle.
@@ -26,9 +28,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mgraph.errors import PassError
-from mgraph.ir.collectives import CollectiveOrder, Issued
+from mgraph.ir.collectives import CollectiveOrder, Issued, kind_of, sent
 from mgraph.ir.cursor import suggestion
-from mgraph.ir.graph import AttrValue, Module, Node, Value
+from mgraph.ir.graph import AttrValue, Function, Module, Node, Value
 from mgraph.ir.printer import callee_of
 from mgraph.ir.problem import Problem
 from mgraph.ir.types import Partial, PendingType, Placement, Shard, Type
@@ -94,7 +96,7 @@ def _fit(order: CollectiveOrder) -> Iterator[Problem]:
     for issued in order.issued:
         attrs = issued.node.attrs
         fits, wanted = WANTED[issued.kind](attrs)
-        for value in issued.node.operands:
+        for value in sent(issued.node):
             placements = _placements(order, value.type, issued.axis)
             if not all(map(fits, placements)):
                 lies = ", ".join("R" if p is None else str(p) for p in placements)
@@ -138,12 +140,53 @@ WANTED: dict[str, Callable[[Any], _Wanted]] = {
 
 def _elements(order: CollectiveOrder) -> Iterator[Problem]:
     for issued in order.issued:
-        for value in (*issued.node.operands, *issued.node.results):
+        for value in (*sent(issued.node), *issued.node.results):
+            message = f"ranks may hand over different numbers of elements of {value!r}: "
             try:
                 order.shares.elements(value.type)
             except ValueError as error:
-                message = f"ranks may hand over different numbers of elements of {value!r}: {error}"
-                yield _at(issued, message, "a mesh whose axes divide it, or padding")
+                yield _at(issued, f"{message}{error}", "a mesh whose axes divide it, or padding")
+            name = order.shares.read_back(value.type)
+            if name is not None and issued.node.attrs.get("rows") is None:
+                message += f"extent {name} of {value.type} is read back at run time, and may differ on each rank"
+                yield _at(issued, message, "an extent by bound, or messages by sizes")
+
+
+def _sizes(order: CollectiveOrder) -> Iterator[Problem]:
+    for issued in order.issued:
+        if issued.node.attrs.get("rows") is not None:
+            sizes = issued.node.operands[-1]
+            if not _exchanged(order.module, issued.function, sizes, issued.axis):
+                message = (
+                    f"the sizes {sizes!r} of its messages are none that ranks of {issued.axis} have told each other"
+                )
+                yield _at(issued, message, "read_sizes of what was sent by all_to_all over the same axis")
+
+
+def _exchanged(module: Module, function: Function, value: Value, axis: str) -> bool:
+    """Whether sizes were exchanged over an axis, in whatever function."""
+    made = function.producers()
+    maker = made.get(value)
+    if maker is None:
+        inputs = function.inputs()
+        calls = [(f, n) for f, n in module.walk() if callee_of(n) == function.name]
+        given = [(f, n.operands[inputs.index(value)]) for f, n in calls] if value in inputs else []
+        return bool(given) and all(_exchanged(module, f, v, axis) for f, v in given)
+    name = callee_of(maker)
+    if name is not None:
+        body = module.functions[name]
+        return _exchanged(module, body, body.results[maker.results.index(value)], axis)
+    if maker.op != "read_sizes":
+        return False
+    own, others = maker.operands
+    exchange = made.get(others)
+    if exchange is not None and exchange.op == "wait":
+        exchange = made.get(exchange.operands[0])
+    return (
+        exchange is not None
+        and (kind_of(exchange.op), exchange.operands) == ("all_to_all", (own,))
+        and (exchange.attrs["axis"] == axis)
+    )
 
 
 def _pending(order: CollectiveOrder) -> Iterator[Problem]:
@@ -175,6 +218,7 @@ RULES: dict[str, tuple[str, Check]] = {
     "axis": ("a collective names a mesh axis, whose groups part the ranks", _axis),
     "fit": ("a collective fits how its operands lie over its axis", _fit),
     "elements": ("all ranks of a group hand over equally many elements", _elements),
+    "sizes": ("messages of unequal sizes have those that ranks have told each other", _sizes),
     "pending": ("what was started is ended exactly once, before the entry ends", _pending),
 }
 """What the proof checks, in order: later rules rely on earlier ones."""

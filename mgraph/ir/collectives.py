@@ -19,7 +19,7 @@ import sympy
 
 from mgraph.ir.dims import Dim, Extent, as_dim, dim_text, names_in, product, substitute
 from mgraph.ir.facts import multiples, share
-from mgraph.ir.graph import Function, Module, Node
+from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.ir.local import bound_dims
 from mgraph.ir.ops.cost import flops_of
 from mgraph.ir.printer import callee_of
@@ -61,6 +61,11 @@ class Run:
 def is_collective(node: Node) -> bool:
     """Whether ranks talk to each other when a node runs (in `wait` they do not)."""
     return kind_of(node.op) in KINDS
+
+
+def sent(node: Node) -> tuple[Value, ...]:
+    """The tensors that a collective hands over: its operands, but for the sizes of messages."""
+    return node.operands[: -1 if node.attrs.get("rows") is not None else None]
 
 
 def kind_of(op: str) -> str:
@@ -191,8 +196,9 @@ def overlap(order: CollectiveOrder, issued: Issued) -> Overlap:
 
 
 def message_bytes(order: CollectiveOrder, issued: Issued) -> Dim:
-    """Bytes of one message, on its larger side: of what a gather gives, or of what any other collective takes."""
-    values = issued.node.results if issued.kind == "all_gather" else issued.node.operands
+    """Bytes of one message, on its larger side: of what a gather gives, or of what any other collective takes; at most
+    those, where the host reads the sizes of messages."""
+    values = issued.node.results if issued.kind == "all_gather" else sent(issued.node)
     return as_dim(sum(order.shares.bytes(value.type) for value in values))
 
 
@@ -221,8 +227,8 @@ class Shares:
         return size
 
     def elements(self, type_: Type) -> Dim:
-        """How many elements each rank holds of a tensor. Raises ValueError where ranks of a group may hold unequal
-        numbers: where an extent does not divide, or is known at run time only."""
+        """How many elements each rank holds of a tensor, of a ragged one at most. Raises ValueError where ranks of a
+        group may hold unequal numbers, since an extent does not divide."""
         tensor = type_.value if isinstance(type_, PendingType) else type_
         shape = list(tensor.physical.shape if tensor.physical is not None else tensor.shape)
         for axis, placement in tensor.placement:
@@ -231,7 +237,7 @@ class Shares:
             for part in self.parts(axis):
                 if not any((name, part) in self._bound for name in names_in(tensor.shape[placement.dim])):
                     shape[placement.dim] = self._divided(tensor, placement.dim, shape[placement.dim], part)
-        return product(self._bounded(tensor, dim) for dim in shape)
+        return product(self._bounded(dim) for dim in shape)
 
     def bytes(self, type_: Type) -> Dim:
         """How many bytes each rank holds of a tensor; raises as `elements` does."""
@@ -247,12 +253,16 @@ class Shares:
             raise ValueError(f"dim {dim} of {tensor}, {dim_text(extent)}, does not divide over {axis}={size}")
         return divided
 
-    def _bounded(self, tensor: TensorType, extent: Dim) -> Dim:
-        """A ragged extent is stored up to its bound, unless its dispatch reads it back."""
+    def read_back(self, type_: Type) -> str | None:
+        """A dim of a tensor whose extent the host reads at run time, on each rank its own; None where there is none."""
+        tensor = type_.value if isinstance(type_, PendingType) else type_
+        names = (name for extent in tensor.shape for name in sorted(names_in(extent)))
+        return next((name for name in names if self._dims[name].extent is Extent.HOST), None)
+
+    def _bounded(self, extent: Dim) -> Dim:
+        """A ragged extent is stored up to its bound."""
         for name in names_in(extent):
-            dim = self._dims[name]
-            if dim.bound is not None:
-                if dim.extent is Extent.HOST:
-                    raise ValueError(f"extent {name} of {tensor} is read back at run time, and may differ on each rank")
-                extent = substitute(extent, {name: dim.bound})
+            bound = self._dims[name].bound
+            if bound is not None:
+                extent = substitute(extent, {name: bound})
         return extent

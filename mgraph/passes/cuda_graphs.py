@@ -80,6 +80,8 @@ def _obstacle(function: Function, node: Node) -> str | None:
     place = f"{node.op} at {node.origin}"
     if node.op in _WAITING or (node.op in _INDEXING and any(v.tensor.dtype is DType.BOOL for v in node.operands[1:])):
         return f"{place} waits for an extent that is a result"
+    if node.op == "read_sizes":
+        return f"{place} lets the host read how many rows ranks send (--expert-extent host)"
     if node.op in _GROUPED and not all(map(_fused, node.operands[:2])):
         return f"{place} reads the sizes of its groups on the host, as torch has grouped products of aligned bf16 alone"
     if node.op.removesuffix("_") in _LISTS:

@@ -41,10 +41,11 @@ RECEIVED = "R"
 @dataclass(frozen=True)
 class ExpertDispatch(Pass):
     """Give the experts of every layer their own ways, for an axis of `size` ranks that are to share them, on which
-    tokens go in `chunks` messages."""
+    tokens go in `chunks` messages, `exact` of as many rows as there are."""
 
     size: int = 2
     chunks: int = 1
+    exact: bool = False
 
     name: ClassVar[str] = "expert-dispatch"
     stage: ClassVar[Stage] = Stage.DERIVE
@@ -72,7 +73,7 @@ class ExpertDispatch(Pass):
                 _check(node, self.size)
                 report.match(name, node.id, f"{node.attrs['num_experts']} experts")
             if found:
-                functions[name] = _Function(function, dims, self.name, self.chunks).rewritten()
+                functions[name] = _Function(function, dims, self).rewritten()
         if not report.matches:
             hint = "a mesh without ep, or a model whose experts are found (mgraph explain PKG raise-moe says why not)"
             raise PassError("the model has no experts that ranks could share", "--mesh", hint)
@@ -102,8 +103,7 @@ class _Function:
 
     source: Function
     dims: dict[str, NamedDim]
-    made_by: str
-    chunks: int = 1
+    options: ExpertDispatch
     dispatches: dict[Value, list[_Way]] = field(default_factory=dict)
     """By the order of each dispatch: the ways of its chunks."""
     inside: dict[Value, list[tuple[_Way, Value]]] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class _Function:
 
     def rewritten(self) -> Function:
         """The function with a way there and back around all experts."""
-        builder = rebuild(self.source, self.made_by)
+        builder = rebuild(self.source, self.options.name)
         known = set(self.source.inputs())
         combines = {node.operands[2]: node for node in self.source.nodes if node.op == "moe_combine"}
         for node in self.source.nodes:
@@ -131,9 +131,10 @@ class _Function:
     def _parts(self, builder: FunctionBuilder, value: Value) -> Sequence[Value]:
         """A value of tokens by chunks."""
         value = builder.value(value)
-        if self.chunks == 1:
+        chunks = self.options.chunks
+        if chunks == 1:
             return [value]
-        return builder.emit("split_rows", (value,), {"parts": self.chunks}, names=[value.name] * self.chunks)
+        return builder.emit("split_rows", (value,), {"parts": chunks}, names=[value.name] * chunks)
 
     def _send(self, builder: FunctionBuilder, node: Node, combine: Node, known: set[Value]) -> None:
         x, indices = node.operands
@@ -143,9 +144,14 @@ class _Function:
         ways: list[_Way] = []
         made: list[Sequence[Value]] = []
         for *given, chosen in zip(*parts, strict=True):
-            way = _Way(_received(self.dims, chosen.tensor.shape[0]), chosen, int(str(node.attrs["num_experts"])))
+            extent = Extent.HOST if self.options.exact else Extent.BOUND
+            received = _received(self.dims, chosen.tensor.shape[0], extent)
+            way = _Way(received, chosen, int(str(node.attrs["num_experts"])))
+            if self.options.exact:
+                ranks = self.options.size
+                way.sizes = (builder.one("expert_sizes", chosen, **way.attrs, ranks=ranks, name="sizes"),)
             names = [*(f"{v.name}_sent" for v in tensors), "own"]
-            *sent, own = builder.emit("expert_send", (*given, chosen), {**way.attrs, "choices": True}, names=names)
+            *sent, own = builder.emit("expert_send", (*given, *way.last), {**way.attrs, "choices": True}, names=names)
             way.weights = sent[1] if len(sent) == 2 else None
             attrs = {**node.attrs, "others": True}
             made.append(builder.emit("moe_dispatch", (sent[0], own), attrs, names=("rows", "order", "offsets")))
@@ -160,15 +166,15 @@ class _Function:
         ways = self.dispatches[order]
         if ways[0].weights is None:
             for way, part in zip(ways, self._parts(builder, weights), strict=True):
-                way.weights = builder.emit("expert_send", (part, way.indices), way.attrs, names=["weights_sent"])[0]
+                way.weights = builder.emit("expert_send", (part, *way.last), way.attrs, names=["weights_sent"])[0]
         returned: list[Value] = []
         for chunk, way in enumerate(ways):
             assert way.offsets is not None and way.weights is not None, "sent before"
             operands = (self.inside[rows][chunk][1], way.weights, self.inside[order][chunk][1], way.offsets)
             combined = builder.one("moe_combine", *operands, name="combined", **node.attrs)
             attrs = way.attrs
-            returned += builder.emit("expert_return", (combined, way.indices), attrs, names=[node.result.name])
-        if self.chunks > 1:
+            returned += builder.emit("expert_return", (combined, *way.last), attrs, names=[node.result.name])
+        if len(ways) > 1:
             returned = [builder.one("join_rows", *returned, name=node.result.name)]
         builder.replace(node.result, returned[0])
 
@@ -207,11 +213,18 @@ class _Way:
     weights: Value | None = None
     offsets: Value | None = None
     rows: Dim = 0
+    sizes: tuple[Value, ...] = ()
+    """Of its messages, where the host reads them."""
 
     @property
     def attrs(self) -> dict[str, Any]:
         """Of the ops of the way."""
-        return {"num_experts": self.num_experts, "rows": self.received}
+        return {"num_experts": self.num_experts, "rows": self.received, **({"exact": True} if self.sizes else {})}
+
+    @property
+    def last(self) -> tuple[Value, ...]:
+        """What its ops take behind what goes on it."""
+        return *self.sizes, self.indices
 
     @property
     def new_rows(self) -> Dim:
@@ -219,14 +232,16 @@ class _Way:
         return as_dim(symbol(self.received) * self.indices.tensor.shape[1])
 
 
-def _received(dims: dict[str, NamedDim], tokens: Dim) -> str:
-    """The ragged dim of what is received of so many tokens, declared where it is new."""
+def _received(dims: dict[str, NamedDim], tokens: Dim, extent: Extent) -> str:
+    """The ragged dim of what is received of so many tokens, declared where it is new; each way has one of its own where
+    the host reads its extent."""
     number = 0
     while True:
         name = RECEIVED + (str(number) if number else "")
-        if name not in dims:
-            dims[name] = NamedDim(name, 0, None, tokens, Extent.BOUND)
-        if dims[name].ragged and dims[name].bound == tokens:
+        new = name not in dims
+        if new:
+            dims[name] = NamedDim(name, 0, None, tokens, extent)
+        if new or (dims[name].bound == tokens and extent is not Extent.HOST):
             return name
         number += 1
 

@@ -20,7 +20,14 @@ all ranks, and what comes back is summed on the way:
 
 Rows have room for the worst case, all tokens of all ranks on one: R <= ranks * B*S. With a `budget` each rank has room
 for a part of the tokens of each other; `expert-budget` has put `expert_overrun` where tokens are sent, which counts
-those that find no room, so that a run ends with an error where there are any.
+those that find no room, so that a run ends with an error where there are any. Of ways that are `exact`
+(`expert-dispatch`) the host reads how many rows there are, and messages and rows have no others:
+
+    %sent = rows_sent(%places)                                                          i64[4]: a rank has its 2
+    %received = all_to_all(%sent) {axis = "ep"}
+    %sizes = read_sizes(%sent, %received)
+    %tokens, %row = exact_places(%places, %sizes)                                       i64[R_sent], i64[B*S, 2]
+    %x_sent, … = all_to_all(take_rows(%x, %tokens), …, %sizes) {axis = "ep", rows = "R"}
 
 The passes of the data axes have placed the weights of experts over them (`mgraph.passes.expert_weights`), and left
 their gradients alone: a rank's experts see the tokens of all ranks, so their sums are whole, and are divided by the
@@ -33,15 +40,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import sympy
+
 from mgraph.errors import PassError
 from mgraph.ir.builder import FunctionBuilder, rebuild
-from mgraph.ir.dims import Extent, as_dim
+from mgraph.ir.dims import Dim, Extent, as_dim, names_in, symbol
 from mgraph.ir.graph import Axis, Function, Module, Node, Value
 from mgraph.ir.ops.expert_exchange import room
-from mgraph.ir.types import DType, TensorType
+from mgraph.ir.types import DType, Placement, Shard, TensorType
 from mgraph.passes.base import Pass, Report, Stage, Tier
 
-_SENT, _BACK, OVERRUN = "expert_send", "expert_return", "expert_overrun"
+_SENT, _BACK, _SIZES, OVERRUN = "expert_send", "expert_return", "expert_sizes", "expert_overrun"
 
 
 @dataclass(frozen=True)
@@ -79,22 +88,37 @@ class ExpertParallel(Pass):
         if ranks == 1:
             return module
         used = {str(n.attrs["rows"]) for _, n in module.walk() if n.op in (_SENT, _BACK)}
-        if self.budget and self.gather:
-            hint = "leave it out, or --dispatch alltoall"
-            raise PassError("a budget is for tokens that go to some ranks alone", "--expert-budget", hint)
+        exact = any(n.attrs.get("exact") for _, n in module.walk() if n.op in (_SENT, _BACK))
+        self._check(exact)
         parts = {rows: self._part(module, rows, ranks) for rows in used}
-        extent = Extent.BUDGET if self.budget else Extent.BOUND
-        dims = {
-            n: replace(d, bound=as_dim(ranks * room(d.bound, parts[n])), extent=extent)
-            if n in used and d.bound is not None
-            else d
-            for n, d in module.dims.items()
-        }
+        dims = dict(module.dims)
+        for rows in sorted(used):
+            dim = dims[rows]
+            assert dim.bound is not None, f"{rows} is ragged"
+            extent = Extent.HOST if exact else Extent.BUDGET if self.budget else Extent.BOUND
+            dims[rows] = replace(dim, bound=as_dim(ranks * room(dim.bound, parts[rows])), extent=extent)
+            if exact:
+                dims[_sent(rows)] = replace(dims[rows], name=_sent(rows))
         functions = {}
         for function_name, function in module.functions.items():
-            if any(node.op in (_SENT, _BACK) for node in function.nodes):
+            if any(node.op in (_SENT, _BACK, _SIZES) for node in function.nodes):
                 functions[function_name] = _Ways(function, name, ranks, self, report, parts).rewritten()
-        return replace(module, mesh=mesh, dims=dims, functions={**module.functions, **functions})
+        module = replace(module, mesh=mesh, dims=dims, functions={**module.functions, **functions})
+        if exact:
+            _check_attributes(module)
+        return module
+
+    def _check(self, exact: bool) -> None:
+        """Refuse what contradicts itself."""
+        hint = "leave it out, or --dispatch alltoall"
+        if self.budget and self.gather:
+            raise PassError("a budget is for tokens that go to some ranks alone", "--expert-budget", hint)
+        if exact and self.gather:
+            raise PassError("all ranks get all tokens: there are no sizes to read", "--expert-extent", hint)
+        if exact and self.budget:
+            raise PassError(
+                "rows have room for a budget, or for exactly what there is", "--expert-budget", "leave one of both out"
+            )
 
     def _part(self, module: Module, rows: str, ranks: int) -> float:
         """The part of its tokens for which a rank has room on another; 1.0: all."""
@@ -118,6 +142,7 @@ class _Ways:
     """How much of its tokens a rank may send to another, by the ragged dim of what is received."""
     _all_places: dict[Value, Value] = field(default_factory=dict)
     _places: dict[Value, Value] = field(default_factory=dict)
+    _orders: dict[Value, tuple[Value, Value]] = field(default_factory=dict)
     _index: Value | None = None
 
     def rewritten(self) -> Function:
@@ -131,6 +156,8 @@ class _Ways:
                     self._return(builder, node)
                 elif node.op == OVERRUN:
                     self._overrun(builder, node)
+                elif node.op == _SIZES:
+                    self._read(builder, node)
                 else:
                     builder.keep(node)
         return builder.build(self.source.results)
@@ -138,14 +165,22 @@ class _Ways:
     def _send(self, builder: FunctionBuilder, node: Node) -> None:
         *tensors, indices = (builder.value(v) for v in node.operands)
         choices = bool(node.attrs.get("choices"))
-        sent = [*tensors, indices] if choices else tensors
+        sizes = tensors.pop() if node.attrs.get("exact") else None
+        sent, packed = [*tensors, indices] if choices else tensors, list[Value]()
         names = [v.name for v in node.results]
         types = [v.tensor for v in node.results]
-        if self.options.gather:
-            attrs: dict[str, object] = {"axis": self.axis, "dim": 0, "extent": types[0].shape[0]}
+        if sizes is not None:
+            rows = str(node.attrs["rows"])
+            tokens, _ = self._exact(builder, node, indices, sizes)
+            for value, type_ in zip(sent, types, strict=True):
+                type_ = replace(type_, shape=(symbol(_sent(rows)), *type_.shape[1:]))
+                packed += builder.emit("take_rows", (value, tokens), types=[type_], names=[f"{value.name}_packed"])
+            attrs: dict[str, object] = {"axis": self.axis, "split_dim": 0, "join_dim": 0, "rows": rows}
+            got = builder.emit("all_to_all", (*packed, sizes), attrs, types=types, names=names)
+        elif self.options.gather:
+            attrs = {"axis": self.axis, "dim": 0, "extent": types[0].shape[0]}
             got = builder.emit("all_gather", sent, attrs, types=types, names=names)
         else:
-            packed: list[Value] = []
             for value, type_ in zip(sent, types, strict=True):
                 fill = {"fill": -1} if value is indices else {}
                 attrs = {"rows": node.attrs["rows"], **fill, **self._room(node)}
@@ -163,14 +198,25 @@ class _Ways:
 
     def _return(self, builder: FunctionBuilder, node: Node) -> None:
         *tensors, indices = (builder.value(v) for v in node.operands)
+        sizes = tensors.pop() if node.attrs.get("exact") else None
         names, types = [v.name for v in node.results], [v.tensor for v in node.results]
+        backs = [f"{v.name}_back" for v in tensors]
         attrs: dict[str, object]
-        if self.options.gather:
+        if sizes is not None:
+            rows = _sent(str(node.attrs["rows"]))
+            attrs = {"axis": self.axis, "split_dim": 0, "join_dim": 0, "rows": rows, "back": True}
+            taken = [replace(v.tensor, shape=(symbol(rows), *v.tensor.shape[1:])) for v in tensors]
+            back = builder.emit("all_to_all", (*tensors, sizes), attrs, types=taken, names=backs)
+            _, row = self._exact(builder, node, indices, sizes)
+            made: Sequence[Value] = [
+                builder.emit("unpack_rows", (value, row), {"part": 0.0}, types=[type_], names=[name])[0]
+                for value, type_, name in zip(back, types, names, strict=True)
+            ]
+        elif self.options.gather:
             attrs = {"axis": self.axis, "dim": 0, "extent": types[0].shape[0]}
-            made: Sequence[Value] = builder.emit("reduce_scatter", tensors, attrs, types=types, names=names)
+            made = builder.emit("reduce_scatter", tensors, attrs, types=types, names=names)
         else:
             attrs = {"axis": self.axis, "split_dim": 0, "join_dim": 0}
-            backs = [f"{v.name}_back" for v in tensors]
             back = builder.emit("all_to_all", tensors, attrs, types=[v.tensor for v in tensors], names=backs)
             places = self._place(builder, node, indices)
             made = [
@@ -179,6 +225,30 @@ class _Ways:
             ]
         for old, new in zip(node.results, made, strict=True):
             builder.replace(old, new)
+
+    def _read(self, builder: FunctionBuilder, node: Node) -> None:
+        """Ranks tell each other how many rows they send, and the host reads it."""
+        places = self._place(builder, node, builder.value(node.operands[0]))
+        of_rank = [(axis, _as_counts(placed)) for axis, placed in node.result.tensor.placement]
+        type_ = TensorType(DType.I64, (self.ranks**2,), tuple(of_rank))
+        (sent,) = builder.emit("rows_sent", (places,), types=[type_], names=["rows_sent"])
+        attrs = {"axis": self.axis, "split_dim": 0, "join_dim": 0}
+        (received,) = builder.emit("all_to_all", (sent,), attrs, types=[type_], names=["rows_received"])
+        types = [node.result.tensor]
+        (sizes,) = builder.emit("read_sizes", (sent, received), types=types, names=[node.result.name])
+        builder.replace(node.result, sizes)
+        self.report.match(self.source.name, node.id, "the host waits for the sizes of messages: no CUDA graph")
+
+    def _exact(self, builder: FunctionBuilder, node: Node, indices: Value, sizes: Value) -> tuple[Value, Value]:
+        """The tokens of the rows that are sent, and the rows of each token, made where they are first needed."""
+        if indices not in self._orders:
+            places = self._place(builder, node, indices)
+            rows = _sent(str(node.attrs["rows"]))
+            types = [TensorType(DType.I64, (symbol(rows),), indices.tensor.placement), places.tensor]
+            names = ["tokens", "row"]
+            tokens, row = builder.emit("exact_places", (places, sizes), {"rows": rows}, types=types, names=names)
+            self._orders[indices] = tokens, row
+        return self._orders[indices]
 
     def _at(self, builder: FunctionBuilder) -> Value:
         """The number of this rank."""
@@ -214,3 +284,30 @@ class _Ways:
                     0
                 ]
         return self._places[indices]
+
+
+def _sent(rows: str) -> str:
+    """The ragged dim of what a rank sends, by that of what it receives."""
+    return f"{rows}_sent"
+
+
+def _as_counts(placed: Placement) -> Placement:
+    """Where the numbers of rows lie that are sent, by where the sizes of messages lie, of which they are a row."""
+    return Shard(placed.dim - 1) if isinstance(placed, Shard) else placed
+
+
+def _check_attributes(module: Module) -> None:
+    """Refuse an op that is told an extent that the host reads: of operands it sees it."""
+    read = {name for name, dim in module.dims.items() if dim.extent is Extent.HOST}
+    for function, node in module.walk():
+        told = {name for value in node.attrs.values() for dim in _dims(value) for name in names_in(dim)} & read
+        if told:
+            what = f"{node.op} %{node.id} of {function.name} is told the extent {min(told)}, which the host reads"
+            raise PassError(what, str(node.origin), "--expert-extent bound")
+
+
+def _dims(value: object) -> Sequence[Dim]:
+    """The dims that an attribute has."""
+    if isinstance(value, tuple):
+        return [dim for part in value for dim in _dims(part)]
+    return [value] if isinstance(value, sympy.Expr) else []

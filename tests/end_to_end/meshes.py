@@ -35,6 +35,7 @@ MESH_OPTIONS = (
     "overlap",
     "dispatch",
     "ep_chunks",
+    "expert_extent",
     "expert_budget",
 )
 """Fields of the recipe that only say how a mesh is used."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,23 +24,30 @@ FAVOURED = {
     "experts of the other rank alone": [4, 5, 6, 7],
 }
 TOKENS = {"1 token": (1, 1), "fewer tokens than experts": (1, 3), "many tokens": (2, 12)}
-MESHES = [("ep=2", "alltoall"), ("ep=2", "allgather"), ("ep=4", "alltoall"), ("fsdp=2,ep=fsdp", "alltoall")]
-CASES = [(m, mesh, dispatch, f, t) for m in MODELS for mesh, dispatch in MESHES for f in FAVOURED for t in TOKENS]
+WAYS: dict[str, dict[str, Any]] = {
+    "alltoall": {},
+    "allgather": {"dispatch": "allgather"},
+    "host": {"expert_extent": "host"},
+}
+MESHES = [("ep=2", way) for way in WAYS]
+MESHES += [(mesh, way) for mesh in ("ep=4", "fsdp=2,ep=fsdp", "ep=2,tp=2") for way in WAYS if way != "allgather"]
+CASES = [(m, mesh, way, f, t) for m in MODELS for mesh, way in MESHES for f in FAVOURED for t in TOKENS]
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh", "dispatch", "favoured", "tokens"),
+    ("model", "mesh", "way", "favoured", "tokens"),
     sampled(
         CASES,
         2,
         always=[
             (MODELS[0], "ep=2", "alltoall", "experts of the other rank alone", "1 token"),
             (MODELS[1], "ep=2", "alltoall", "one hot expert", "many tokens"),
+            (MODELS[1], "ep=2", "host", "experts of the other rank alone", "1 token"),
         ],
     ),
 )
 def test_routing(
-    model: str, mesh: str, dispatch: str, favoured: str, tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, mesh: str, way: str, favoured: str, tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def skewed(module: Module) -> Tensors:
         state = drawn(module)
@@ -56,7 +64,7 @@ def test_routing(
         monkeypatch.setattr(meshes, name, value)
     monkeypatch.setattr("mgraph.compiler.capture_with_report", meshes.capture)
     table = Table(tmp_path)
-    row = Row(model, mesh, (("dispatch", dispatch),))
+    row = Row(model, mesh, tuple(WAYS[way].items()))
     biases = [n for n, s in table.alone(row).state.items() if s.kind is StateKind.BUFFER and s.type.shape == (8,)]
     assert biases
     assert table.worst(row) <= 1e-9

@@ -130,6 +130,10 @@ CASES: dict[str, tuple[Break, str]] = {
         lambda m: replace(m, mesh=(m.mesh[0], Axis("tp"), m.mesh[2])),
         "[elements] whose size is known at launch only node %whole, from model.py:10",
     ),
+    "sizes of nobody": (
+        changed("main", "all_to_all", attrs(rows="R")),
+        "[sizes] none that ranks of tp have told each other node %turned, from model.py:21",
+    ),
     "read back": (ragged, "[elements] extent R of f32[R]{all=P(sum)} is read back node %sum, from model.py:23"),
     "never ended": (dropped("main", "wait"), "[pending] ended 0 times node %sum, from model.py:23"),
     "never ended in another function": (

@@ -54,3 +54,15 @@ def test_rows_are_of_a_ragged_dim() -> None:
             assert node.results[0].tensor.shape[0] == 2 * symbol("R")
         if node.op == "expert_return":
             assert all(v.tensor.shape[0] == dim.bound for v in node.results)
+
+
+def test_exact_rows_are_of_a_ragged_dim_for_each_way() -> None:
+    """The host reads each; sizes are made once, and handed to the backward."""
+    recipe = Recipe(model="moe-tiny", mesh="ep=1", arch="none", expert_extent="host", ep_chunks=2)
+    module = build_module(recipe).module
+    assert {module.dims[name].extent for name in ("R", "R1")} == {Extent.HOST}
+    sizes = [(function.name, node) for function, node in module.walk() if node.op == "expert_sizes"]
+    assert [name for name, _ in sizes] == ["layer", "layer", "layer.fwd", "layer.fwd"]
+    ways = [node for _, node in module.walk() if node.op in ("expert_send", "expert_return")]
+    assert all(node.attrs["exact"] and node.operands[-2].tensor.shape == (2, 1) for node in ways)
+    assert len({node.attrs["rows"] for node in ways}) == 2

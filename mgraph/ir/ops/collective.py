@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mgraph.ir.dims import Dim
+from mgraph.ir.dims import Dim, symbol
 from mgraph.ir.opdef import REQUIRED, define_op
 from mgraph.ir.types import DType, Partial, PendingType, Shard, TensorType, Type
 
@@ -113,24 +113,37 @@ reduce_scatter_start = define_op(
 )
 
 
-def _all_to_all(*groups: Any, axis: str, split_dim: int, join_dim: int) -> Any:
-    """Rank i sends chunk j along `split_dim` to rank j, which joins along `join_dim`: `S(join)` to `S(split)`."""
+def _all_to_all(
+    *groups: Any, axis: str, split_dim: int, join_dim: int, rows: str | None = None, back: bool = False
+) -> Any:
+    """Rank i sends chunk j along `split_dim` to rank j, which joins along `join_dim`: `S(join)` to `S(split)`.
+
+    Chunks are equal. With `rows`, the ragged dim of the results, a last operand `read_sizes` says how many rows go to
+    each rank and come from each; `back` sends as many as came, and gets as many as were sent.
+    """
     import torch
 
     made = []
-    for ranks in groups:
-        chunks = [list(t.chunk(len(ranks), split_dim)) for t in ranks]
+    sizes = [] if rows is None else [t.tolist()[back] for t in groups[-1]]
+    for ranks in groups if rows is None else groups[:-1]:
+        if rows is None:
+            chunks = [list(t.chunk(len(ranks), split_dim)) for t in ranks]
+        else:
+            chunks = [list(t.split(sent)) for t, sent in zip(ranks, sizes, strict=True)]
         made.append([torch.cat([c[j] for c in chunks], join_dim) for j in range(len(ranks))])
     return tuple(made)
 
 
 def _infer_all_to_all(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    if attrs.get("rows") is not None:
+        received = symbol(attrs["rows"])
+        return tuple(replace(t, shape=(received, *t.shape[1:])) for t in types[:-1])
     if attrs["split_dim"] == attrs["join_dim"]:
         return tuple(types)
     return tuple(t.place(attrs["axis"], Shard(attrs["split_dim"])) for t in types)
 
 
-_EXCHANGE = {"axis": REQUIRED, "split_dim": REQUIRED, "join_dim": REQUIRED}
+_EXCHANGE = {"axis": REQUIRED, "split_dim": REQUIRED, "join_dim": REQUIRED, "rows": None, "back": False}
 all_to_all = define_op("all_to_all", _all_to_all, attrs=_EXCHANGE, infer=_infer_all_to_all, collective=True)
 all_to_all_start = define_op(
     "all_to_all_start", _all_to_all, attrs=_EXCHANGE, infer=_start(_infer_all_to_all), collective=True

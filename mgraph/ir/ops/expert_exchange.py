@@ -11,7 +11,8 @@ replaces them by the other ops and collectives:
 
 R is a ragged dim. Of the n·T rows that a rank has room for, T for each rank that it receives from, those in use come
 first within the part of each rank; a row that is not in use has no experts, and is read into no result. With a budget
-there is room for a `part` of T only, and what finds none is counted.
+there is room for a `part` of T only, and what finds none is counted. With sizes that the host reads there is room for
+the rows that there are (`exact`, `mgraph.ir.ops.exact_exchange`).
 """
 
 from __future__ import annotations
@@ -38,52 +39,64 @@ if TYPE_CHECKING:
     Types = Sequence[TensorType]
 
 
-def _expert_send(*operands: Any, num_experts: int, rows: str, choices: bool = False) -> Any:
+def _parted(operands: Sequence[Any], attrs: Attrs) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What goes on a way, and what says where: indices, with `exact` after the sizes of messages."""
+    count = len(operands) - (2 if attrs.get("exact") else 1)
+    return operands[:count], operands[count:]
+
+
+def _expert_send(*operands: Any, num_experts: int, rows: str, choices: bool = False, exact: bool = False) -> Any:
     """Rows of tensors for the ranks that have a token's experts.
 
-    Tensors [T, N] of any width, then indices i64[T, K] → each as [R, N], where R is the ragged dim `rows`; with
+    Tensors [T, N] of any width, then indices i64[T, K] (with `exact` after `expert_sizes` of them) → each as [R, N],
+    where R is the ragged dim `rows`; with
     `choices` at last i64[R, K], the experts of a row by their numbers on the rank that has it, and how many that rank
     has for one of another rank. On one rank: what it is given.
     """
-    *tensors, indices = operands
-    return (*tensors, indices) if choices else tuple(tensors)
+    tensors, way = _parted(operands, {"exact": exact})
+    return (*tensors, way[-1]) if choices else tuple(tensors)
 
 
 def _infer_send(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
-    *tensors, indices = types
-    _same_tokens("expert_send", types)
+    tensors, way = _parted(types, attrs)
+    _same_tokens("expert_send", [*tensors, way[-1]])
     received = symbol(attrs["rows"])
-    sent = [*tensors, indices] if attrs.get("choices") else tensors
+    sent = [*tensors, way[-1]] if attrs.get("choices") else tensors
     return tuple(TensorType(t.dtype, (received, *t.shape[1:])) for t in sent)
 
 
 def _send_gradient(request: GradientRequest) -> Sequence[Value | None]:
-    *tensors, indices = request.node.operands
+    tensors, way = _parted(request.node.operands, request.node.attrs)
     given = [c for c in request.cotangents[: len(tensors)] if c is not None]
-    attrs = {name: request.node.attrs[name] for name in ("num_experts", "rows")}
-    made = iter(request.builder.emit("expert_return", (*given, indices), attrs, names=["dsent"] * len(given)))
-    return *(None if c is None else next(made) for c in request.cotangents[: len(tensors)]), None
+    attrs = _way_attrs(request)
+    made = iter(request.builder.emit("expert_return", (*given, *way), attrs, names=["dsent"] * len(given)))
+    return *(None if c is None else next(made) for c in request.cotangents[: len(tensors)]), *[None] * len(way)
 
 
-def _expert_return(*operands: Any, num_experts: int, rows: str) -> Any:
+def _way_attrs(request: GradientRequest) -> dict[str, Any]:
+    return {name: value for name, value in request.node.attrs.items() if name in ("num_experts", "rows", "exact")}
+
+
+def _expert_return(*operands: Any, num_experts: int, rows: str, exact: bool = False) -> Any:
     """The inverse way: for each token the sum of the rows that stand for it on the ranks that have its experts.
 
-    Tensors [R, N], then indices i64[T, K] → each as [T, N], summed in at least f32. On one rank: what it is given.
+    Tensors [R, N], then indices i64[T, K] (with `exact` after `expert_sizes` of them) → each as [T, N], summed in at
+    least f32. On one rank: what it is given.
     """
-    return operands[:-1]
+    return tuple(_parted(operands, {"exact": exact})[0])
 
 
 def _infer_return(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
-    *tensors, indices = types
-    return tuple(TensorType(t.dtype, (indices.shape[0], *t.shape[1:])) for t in tensors)
+    tensors, way = _parted(types, attrs)
+    return tuple(TensorType(t.dtype, (way[-1].shape[0], *t.shape[1:])) for t in tensors)
 
 
 def _return_gradient(request: GradientRequest) -> Sequence[Value | None]:
-    indices = request.node.operands[-1]
+    way = _parted(request.node.operands, request.node.attrs)[1]
     given = [c for c in request.cotangents if c is not None]
-    attrs = {name: request.node.attrs[name] for name in ("num_experts", "rows")}
-    made = iter(request.builder.emit("expert_send", (*given, indices), attrs, names=["dreturned"] * len(given)))
-    return *(None if c is None else next(made) for c in request.cotangents), None
+    attrs = _way_attrs(request)
+    made = iter(request.builder.emit("expert_send", (*given, *way), attrs, names=["dreturned"] * len(given)))
+    return *(None if c is None else next(made) for c in request.cotangents), *[None] * len(way)
 
 
 def _same_tokens(op: str, types: Types) -> None:
@@ -163,14 +176,14 @@ def _infer_pack(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
 def _unpack_rows(y: Tensor, places: Tensor, *, part: float = 1.0) -> Tensor:
     """The sum over the ranks that token t went to of y[d·C + places[t, d]]: y [n·C, N], places i64[T, n] → [T, N].
 
-    Summed in at least f32.
+    Summed in at least f32. With a `part` of 0 places count all rows, of which there may be any number.
     """
     tokens, ranks = places.shape
-    parts = promote(y).unflatten(0, (ranks, _slots(tokens, part)))
-    total = parts.new_zeros(tokens, *y.shape[1:])
+    rows = promote(y)
+    total = rows.new_zeros(tokens, *y.shape[1:])
     for rank in range(ranks):
         goes = places[:, rank] >= 0
-        total[goes] += parts[rank, places[goes, rank]]
+        total[goes] += rows[rank * _slots(tokens, part) + places[goes, rank]]
     return rounded(total, y)
 
 
@@ -186,7 +199,7 @@ define_op(
     "expert_send",
     _expert_send,
     infer=_infer_send,
-    attrs={"num_experts": REQUIRED, "rows": REQUIRED, "choices": False},
+    attrs={"num_experts": REQUIRED, "rows": REQUIRED, "choices": False, "exact": False},
     gradient=_send_gradient,
     bytes=traffic,
 )
@@ -194,7 +207,7 @@ define_op(
     "expert_return",
     _expert_return,
     infer=_infer_return,
-    attrs={"num_experts": REQUIRED, "rows": REQUIRED},
+    attrs={"num_experts": REQUIRED, "rows": REQUIRED, "exact": False},
     gradient=_return_gradient,
     bytes=traffic,
 )
