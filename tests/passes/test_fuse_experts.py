@@ -161,6 +161,51 @@ def test_a_forward_alone_keeps_nothing() -> None:
     assert_same(before, after, indices=indices)
 
 
+def packed(form: str, *, turned: bool, biased: bool) -> str:
+    """A layer forward, both matrices in one tensor."""
+    halves = ("{dim = 1, end = 5}", "{dim = 1, start = 5}")
+    first, second = halves if form == "halves" else ("{dim = 1, step = 2}", "{dim = 1, start = 1, step = 2}")
+    params = f"%h: {_TYPES['h']}, %logits: {_TYPES['logits']}, %wd: bf16[4, 5, 6], %w: bf16[4, 6, 10]"
+    params = params.replace("[4, 6, 10]", "[4, 10, 6]") if turned else params
+    more, bias = (", %b: bf16[4, 10], %bd: bf16[4, 6]", ", %b") if biased else ("", "")
+    lines = FORWARD.strip("\n").split("\n")
+    lines[3:5] = [
+        f"  %both: bf16[2*S, 10] = grouped_matmul(%rows, %w, %offsets{bias}) {{transpose_w = {str(turned).lower()}}}",
+        f"  %gate: bf16[2*S, 5] = aten.slice.Tensor(%both) {first}",
+        f"  %up: bf16[2*S, 5] = aten.slice.Tensor(%both) {second}",
+    ]
+    text = "\n".join(lines)
+    text = text.replace("(%y, %wd, %offsets)", "(%y, %wd, %offsets, %bd)") if biased else text
+    return f"func @f({params}{more}) {{\n{text}\n  return %sum\n}}"
+
+
+@pytest.mark.parametrize(
+    ("form", "turned", "biased"), [("halves", True, False), ("pairs", False, True), ("pairs", True, False)]
+)
+def test_packed_matrices_and_sums(form: str, turned: bool, biased: bool) -> None:
+    before, after, report = raised(FuseExperts(sums=True), packed(form, turned=turned, biased=biased))
+    assert ops(after.functions["f"]) == {"reshape": 1, "moe_route_order": 1, "expert_glu": 1, "expert_sum": 1}
+    (unit,) = [node for node in after.functions["f"].nodes if node.op == "expert_glu"]
+    assert (unit.attrs["packed"], unit.attrs["transpose_w"], len(unit.operands)) == (form, turned, 4 + biased)
+    assert len(report.matches) == 2 and not report.near_misses
+    assert_same(before, after)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("end = 5}", "end = 5}\n  %z: bf16[2*S, 10] = aten.neg.default(%both)", "%both is read by aten.neg.default"),
+        ("glu(%gate, %up)", "glu(%up, %gate)", "neither halves nor pairs"),
+        ("return %sum", "return %sum, %gate", "%gate is read by the callers, too"),
+        ("return %sum", "return %sum, %out", "%out is read by the callers, too"),
+    ],
+)
+def test_near_misses_of_packed_matrices(old: str, new: str, expected: str) -> None:
+    text = packed("halves", turned=True, biased=False).replace(old, new)
+    _, _, report = raised(FuseExperts(sums=True), text)
+    assert [miss.detail for miss in report.near_misses if expected in miss.detail], report.near_misses
+
+
 def broken(*changes: tuple[str, str]) -> str:
     text = two_functions()
     for old, new in changes:
