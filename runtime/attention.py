@@ -205,12 +205,12 @@ class _Form:
     whole_mask = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        raise NotImplementedError(type(self).__name__)
 
     def backward(
         self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: _Block
     ) -> tuple[Tensor, Tensor, Tensor]:
-        raise NotImplementedError
+        raise NotImplementedError(type(self).__name__)
 
 
 class _Cpu(_Form):

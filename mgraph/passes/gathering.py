@@ -100,15 +100,15 @@ class _Body:
 
     def kind(self, value: Value) -> str:
         """What a slot or a state is."""
-        raise NotImplementedError
+        raise NotImplementedError(type(self).__name__)
 
     def whole(self, value: Value) -> Value:
         """A parameter, gathered."""
-        raise NotImplementedError
+        raise NotImplementedError(type(self).__name__)
 
     def add(self, total: Value, result: Value, part: Value) -> None:
         """`part` is to be added to the sharded accumulator `total`, which gives `result`."""
-        raise NotImplementedError
+        raise NotImplementedError(type(self).__name__)
 
     def node(self, node: Node) -> None:
         """Rewrite one node."""
