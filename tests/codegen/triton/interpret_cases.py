@@ -27,7 +27,15 @@ from mgraph.runtime import kernels as runtime
 
 Case = tuple[str, tuple[torch.Tensor, ...]]
 
-BROKEN_INTERPRETER = version("triton") < "3.7" and version("numpy") >= "2.5" and not os.environ.get("MGRAPH_KERNELS_ON")
+
+def release(library: str) -> tuple[int, ...]:
+    """Major and minor version of what is installed."""
+    return tuple(map(int, version(library).split(".")[:2]))
+
+
+BROKEN_INTERPRETER = (
+    release("triton") < (3, 7) and release("numpy") >= (2, 5) and not os.environ.get("MGRAPH_KERNELS_ON")
+)
 """The interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does."""
 
 
