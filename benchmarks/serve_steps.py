@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from mgraph.codegen.buckets import MOST_TOKENS, POLICIES, by_policy, default_histogram
+from mgraph.runtime.serving.blocks import Windows
 from mgraph.runtime.serving.choices import Sampler
 from mgraph.runtime.serving.dispatch import Bucket, Key, choose
 from mgraph.runtime.serving.engine import Engine
@@ -98,7 +99,7 @@ class Blank:
         self.block_size, self.max_length, self.vocab_size = block_size, max_length, 1000
         self.max_tokens, self.max_requests = max_tokens, slots
         self.num_blocks = 1 + slots * -(-max_length // block_size)
-        self.windows = (None,)
+        self.windows: Windows = (None,)
         self.asynchronous = True
         self.shapes: list[Shape] = []
 

@@ -60,7 +60,13 @@ class ServeOptions(Settings):
     chat_template: Path | None = field(
         default=None, metadata=about("how conversations become text, in Jinja (default: the tokenizer's own)")
     )
-    num_blocks: int = field(default=0, metadata=about("blocks of the cache (default 0: what memory allows)", low=0))
+    num_blocks: int = field(
+        default=0,
+        metadata=about(
+            "blocks of the cache; of a layer with a window those of the window only (default 0: what memory allows)",
+            low=0,
+        ),
+    )
     cache_memory: float = field(
         default=0.0,
         metadata=about("GiB of the cache of a rank, in place of --num-blocks (default 0: what memory allows)", low=0),

@@ -191,8 +191,8 @@ class Scheduler:
 
     def _lacking(self, request: Request, count: int) -> int:
         """Blocks, of all groups, that `count` more tokens take beside those that it has."""
-        more = self.pool.needed(request.computed + count) - request.tables.length
-        return more * len(self.pool.windows)
+        short = request.computed + count - request.tables.length * self.pool.block_size
+        return 0 if short <= 0 else self.pool.needed(short) * len(self.pool.windows)
 
     def _fits(self, request: Request, blocks: int) -> int:
         """How many more tokens so many more blocks hold."""

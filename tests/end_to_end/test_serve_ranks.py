@@ -37,7 +37,8 @@ PROMPTS = ["The cat", "a", "Once upon a time there was a ", "The cat sat"]
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A package of a tiny model for one process (`1`), one for two ranks (`2`), and `weights` that are spread out."""
+    """A package of a tiny model, with a window in one layer, for one process (`1`), one for two ranks (`2`), and
+    `weights` that are spread out."""
     found: dict[str, Path] = {}
     for count in (1, 2):
         built = package(tmp_path_factory.mktemp(f"ranks{count}"), count)
@@ -55,7 +56,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def package(directory: Path, ranks: int) -> Build:
     mesh = {} if ranks == 1 else {"mesh": f"tp={ranks}"}
-    return build("dense-tiny", directory, purpose="serve", max_length=64, **mesh)
+    return build("dense-tiny-capped", directory, purpose="serve", max_length=64, **mesh)
 
 
 def environment(**variables: str) -> dict[str, str]:
