@@ -124,16 +124,15 @@ def open_stepper(package: Path, weights: Path | None, settings: Settings) -> Ste
     stepper = found.PackageStepper(
         opened[0] if opened else package,
         weights,
-        2 if settings.cache_memory else settings.num_blocks,
+        settings.num_blocks,
         where.device if opened else mesh.choose_device(settings.device),
         seed=settings.seed,
         max_tokens=settings.step_tokens or found.MAX_TOKENS,
         max_requests=settings.max_requests or found.MAX_REQUESTS,
         mesh=where,
         batch_invariant=settings.batch_invariant,
+        cache_bytes=int(settings.cache_memory * 2**30),
     )
-    if settings.cache_memory:
-        stepper.resize(max(2, int(settings.cache_memory * 2**30 / stepper.block_bytes)))
     return led(stepper, where, stepper.release) if where.world_size > 1 else stepper
 
 

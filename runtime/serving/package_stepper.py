@@ -48,9 +48,9 @@ class PackageStepper:
     """A serve package with weights, a cache of `num_blocks` blocks, and its steps; see `mgraph.runtime.serving.step`.
 
     `weights` are a safetensors file or directory, or a training run's directory; None draws the parameters with `seed`.
-    `num_blocks` 0 takes what the memory allows. A rank of a `mesh` has its shares of parameters and cache; all ranks
-    then run the same steps. With `batch_invariant` what a request gets has the same bits whatever else is in a step
-    (`runtime/invariant.py`). Raises OptionError, PackageError, CheckpointError.
+    `num_blocks` 0 takes as many as `cache_bytes` hold, or (0) what the memory allows. A rank of a `mesh` has its shares
+    of parameters and cache; all ranks then run the same steps. With `batch_invariant` what a request gets has the same
+    bits whatever else is in a step (`runtime/invariant.py`). Raises OptionError, PackageError, CheckpointError.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class PackageStepper:
         cuda_graphs: bool = True,
         mesh: Mesh = ALONE,
         batch_invariant: bool = False,
+        cache_bytes: int = 0,
     ) -> None:
         self.device, self.mesh = torch.device(device), mesh
         loaded = package if isinstance(package, Package) else load_serving(package, self.device, strict, jit)
@@ -93,6 +94,8 @@ class PackageStepper:
         self.graphs: StepGraphs | None = None
         self._steps = 0
         self.num_blocks = 0
+        if cache_bytes and not num_blocks:
+            num_blocks = max(1 + len(self.windows), cache_bytes // self.block_bytes)
         self.resize(num_blocks or min(mesh.gather(self._blocks_that_fit(self.block_bytes))))
         if batch_invariant:
             self._prove_invariant()

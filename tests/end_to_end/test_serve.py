@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from mgraph.compiler import compile_package
 from mgraph.errors import CheckpointError, OptionError
 from mgraph.recipe import Recipe
+from mgraph.runtime.package import read_manifest
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
@@ -202,12 +203,13 @@ def of_family(family: str, directory: Path) -> tuple[Path, Path, torch.nn.Module
 
 def compare(package: Path, weights: Path, model: torch.nn.Module, prompts: str, prefix_cache: bool, cache: str) -> None:
     """Tokens equal those of the model wherever two are not as likely, and log-probabilities do, prompts included."""
+    groups = len(read_manifest(package).get("cache_groups", [None]))  # each holds the longest, or its window
     llm = LLM(
         package,
         weights,
         device="cpu",
         prefix_cache=prefix_cache,
-        num_blocks=5 if cache == "tight" else 60,
+        num_blocks=2 + 3 * groups if cache == "tight" else 60,
         step_tokens=7 if prompts == "chunks" else 0,
         max_requests=5,
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mgraph.errors import OptionError
 from mgraph.runtime.serving.blocks import most_blocks
 from mgraph.runtime.serving.dispatch import Bucket
 from mgraph.runtime.serving.engine import Engine
@@ -110,3 +111,16 @@ def test_batch_invariance_with_windows(opened: Any, kind: str) -> None:
     together, _ = served(engine_of(same, 80, chunk=CHUNK), prompts(6)[2:], 6)
     alone = [served(engine_of(same, 80, prefix_cache=False), [prompt], 6)[0][0] for prompt in prompts(6)[2:]]
     assert together == alone and worst(model, alone) < 1e-4
+
+
+def test_a_cache_of_so_many_bytes(opened: Any) -> None:
+    """At least a block for each group."""
+    for kind in KINDS:
+        stepper, _ = opened(kind)
+        blocks = PackageStepper(
+            stepper.package, None, cache_bytes=9 * stepper.block_bytes + 1, max_requests=4
+        ).num_blocks
+        assert blocks == 9 and PackageStepper(stepper.package, None, cache_bytes=1).num_blocks == 1 + len(KINDS[kind])
+    with pytest.raises(OptionError, match="a cache of 2 blocks holds no request") as refused:
+        stepper.resize(2)
+    assert refused.value.hint == "at least 3 blocks"
