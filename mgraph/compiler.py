@@ -210,13 +210,13 @@ LATE = ("grouped_", "moe_route_fwd")
 class KernelsAhead(Instrument):
     """Lets the kernels of each graph be compiled while the passes go on."""
 
-    def __init__(self, builder: KernelBuilder) -> None:
-        self._builder = builder
+    def __init__(self, builder: KernelBuilder, *, fixed: bool) -> None:
+        self._builder, self._fixed = builder, fixed
 
     def after(self, result: PassResult, before: Module, after: Module) -> None:
         """Hand over the kernels that the pass brought in."""
         if after is not before:
-            specs = kernel_sites(after, gpu=True).specs
+            specs = kernel_sites(after, gpu=True, fixed=self._fixed).specs
             self._builder.prepare([spec for spec in specs if not spec.name.startswith(LATE)])
 
 
@@ -320,7 +320,7 @@ def _compile(
     force: bool,
     say: Callable[[str], Any],
 ) -> Compilation:
-    ahead = [KernelsAhead(builder)] if recipe.archs else []
+    ahead = [KernelsAhead(builder, fixed=recipe.batch_invariant)] if recipe.archs else []
     done, verifier = _run_passes(recipe, (*extra, *ahead), say)
     plan = serving_plan(recipe, done.module) if recipe.purpose == "serve" else None
     if plan is not None:
@@ -353,6 +353,7 @@ def _compile(
         {"B": recipe.batch, "S": recipe.seq},
         parse_providers(recipe.provider),
         {} if plan is None else plan.facts(),
+        recipe.batch_invariant,
     )
     with collector_spared():
         done.package = emit_package(done.module, info, recipe.directory, force=force, builder=builder)

@@ -48,7 +48,9 @@ _OF_PURPOSE = {
         "packed": "a sequence that is served has its row",
         "place": "what is served is on one device whole",
     },
-    "serve": dict.fromkeys(("graph_policy", "graph_workload", "graphs"), "--for serve, or leave it out"),
+    "serve": dict.fromkeys(
+        ("graph_policy", "graph_workload", "graphs", "batch_invariant"), "--for serve, or leave it out"
+    ),
 }
 """Options that packages of one purpose alone have, each with what to say to others."""
 
@@ -209,6 +211,11 @@ class Recipe:
         "", "a JSON list of [tokens, requests, how often] that the graphs are chosen for (empty: every doubling alike)"
     )
     graphs: int = option(24, "when serving on GPUs: the most CUDA graphs", within=(1, 1000))
+    batch_invariant: bool = option(
+        False,
+        "when serving on GPUs: kernels that compute a row alike whatever else is in a step, which mgraph serve "
+        "--batch-invariant asks for; slower",
+    )
     disable: str = option("", "passes to leave out: names or patterns, comma-separated (raise-*)")
     verify: bool = option(False, "check every pass with the interpreter, all ranks, on a reduced twin of the model")
 
@@ -235,6 +242,12 @@ class Recipe:
         if self.one_microbatch and self.overlap:
             problem = "one_microbatch and overlap do not go together: the last microbatch adds to those before it"
             raise OptionError(problem, where="--one-microbatch", hint="without --overlap, or without --one-microbatch")
+        if self.batch_invariant and self.provider:
+            problem = "batch_invariant has our kernels alone: what others give for a row depends on how many there are"
+            raise OptionError(problem, where="--provider", hint="without --provider, or without --batch-invariant")
+        if self.batch_invariant and (self.mesh_axes().get("tp") or 1) > 1:
+            problem = "batch_invariant is for one rank: the order of sums of several ranks follows their size"
+            raise OptionError(problem, where="--batch-invariant", hint="without tp, or without --batch-invariant")
         if self.lora_train and not self.lora:
             raise OptionError("there is no adapter", where="--lora-train", hint="--lora says which linears get one")
         if (self.recompute == "selective") != bool(self.activation_budget):

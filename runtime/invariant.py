@@ -10,7 +10,12 @@ a row has the same bits whatever lies beside it:
 * attention over a cache: `ROWS` positions of one sequence at a time, counted from its beginning (see `paged.py`).
 
 Ops that only move data, choose, compare or are rounded exactly run as they are. An op that is known to be neither is
-refused with its name, and nothing runs that might differ. This is slow; it is for the CPU.
+refused with its name, and nothing runs that might differ. This is slow.
+
+On a GPU most work is done by kernels of the package, which were made to compute a row alike among any others. Of
+torch's ops, elementwise functions run as they are, since all elements go one way there; reductions take pieces as
+above, and so does `topk`, whose algorithm follows the number of rows. Products are refused: which kernel of a library
+runs, and how it divides a sum, is known to the library alone.
 """
 
 from __future__ import annotations
@@ -55,6 +60,9 @@ MOVING = _names(
 """Ops that move, choose or compare what is there. (Sums of `embedding_bag` go bag by bag.)"""
 ALONG = _names("softmax log_softmax sum mean logsumexp cumsum prod linalg_vector_norm var")
 """Reductions along a dim, or what is computed from them."""
+_PRODUCTS_OF_TORCH = _names("mm addmm bmm _grouped_mm")
+_LINE = 16
+"""Bytes that a GPU's thread reads at once: how a row is read may depend on whether it begins at a multiple of them."""
 
 _here: ContextVar[_FixedShapes | None] = ContextVar("fixed_shapes", default=None)
 
@@ -108,6 +116,13 @@ class _FixedShapes(TorchDispatchMode):
         if self.plain:
             return func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
+        if any(tensor.is_cuda for tensor in _tensors([*args, *kwargs.values()])):
+            if name in _PRODUCTS_OF_TORCH:
+                return _outer(func, *args, **kwargs)
+            if torch.Tag.pointwise in func.tags:
+                return func(*args, **kwargs)
+            if name == "topk" and not func._schema.is_mutable:
+                return _along(func, args, kwargs)
         if name == "_grouped_mm":
             return _grouped(*args, **kwargs)
         known = name.strip("_") if not name.startswith("__") else name
@@ -116,7 +131,7 @@ class _FixedShapes(TorchDispatchMode):
         if known in ("native_layer_norm", "fused_rms_norm"):
             return _normalized(func, *args, **kwargs)
         if known in ALONG:
-            return _along(func, args, kwargs)
+            return _given(func, known, lambda *a, **k: _along(_functional(func), a, k, func._schema), args, kwargs)
         if _moves(func, known) or (known in EXACT and _rounded_once(args, kwargs)):
             return func(*args, **kwargs)
         if _whole(args, kwargs):
@@ -158,6 +173,8 @@ def _given(
     if out is None and func._schema.is_mutable:
         out = args[0]
     made = compute(*args, **kwargs)
+    if out is not None and out.shape != made.shape:
+        out.resize_(made.shape)
     return made if out is None else out.copy_(made)
 
 
@@ -168,18 +185,26 @@ def _functional(func: Any) -> Any:
     return getattr(torch.ops.aten, func._schema.name.split("::")[1].rstrip("_"))
 
 
-def _piece(rows: Tensor, begin: int, count: int) -> Tensor:
-    """`count` rows of a tensor from `begin` on, at a fresh place; zeros where there are no more."""
+def _piece(rows: Tensor, begin: int, count: int, taken: int | None = None) -> Tensor:
+    """`count` rows of a tensor, of which the first `taken` (all) are those from `begin` on, at a fresh place; zeros
+    where there are no more."""
     piece = rows.new_zeros(count, *rows.shape[1:])
-    here = rows[begin : begin + count]
+    here = rows[begin : begin + (taken or count)]
     piece[: here.shape[0]] = here
     return piece
 
 
 def _pieces(compute: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """`compute` of a tensor's rows, `ROWS` at a time."""
-    made = [compute(_piece(rows, begin, ROWS)) for begin in range(0, max(1, rows.shape[0]), ROWS)]
-    return torch.cat(made)[: rows.shape[0]]
+    return _joined(lambda piece: (compute(piece),), rows)[0]
+
+
+def _joined(compute: Callable[[Tensor], Sequence[Tensor]], rows: Tensor) -> list[Tensor]:
+    """What `compute` gives of a tensor's rows, `ROWS` at a time; or on a GPU, where rows do not begin alike, one."""
+    width = math.prod(rows.shape[1:]) * rows.element_size()
+    taken = 1 if rows.is_cuda and width % _LINE else ROWS
+    made = [compute(_piece(rows, at, ROWS, taken)) for at in range(0, max(1, rows.shape[0]), taken)]
+    return [torch.cat([part[:taken] for part in parts])[: rows.shape[0]] for parts in zip(*made, strict=True)]
 
 
 def _mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -203,6 +228,13 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
 _PRODUCTS: Mapping[str, Callable[..., Tensor]] = {"mm": _mm, "addmm": _addmm, "bmm": _bmm}
 
 
+def _outer(func: Any, a: Tensor, b: Tensor, *more: Any, **named: Any) -> Tensor:
+    """A product of columns with rows, in which nothing is added up; any other is refused."""
+    if func._schema.name.split("::")[1] not in ("mm", "bmm") or a.shape[-1] != 1 or func._schema.is_mutable:
+        raise _refusal(func)
+    return a * b
+
+
 def _grouped(
     rows: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -216,15 +248,16 @@ def _grouped(
     return out
 
 
-def _along(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], schema: Any = None) -> Any:
     """An op along one dim or several: the rows of the tensor, laid densely, are taken `ROWS` at a time."""
-    names = [argument.name for argument in func._schema.arguments]
-    bound = dict(zip(names, args, strict=False)) | kwargs
+    given = (schema or func._schema).arguments
+    bound = {argument.name: argument.default_value for argument in given if argument.name == "dim"}
+    bound |= dict(zip([argument.name for argument in given], args, strict=False)) | kwargs
     if _whole(args, kwargs) and not getattr(kwargs.get("dtype"), "is_floating_point", False):
         return func(*args, **kwargs)
-    x = bound.pop(names[0])
+    x = bound.pop(given[0].name)
     dim = bound.pop("dim", None)
-    if dim is None:
+    if dim is None or (not isinstance(dim, int) and not dim):
         raise _refusal(func)  # a sum over rows
     places = [place % x.dim() for place in ([dim] if isinstance(dim, int) else dim)]
     keepdim = bound.pop("keepdim", False)
@@ -232,9 +265,21 @@ def _along(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     shape = [x.shape[place] for place in kept]
     flat = x.permute(*kept, *places).reshape(math.prod(shape), -1)
     along = 1 if isinstance(dim, int) else [1]
-    made = _pieces(lambda piece: func(piece, dim=along, **bound), flat)
-    if made.dim() == 2:  # as many as there were
-        return made.reshape(*shape, x.shape[places[0]]).movedim(-1, places[0])
+    returned: list[type[Any]] = []
+
+    def compute(piece: Tensor) -> Sequence[Tensor]:
+        found = func(piece, dim=along, **bound)
+        returned.append(type(found))
+        return (found,) if isinstance(found, Tensor) else found
+
+    laid = [_laid(made, shape, places, keepdim) for made in _joined(compute, flat)]
+    return laid[0] if issubclass(returned[0], Tensor) else tuple(laid)
+
+
+def _laid(made: Tensor, shape: Sequence[int], places: Sequence[int], keepdim: bool) -> Tensor:
+    """What was made of rows, with the dims that the op gives: those that were kept have `shape`."""
+    if made.dim() == 2:  # as many as there were, or other ones
+        return made.reshape(*shape, made.shape[1]).movedim(-1, places[0])
     made = made.reshape(shape)
     for place in sorted(places) if keepdim else ():
         made = made.unsqueeze(place)
@@ -245,8 +290,7 @@ def _normalized(func: Any, x: Tensor, shape: Sequence[int], *more: Any, **named:
     """A norm over the last dims, `ROWS` rows at a time, and its statistics."""
     leading = x.shape[: x.dim() - len(shape)]
     flat = x.reshape(-1, *shape)
-    made = [func(_piece(flat, begin, ROWS), shape, *more, **named) for begin in range(0, flat.shape[0], ROWS)]
-    joined = [torch.cat(parts)[: flat.shape[0]] for parts in zip(*made, strict=True)]
+    joined = _joined(lambda piece: func(piece, shape, *more, **named), flat)
     return tuple(part.reshape(*leading, *part.shape[1:]) for part in joined)
 
 

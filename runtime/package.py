@@ -162,13 +162,23 @@ class Package:
                 poison.check(entry, outputs, state, str(self.path / "step.py"))
             else:
                 outputs = self.graphs.call(entry, self.entries[entry], state, inputs)
-        except MgraphError:
+        except MgraphError as error:
+            error.where = error.where or self._place(error)
             raise
         except Exception as error:
             raise self._failure(entry, error) from error
         names = self.manifest["entries"][entry]["outputs"]
         assert len(names) == len(outputs), f"{entry} returned {len(outputs)} values, the manifest lists {names}"
         return dict(zip(names, outputs, strict=True))
+
+    def _place(self, error: Exception) -> str:
+        """The line of step.py that an error went through, and that of the model which it was written for."""
+        file = self.path / "step.py"
+        number = _line_in(file, error)
+        above = reversed(file.read_text(encoding="utf-8").splitlines()[: number - 1])
+        notes = (line.strip().removeprefix("# ") for line in above if line.lstrip().startswith(("# ", "def ")))
+        note = next(notes, "def ")
+        return f"{file}:{number}" + ("" if note.startswith("def ") else f", {' '.join(note.split())}")
 
     def _failure(self, entry: str, error: Exception) -> PackageError:
         """What failed inside step.py, and at which of its lines."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,10 +85,22 @@ def test_what_is_served_is_not_packed() -> None:
         Recipe(model="dense-tiny", purpose="serve", packed=True)
 
 
-@pytest.mark.parametrize(("name", "value"), [("graph_policy", "linear"), ("graph_workload", "w.json"), ("graphs", 3)])
+SERVING = [("graph_policy", "linear"), ("graph_workload", "w.json"), ("graphs", 3), ("batch_invariant", True)]
+
+
+@pytest.mark.parametrize(("name", "value"), SERVING)
 def test_graphs_are_chosen_for_serving(name: str, value: object) -> None:
     with pytest.raises(OptionError, match=f"{name} is for serving"):
         Recipe(**{"model": "dense-tiny", name: value})  # type: ignore[arg-type]
+
+
+def test_batch_invariance_is_for_our_kernels_on_one_rank() -> None:
+    given: dict[str, Any] = {"model": "m", "purpose": "serve", "batch_invariant": True}
+    assert Recipe(**given).batch_invariant
+    with pytest.raises(OptionError, match="batch_invariant has our kernels alone"):
+        Recipe(**given, provider=("rope=torch",))
+    with pytest.raises(OptionError, match="batch_invariant is for one rank"):
+        Recipe(**given, mesh="tp=2")
 
 
 @pytest.mark.parametrize("zero", [1, 2])

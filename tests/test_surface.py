@@ -16,7 +16,8 @@ SURFACE = {
     "--expert-load/--no-expert-load "
     "--replayable-routing/--no-replayable-routing "
     "--loss-scale --loss-scale-growth --loss-scale-backoff --loss-scale-interval --loss-mask/--no-loss-mask "
-    "--packed/--no-packed --max-length --block-size --graph-policy --graph-workload --graphs --disable "
+    "--packed/--no-packed --max-length --block-size --graph-policy --graph-workload --graphs "
+    "--batch-invariant/--no-batch-invariant --disable "
     "--verify/--no-verify --recipe/-c --force",
     "dump": "PKG PASS --fn --format",
     "diff": "PKG PASS_A PASS_B --format --limit",

@@ -115,6 +115,18 @@ ON_GPUS: dict[str, Template] = {
 }
 """Ops that are kernel sites in packages with binaries for a GPU."""
 
+FIXED_ON_GPUS: dict[str, Template] = {
+    "expert_glu": Template("expert_glu_fwd", expert_glu.problem_of, expert_glu.fixed),
+    "expert_sum": Template("expert_sum", expert_sum.problem_of, expert_sum.fixed),
+    "grouped_matmul": Template("grouped_matmul", grouped.problem_of, grouped.fixed),
+    "grouped_matmul_sum": Template("grouped_matmul", grouped.problem_of, grouped.fixed),
+    "linear": Template("fixed_rows", few_rows.instance_of, few_rows.fixed),
+    "linear_glu": Template("fixed_rows", few_rows.instance_of, few_rows.fixed),
+    "paged_attention": Template("paged_attention", paged_attention.fixed_problem_of, paged_attention.forward),
+}
+"""Instead of those of `ON_GPUS` where nothing may depend on how many rows there are (`--batch-invariant`): all others
+have one way for any number of rows."""
+
 SUMS_ON_GPUS: dict[str, SumTemplate] = {
     "aten.embedding_dense_backward.default": SumTemplate(
         "embedding_grad", embedding_grad.problem_of, embedding_grad.build
@@ -142,11 +154,19 @@ Chooser = Callable[[Node, "Value | None"], str]
 class KernelSites:
     """Collects the sites; equal instances (size, dtypes, attributes) share one. `gpu`: there are binaries for GPUs;
     `division` says what one rank has of each tensor, which is what its kernels are made for; `chosen` gives the
-    provider of each node (none: the kernel, wherever a template takes it)."""
+    provider of each node (none: the kernel, wherever a template takes it); `fixed`: what a row gives does not depend on
+    how many there are."""
 
-    def __init__(self, *, gpu: bool = False, division: Division | None = None, chosen: Chooser | None = None) -> None:
-        self._division, self._chosen = division, chosen
-        self._templates = {**ON_ALL_TARGETS, **ON_GPUS} if gpu else ON_ALL_TARGETS
+    def __init__(
+        self,
+        *,
+        gpu: bool = False,
+        division: Division | None = None,
+        chosen: Chooser | None = None,
+        fixed: bool = False,
+    ) -> None:
+        self._division, self._chosen, self.fixed = division, chosen, fixed
+        self._templates = {**ON_ALL_TARGETS, **ON_GPUS, **(FIXED_ON_GPUS if fixed else {})} if gpu else ON_ALL_TARGETS
         self._sums = SUMS_ON_GPUS if gpu else {}
         self._names: dict[tuple[str, Any], str] = {}
         self.specs: list[KernelSpec] = []
@@ -205,9 +225,9 @@ def _local_value(value: Value, division: Division | None) -> Value:
     return replace(value, type=division.local_type(value.type))
 
 
-def kernel_sites(module: Module, *, gpu: bool = False) -> KernelSites:
+def kernel_sites(module: Module, *, gpu: bool = False, fixed: bool = False) -> KernelSites:
     """The sites of a module, in the order of its functions."""
-    sites = KernelSites(gpu=gpu, division=Division.of(module, declared_sizes(module)))
+    sites = KernelSites(gpu=gpu, division=Division.of(module, declared_sizes(module)), fixed=fixed)
     for function in module.functions.values():
         makers = function.producers()
         for node in function.nodes:

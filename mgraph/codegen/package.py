@@ -48,7 +48,8 @@ class PackageInfo:
     there as they are (`mgraph.capture.weight_layout`); `adapters` what is said of the adapter of a weight, by the
     weight's name; `padded` what the step makes longer by zeros, in words; `profile` the times that providers are chosen
     by, at these `extents` of named dims, and `providers` those that were asked for, by family; `graph_plan` the sizes
-    of steps that are CUDA graphs when serving.
+    of steps that are CUDA graphs when serving; `batch_invariant` says that kernels compute a row alike among any
+    others, which no provider but ours does.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class PackageInfo:
     extents: Mapping[str, int] = field(default_factory=dict)
     providers: Mapping[str, str] = field(default_factory=dict)
     graph_plan: Mapping[str, Any] = field(default_factory=dict)
+    batch_invariant: bool = False
 
 
 def emit_package(
@@ -119,6 +121,7 @@ def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBu
         gpu=bool(info.archs),
         division=Division.of(module, declared_sizes(module)),
         chosen=None if providers is None else providers.chosen,
+        fixed=info.batch_invariant,
     )
     lines: Lines = {}
     step = step_text(module, sites, lines)
@@ -130,6 +133,8 @@ def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBu
     data = manifest(
         module, info.kind, info.pipeline, info.verification, mark, info.weight_layout, info.adapters, info.padded
     )
+    if info.batch_invariant:
+        data["batch_invariant"] = True
     if info.graph_plan:
         data["graph_plan"] = dict(info.graph_plan)
     if providers is not None:
@@ -146,7 +151,7 @@ def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBu
 
 def _providers(module: Module, info: PackageInfo) -> Providers | None:
     """Who runs what on a GPU; None in packages without kernels for one. Raises OptionError as `check_forced` does."""
-    if info.profile is None or not info.archs:
+    if info.profile is None or not info.archs or info.batch_invariant:
         return None
     providers = Providers(module, info.profile, extents(module, info.extents), info.providers)
     providers.check_forced()

@@ -86,7 +86,7 @@ def write(site: Site) -> Written:
         return Written(f"rt.matmul_add_({', '.join([total, *rest])})", {0: 0} if site.overwrite == 0 else {})
     if name == "linear_cross_entropy_with_grad":
         return _linear_cross_entropy(site)
-    if name in ("linear", "linear_glu"):
+    if name in ("linear", "linear_glu") and not site.kernels.fixed:
         return Written(_linear(site), {})
     if name == "wait":  # of what is reduced in place there is no more to write, and that is not asked for
         return Written(_chosen(site, f"rt.wait({site.operands[0]})"), {})

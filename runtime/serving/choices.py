@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mgraph.runtime.invariant import fixed_shapes
 from mgraph.runtime.serving.step import I64, MOST_ALTERNATIVES, Sampling
 
 CHOICE = ("temperature", "top_k", "top_p", "min_p", "seeds", "draws", "targets")
@@ -60,11 +61,13 @@ def text_length(sampling: Sampling) -> int:
     return 1 + sum(len(text) for texts in (sampling.prompts, sampling.outputs) for text in texts or ())
 
 
-def with_all(results: Sequence[Tensor], logits: Tensor, sampling: Sampling) -> Sequence[Tensor]:
-    """Results of rows that ask for more of the likeliest tokens than the entries give: with all of them in order."""
+def with_all(results: Sequence[Tensor], logits: Tensor, sampling: Sampling, batch_invariant: bool) -> Sequence[Tensor]:
+    """Results of rows that ask for more of the likeliest tokens than the entries give: with all of them in order, and
+    their log-probabilities computed as the entries do it."""
     if sampling.alternatives <= MOST_ALTERNATIVES:
         return results
-    top, ids = logits.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+    with fixed_shapes(batch_invariant):
+        top, ids = (logits - logits.logsumexp(-1, keepdim=True)).sort(dim=-1, descending=True, stable=True)
     return [*results[:2], ids, top]
 
 
@@ -74,6 +77,7 @@ def sampled(
     sampling: Sampling,
     on_device: Callable[[Any], Tensor],
     known: Callable[[Tensor], Tensor],
+    batch_invariant: bool = False,
 ) -> Sequence[Tensor]:
     """The results of the entry for logits [N, V], launched op by op; `known` fills in unknown tokens of the text."""
     sampler = sampler_of(sampling)
@@ -85,4 +89,4 @@ def sampled(
         given.append(logits.new_zeros(logits.shape) if sampling.bias is None else on_device(sampling.bias))
         tokens, owners, written = (on_device(array) for array in text_of(sampling))
         given += [known(tokens), owners, written]
-    return with_all(call(sampler, logits, *given), logits, sampling)
+    return with_all(call(sampler, logits, *given), logits, sampling, batch_invariant)

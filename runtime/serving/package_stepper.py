@@ -13,7 +13,8 @@ from __future__ import annotations
 import gc
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from mgraph.runtime.package import Package, State, StateSpec, load_package
 from mgraph.runtime.serving.blocks import Windows, most_blocks
 from mgraph.runtime.serving.choices import sampled
 from mgraph.runtime.serving.dispatch import Bucket
+from mgraph.runtime.serving.proof import check_entries, check_place, rows_of_each_kind
 from mgraph.runtime.serving.step import Batch, Done, Pending, Sampled, Sampling
 from mgraph.runtime.serving.step_graphs import Capture, CudaCapture, StepGraphs, known
 from mgraph.runtime.state import create_state
@@ -124,7 +126,8 @@ class PackageStepper:
             listed = self.package.manifest.get("graph_plan", {}).get("buckets", [])
             buckets = [Bucket(*b) for b in listed]
         width, groups = -(-self.max_length // self.block_size), len(self.windows)
-        return StepGraphs(self._call, self._sample, buckets, width, self.block_size, self.device, capture, groups)
+        sizes, more = (width, self.block_size), (groups, self._batch_invariant)
+        return StepGraphs(self._call, self._sample, buckets, *sizes, self.device, capture, *more)
 
     def _blocks_that_fit(self, block_bytes: int) -> int:
         """As many as memory and the package's budget allow, and no more than all requests of a step can use."""
@@ -174,21 +177,23 @@ class PackageStepper:
             return list(self.package.call(entry, self.state, *inputs).values())
 
     def _prove_invariant(self) -> None:
-        """Run a step of one token, which belongs to no request, so that an op whose results depend on the batch is
-        refused at start-up. Raises OptionError, PackageError."""
-        if self.device.type != "cpu" or self.mesh.world_size > 1:
-            kernels = "kernels of a GPU divide work by the size of a step"
-            where = kernels if self.device.type != "cpu" else "the order of sums of several ranks follows its size"
-            raise OptionError(f"batch invariance is for the CPU and one rank: {where}", hint="--device cpu, without tp")
+        """Run all entries, on a token and rows of no request, so that ops whose results depend on the batch are refused
+        at start-up. Raises OptionError, PackageError."""
+        check_place(self.package.manifest, self.device, self.mesh)
         groups, width = len(self.windows), -(-self.max_length // self.block_size)
         zero, none = np.zeros(1, np.int64), np.zeros((1, width), np.int32)
         bounds, one = np.array([0, 1], np.int32), np.ones(1, np.int32)
         batch = Batch(zero, zero, (zero,) * groups, bounds, one, (none,) * groups, zero, (0,))
+        inputs = [self._on_device(array) for array in batch.inputs().values()]
+        runs: dict[str, Callable[[], Any]] = {"step": partial(self._call, "step", *inputs)}
+        logits = torch.zeros(1, self.vocab_size, device=self.device)
+        for entry, row in rows_of_each_kind(self.vocab_size).items():
+            runs[entry] = partial(self._sample, logits, row)
         with torch.no_grad():
-            self._call("step", *map(torch.from_numpy, batch.inputs().values()))
+            check_entries(runs)
 
     def _sample(self, logits: Tensor, sampling: Sampling) -> Sequence[Tensor]:
-        return sampled(self._call, logits, sampling, self._on_device, self._known)
+        return sampled(self._call, logits, sampling, self._on_device, self._known, self._batch_invariant)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """The tokens, with what the step before sampled in the places of unknown ones."""

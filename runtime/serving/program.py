@@ -82,7 +82,10 @@ class ServeOptions(Settings):
     )
     batch_invariant: bool = field(
         default=False,
-        metadata=about("give each request the same bits whatever else is served; slow, and on the CPU alone"),
+        metadata=about(
+            "give each request the same bits whatever else is served; slower, and on a GPU only packages that were "
+            "compiled with it"
+        ),
     )
     max_queue: int = field(
         default=1024, metadata=about("sequences under way or waiting; more are refused with 429", low=1)

@@ -120,6 +120,7 @@ class StepGraphs:
         device: torch.device,
         capture: Capture,
         groups: int = 1,
+        batch_invariant: bool = False,
     ) -> None:
         self.buckets = sorted(buckets)
         self.replayed = 0
@@ -129,7 +130,7 @@ class StepGraphs:
         """What a capture said that failed; there are none after it."""
         self._call, self._sample_eagerly = call, sample
         self._width, self._block_size, self._groups = width, block_size, groups
-        self._device, self._capture = device, capture
+        self._device, self._capture, self._batch_invariant = device, capture, batch_invariant
         self._held: dict[_Name, _Held] = {}
         self._most = max((b.requests for b in self.buckets), default=1)
         self._last = torch.zeros(self._most, dtype=torch.int64, device=device)
@@ -162,7 +163,7 @@ class StepGraphs:
         else:
             results = self._replay_sampler(decision.bucket.requests, key.sampler, decision.text, sampling)
             results = [result[:rows].clone() for result in results]
-            results = with_all(results, self._logits[:rows], sampling)
+            results = with_all(results, self._logits[:rows], sampling, self._batch_invariant)
         self._last[:rows].copy_(results[0])
         return results
 

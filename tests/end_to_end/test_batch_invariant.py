@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mgraph.errors import OptionError
-from mgraph.runtime.mesh import Mesh
+from mgraph.errors import OptionError, PackageError
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.package_stepper import PackageStepper
 from mgraph.runtime.serving.parameters import SamplingParams
@@ -107,11 +107,25 @@ def test_without_the_mode_some_request_gets_other_bits(opened: Any) -> None:
     assert [bits for bits, _ in served(Engine(stepper, max_tokens=11, max_requests=5), plan)] != alone
 
 
+def test_ops_that_may_depend_on_the_batch_are_refused_with_their_lines(opened: Any, tmp_path: Path) -> None:
+    """Of all entries at once; the lines are those of step.py, and of the model."""
+    path = tmp_path / "package"
+    shutil.copytree(opened("moe-tiny", "fp32", False).package.path, path)
+    text = (path / "step.py").read_text()
+    for place in ("    logits = ", "    token, logprob = "):
+        assert text.count(place) == 1
+        text = text.replace(place, f"    torch.linalg.qr(torch.ones(2, 2))\n{place}")
+    (path / "step.py").write_text(text)
+    with pytest.raises(PackageError) as refused:
+        PackageStepper(path, num_blocks=40, batch_invariant=True)
+    number = text[: text.index("torch.linalg.qr")].count("\n") + 1
+    assert str(refused.value).count("aten.linalg_qr.default: what it gives for a row may depend") == 2
+    assert f"step.py:{number}, head models/decoder.py:" in str(refused.value)
+    assert "; likeliest: aten" in str(refused.value)
+
+
 def test_where_it_cannot_be_kept_it_is_refused(opened: Any) -> None:
     stepper = opened("moe-tiny", "fp32", False)
     stepper._batch_invariant, stepper.device = True, torch.device("cuda")
-    with pytest.raises(OptionError, match="is for the CPU and one rank: kernels of a GPU"):
-        stepper._prove_invariant()
-    stepper.device, stepper.mesh = torch.device("cpu"), Mesh(0, 2, torch.device("cpu"), {"tp": 2})
-    with pytest.raises(OptionError, match="order of sums of several ranks"):
+    with pytest.raises(OptionError, match="kernels for a GPU divide work"):
         stepper._prove_invariant()

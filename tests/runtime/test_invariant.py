@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mgraph.errors import PackageError
-from mgraph.runtime import moe
+from mgraph.runtime import invariant, moe
 from mgraph.runtime.invariant import ELEMENTS, fixed_shapes
 from mgraph.runtime.paged import paged_attention
 
@@ -117,6 +117,40 @@ def test_exact_functions_and_large_tensors() -> None:
     expected = [x + 1, torch.tensor(6), x.sigmoid(), x * 4]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_results_go_where_they_are_asked_for() -> None:
+    x = torch.randn(20, 6)
+    found = torch.empty(20), torch.empty(0), torch.empty(20, 6), torch.empty(6, dtype=torch.int64), x.clone()
+    with fixed_shapes():
+        torch.sum(x, 1, out=found[0])
+        torch.mean(x, (0,), keepdim=True, out=found[1])
+        torch.softmax(x, 1, out=found[2])
+        torch.sum(torch.ones(4, 6, dtype=torch.int64), 0, out=found[3])
+        found[4].cumsum_(0)
+        over_two = x.view(20, 2, 3).mean((0, 2))
+    whole = torch.full((6,), 4)
+    expected = x.sum(1), x.mean(0, keepdim=True), x.softmax(1), whole, x.cumsum(0), x.view(20, 2, 3).mean((0, 2))
+    for one, other in zip((*found, over_two), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_sums_over_all_rows_are_refused() -> None:
+    x = torch.randn(3, 3)
+    sums: list[Callable[[], Tensor]] = [lambda: x.sum([]), lambda: x.mean(()), lambda: x.logsumexp([])]
+    sums.append(lambda: torch.sum(x, [], out=torch.empty(())))
+    for sum_ in sums:
+        with fixed_shapes(), pytest.raises(PackageError, match="may depend on the number of rows"):
+            sum_()
+
+
+def test_products_of_a_gpu_that_add_nothing_up() -> None:
+    a, b = torch.randn(2, 5, 1), torch.randn(2, 1, 4)
+    assert torch.equal(invariant._outer(torch.ops.aten.bmm.default, a, b), torch.bmm(a, b))
+    with pytest.raises(PackageError, match=r"aten\.mm"):
+        invariant._outer(torch.ops.aten.mm.default, a[0].t(), b[0].t())
+    with pytest.raises(PackageError, match=r"aten\.addmm"):
+        invariant._outer(torch.ops.aten.addmm.default, a[0], a[0], b[0])
 
 
 def test_what_is_not_known_is_refused_with_its_name() -> None:

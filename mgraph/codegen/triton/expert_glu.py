@@ -31,6 +31,7 @@ from mgraph.codegen.triton.grouped import (
     bias_lines,
     depth_of,
     low_cuts,
+    one_cut,
     product_lines,
     refusal,
     store_lines,
@@ -164,6 +165,11 @@ def forward(name: str, problem: ExpertGlu, cuts: Cuts = ()) -> KernelSpec:
         launches=tuple(launch for tiles in all_ for launch in tiles.launches(args[tiles])),
         dims=dims,
     )
+
+
+def fixed(name: str, problem: ExpertGlu) -> KernelSpec:
+    """The site of `forward` in one cut."""
+    return forward(name, problem, one_cut(forward_cuts(problem)))
 
 
 def _factors(problem: ExpertGlu) -> tuple[list[Factor], list[str]]:

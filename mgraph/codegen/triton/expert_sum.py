@@ -21,6 +21,7 @@ from mgraph.codegen.triton.grouped import (
     Tiles,
     bias_lines,
     low_cuts,
+    one_cut,
     product_lines,
     ways,
     written_lines,
@@ -100,6 +101,12 @@ def build(name: str, problem: ExpertSum, cuts: Cuts = ()) -> KernelSpec:
         ),
         dims=dims,
     )
+
+
+def fixed(name: str, problem: ExpertSum) -> KernelSpec:
+    """The site of `build` in one cut."""
+    product = problem.product
+    return build(name, problem, one_cut(low_cuts(product.inner, product.width, grouped.tuning(product))))
 
 
 def _product_source(problem: ExpertSum, tiles: Tiles, args: Sequence[str]) -> str:

@@ -420,6 +420,12 @@ def low_cuts(inner: int, width: int, many: Tuning, factors: int = 1) -> Cuts:
     return (FEW, low), (SOME, middle), (0, many)
 
 
+def one_cut(cuts: Cuts) -> Cuts:
+    """Of `low_cuts` the one in between, for any number of rows: what a row gives then does not depend on it."""
+    _, (_, middle), _ = cuts
+    return ((0, middle),)
+
+
 FEW, SOME = 12, 48
 """Rows for each expert, on average, up to which tiles have 16 rows, and up to which they have 64."""
 
@@ -494,3 +500,8 @@ def {name}({names}):
     """y[r] = {_formula(problem)}, e the expert of row r, of matrices {matrices}."""
     return {call}
 '''
+
+
+def fixed(name: str, problem: Product) -> KernelSpec:
+    """The site of `product` in one cut."""
+    return product(name, problem, one_cut(low_cuts(problem.inner, problem.width, tuning(problem))))

@@ -10,11 +10,15 @@ fill the GPU where there are few tiles, follow from shapes alone, so that a CUDA
 
 Tile p belongs to the last request r with starts[r] // tokens + r <= p: each request may waste one tile, and no table of
 tiles is needed. Tokens of no request give 0.
+
+With fixed runs (`--batch-invariant`) what a token gives depends on its position alone: one height of tiles, runs that
+begin at multiples of so many keys whatever else there is, and every walk masked. What a token does not see then adds 0
+to sums that are in one order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mgraph.codegen.triton.kernel import (
@@ -33,6 +37,9 @@ PER_SM = 4
 MOST_SPLITS = 128
 LEAST_KEYS = 64
 """A run of keys is not shorter than that, of the longest sequences there may be."""
+FIXED_ROWS, FIXED_RUNS, FIXED_KEYS = 64, 8, 256
+"""With fixed runs: rows of a tile, the most runs of the longest sequence, and the fewest keys of a run. More runs help
+few long sequences, and need more room for their sums."""
 SPAN = 32
 """Runs that are added at once, and starts of requests that are looked at at once."""
 WIDEST = 256
@@ -54,6 +61,8 @@ class PagedAttention:
     softcap: float = 0.0
     sinks: str = ""
     """The dtype of sinks, if there are."""
+    run: int = 0
+    """Keys of a run, a multiple of those of a tile, where runs begin at multiples of it; 0: as fills the GPU."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,17 @@ def problem_of(node: Node) -> PagedAttention | str:
     return PagedAttention(q.dtype.text, heads, groups, width, value_width, block_size, scale, window, softcap, kind)
 
 
+def fixed_problem_of(node: Node) -> PagedAttention | str:
+    """The instance with fixed runs that a node is, or why there is no kernel for it."""
+    problem, width = problem_of(node), node.operands[5].tensor.shape[1]
+    if isinstance(problem, str):
+        return problem
+    if not isinstance(width, int):
+        return f"block tables are {width} wide, which is no known number"
+    keys = width * problem.block_size
+    return replace(problem, run=max(FIXED_KEYS, _power(-(-keys // FIXED_RUNS))))
+
+
 def tunings(problem: PagedAttention) -> tuple[Tuning, Tuning]:
     """Tiles for single tokens, which cost the reading of the cache, and for chunks of prompts."""
     wide = max(_power(problem.width), _power(problem.value_width)) * ITEM_BYTES[problem.dtype]
@@ -98,16 +118,23 @@ def tunings(problem: PagedAttention) -> tuple[Tuning, Tuning]:
     return single, Tuning(max(128, least), 128, 8) if wide <= 256 else Tuning(max(64, least), 32)
 
 
-def forward(name: str, problem: PagedAttention, cuts: tuple[Tuning, Tuning] | None = None) -> KernelSpec:
-    """The site `out = name(q, keys, values, starts, lengths, blocks[, sinks])`: out [T, H, E] like q's dtype."""
-    cuts = cuts or tunings(problem)
+def fixed_tuning(problem: PagedAttention) -> Tuning:
+    """One tile for single tokens and for chunks."""
+    single, _ = tunings(problem)
+    return single if problem.dtype == "f32" else replace(single, rows=max(FIXED_ROWS, single.rows))
+
+
+def forward(name: str, problem: PagedAttention, cuts: tuple[Tuning, ...] | None = None) -> KernelSpec:
+    """The site `out = name(q, keys, values, starts, lengths, blocks[, sinks])`: out [T, H, E] like q's dtype. `cuts`
+    are those of `tunings`, or with fixed runs the one of `fixed_tuning`."""
+    cuts = cuts or ((fixed_tuning(problem),) if problem.run else tunings(problem))
     head, value = (problem.heads, problem.width), (problem.heads, problem.value_width)
     sinks = (TensorSpec("sinks", problem.sinks, (problem.heads,)),) if problem.sinks else ()
     given = ("q", "keys", "values", "starts", "lengths", "blocks", *(s.name for s in sinks))
     walk = (*given, "part", "top", "total", "out", "T", "R", "W", "splits", *_STRIDES)
     ends = (*(s.name for s in sinks), "starts", "part", "top", "total", "out", "T", "R", "splits")
     aligned = all(width * ITEM_BYTES[problem.dtype] % 16 == 0 for width in (problem.width, problem.value_width))
-    ways = list(zip(("single", "chunk"), cuts, strict=True))
+    ways = list(zip(("fixed",) if problem.run else ("single", "chunk"), cuts, strict=True))
     return KernelSpec(
         name=name,
         source="".join(_walk_source(f"{name}_{way}", problem, cut, walk) for way, cut in ways)
@@ -137,7 +164,7 @@ def forward(name: str, problem: PagedAttention, cuts: tuple[Tuning, Tuning] | No
                     cut.num_warps,
                     cut.num_stages,
                     aligned,
-                    when=way,
+                    when=1 if problem.run else way,
                 )
                 for way, cut in ways
             ),
@@ -147,9 +174,12 @@ def forward(name: str, problem: PagedAttention, cuts: tuple[Tuning, Tuning] | No
     )
 
 
-def _dims(problem: PagedAttention, cuts: tuple[Tuning, Tuning]) -> dict[str, Expression]:
+def _dims(problem: PagedAttention, cuts: tuple[Tuning, ...]) -> dict[str, Expression]:
     """`single` or `chunk` is 1: whether there are at most two new tokens a request. `parts` is `splits` if there are
-    several, else 0."""
+    several, else 0. With fixed runs, both are the runs of the longest sequence."""
+    if problem.run:
+        assert problem.run % cuts[0].keys == 0, f"runs of {problem.run} keys, tiles of {cuts[0].keys}"
+        return {"splits": ("cdiv", ("mul", "W", problem.block_size), problem.run), "parts": "splits"}
     longest: Expression = ("cdiv", ("mul", "W", problem.block_size), LEAST_KEYS)
 
     def splits(cut: Tuning) -> Expression:
@@ -218,11 +248,13 @@ def _walk_lines(problem: PagedAttention, cut: Tuning, low: str, high: str, maske
     def mask(conditions: list[str]) -> str:
         return f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
 
+    # Whole tiles may begin before what is seen; there may be anything there.
+    inside = "(key < high) & (key >= lowest)" if problem.run and problem.window else "key < high"
     top = ["higher = tl.maximum(top, tl.max(score, 1))"]
     top += ['finite = tl.where(higher == float("-inf"), 0.0, higher)'] if masked else ["finite = higher"]
     lines = [
         "key = place + tl.arange(0, {keys})",
-        *["inside = key < high"] * masked,
+        *[f"inside = {inside}"] * masked,
         "table = blocks_ptr + request * W + key // {block_size}",
         "block = tl.load(table" + ", mask=inside, other=0" * masked + ").to(tl.int64)",
         "slot = (block * {block_size} + key % {block_size}) * {groups} + group",
@@ -246,24 +278,22 @@ def _walk_lines(problem: PagedAttention, cut: Tuning, low: str, high: str, maske
 
 def _walk_source(name: str, problem: PagedAttention, cut: Tuning, args: tuple[str, ...]) -> str:
     repeat, tokens = problem.heads // problem.groups, _tokens(problem, cut)
-    language = f"tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}"
     width, value_width = _padded(problem.width), _padded(problem.value_width)
     lowest = f"tl.maximum(0, length - end + first - {problem.window - 1})" if problem.window else "0"
     walk = _walk_lines(problem, cut, "low", "high", masked=True)
     # Masks cost nothing beside the reading of the cache, but much beside products of high tiles.
-    if tokens > 1 and not problem.window:
+    if tokens > 1 and not problem.window and not problem.run:
         bare = _walk_lines(problem, cut, "low", "seen", masked=False)
         walk = (
             f"seen = low + tl.maximum(0, tl.minimum(high, length - end + first + 1) - low) // {cut.keys} * {cut.keys}"
         )
         walk += f"\n        {bare}\n        {_walk_lines(problem, cut, 'seen', 'high', masked=True)}"
-    sink = ""
-    if problem.sinks:
-        sink = f"""
-            sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * {LOG2_E!r}
-            higher = tl.maximum(top, sink)
-            total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
-            part = part * tl.exp2(top - higher)[:, None]"""
+    runs = f"""run = tl.cdiv(tl.cdiv(last - lowest, splits), {cut.keys}) * {cut.keys}
+        low = lowest + split * run
+        high = tl.minimum(last, low + run)"""
+    if problem.run:  # what lies before all windows of the tile adds nothing, and is skipped by whole tiles of keys
+        runs = f"""low = tl.maximum(split * {problem.run}, lowest // {cut.keys} * {cut.keys})
+        high = tl.minimum(last, split * {problem.run} + {problem.run})"""
     return f'''
 @triton.jit
 def {name}(
@@ -296,32 +326,47 @@ def {name}(
         q = tl.load(q_ptr + q_place[:, None] + wide[None, :], mask=q_inside, other=0.0)
         lowest = {lowest}
         last = length - end + tl.minimum(first + {tokens}, end)
-        run = tl.cdiv(tl.cdiv(last - lowest, splits), {cut.keys}) * {cut.keys}
-        low = lowest + split * run
-        high = tl.minimum(last, low + run)
+        {runs}
         top = tl.full([{cut.rows}], float("-inf"), dtype=tl.float32)
         total = tl.zeros([{cut.rows}], dtype=tl.float32)
         part = tl.zeros([{cut.rows}, {value_width}], dtype=tl.float32)
         {walk}
         out = token.to(tl.int64) * {problem.heads} + head
         out_inside = real[:, None] & (across < {problem.value_width})[None, :]
-        if splits == 1:{sink}
+        {_end_lines(problem, cut)}
+
+'''
+
+
+def _end_lines(problem: PagedAttention, cut: Tuning) -> str:
+    """What a program leaves: the sums of its run, or where there is one run, what they come to."""
+    repeat, tokens = problem.heads // problem.groups, _tokens(problem, cut)
+    language, value_width = f"tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}", _padded(problem.value_width)
+    sums = f"""out += split.to(tl.int64) * T * {problem.heads}
+        tl.store(top_ptr + out, top, mask=real)
+        tl.store(total_ptr + out, total, mask=real & (low < high))
+        part_place = out[:, None] * {problem.value_width} + across[None, :]
+        tl.store(part_ptr + part_place, part, mask=out_inside & (low < high))"""
+    if problem.run:
+        return sums
+    sink = ""
+    if problem.sinks:
+        sink = f"""
+            sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * {LOG2_E!r}
+            higher = tl.maximum(top, sink)
+            total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
+            part = part * tl.exp2(top - higher)[:, None]"""
+    return f"""if splits == 1:{sink}
             out_place = out[:, None] * {problem.value_width} + across[None, :]
             tl.store(out_ptr + out_place, (part / total[:, None]).to({language}), mask=out_inside)
         else:
-            out += split.to(tl.int64) * T * {problem.heads}
-            tl.store(top_ptr + out, top, mask=real)
-            tl.store(total_ptr + out, total, mask=real & (low < high))
-            part_place = out[:, None] * {problem.value_width} + across[None, :]
-            tl.store(part_ptr + part_place, part, mask=out_inside & (low < high))
+            {sums.replace(chr(10), chr(10) + "    ")}
     elif (request == R - 1) & (splits == 1):  # tokens of no request
         token = first + end - begin - tl.cdiv(end - begin, {tokens}) * {tokens} + row // {repeat}
         out = token.to(tl.int64) * {problem.heads} + head
         nothing = ((token < T) & (row < {tokens * repeat}))[:, None] & (across < {problem.value_width})[None, :]
         zeros = tl.zeros([{cut.rows}, {value_width}], dtype={language})
-        tl.store(out_ptr + out[:, None] * {problem.value_width} + across[None, :], zeros, mask=nothing)
-
-'''
+        tl.store(out_ptr + out[:, None] * {problem.value_width} + across[None, :], zeros, mask=nothing)"""
 
 
 def _ends_source(name: str, problem: PagedAttention, args: tuple[str, ...]) -> str:

@@ -98,6 +98,30 @@ def test_kernels(tmp_path: Path) -> None:
         check(PROBLEMS[name], given, results[0])
 
 
+@pytest.mark.skipif(BROKEN_INTERPRETER, reason="this interpreter and this NumPy do not fit")
+def test_in_one_way_a_row_is_the_same_among_any_number(tmp_path: Path) -> None:
+    """What `--batch-invariant` compiles: the first rows of many, bit by bit, and all against float64."""
+    names, counts = ("odd", "bias", "silu"), (65, 1, 2, 17, 64)
+    specs = [few_rows.fixed(name, PROBLEMS[name]) for name in names]
+    all_ = {name: draw(PROBLEMS[name], (counts[0],)) for name in names}
+    cases: list[Case] = [
+        (name, tuple(t[:rows] if t.shape[0] == counts[0] else t for t in all_[name]))
+        for name in names
+        for rows in counts
+    ]
+    found = [results[0] for results, _ in interpret(specs, cases, tmp_path)]
+    for index, ((name, given), y) in enumerate(zip(cases, found, strict=True)):
+        check(PROBLEMS[name], given, y)
+        assert torch.equal(y, found[index - index % len(counts)][: y.shape[0]]), (name, y.shape)
+
+
+def test_one_way_is_cut_by_the_weight_alone() -> None:
+    for columns, width in ((4096, 64), (14336, 64), (128256, 128)):
+        assert few_rows.fixed_tuning(FewRows(4096, columns, "bf16")).columns == width
+        (launch,) = few_rows.fixed("product", FewRows(4096, columns, "bf16")).launches
+        assert [evaluate(extent, {"rows": 130}) for extent in launch.grid] == [3, columns // width]
+
+
 def test_of_two_ways_one_runs() -> None:
     for launches in (few_rows.forward("product", problem).launches for problem in PROBLEMS.values()):
         for rows in range(1, 18):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,14 @@ from tests.ir.ops.paged_cases import MIXED, expected, ragged
 from tests.passes.raising import module_of
 
 SCALE = 0.3
-PROBLEMS: dict[str, tuple[PagedAttention, tuple[Tuning, Tuning] | None]] = {
+PROBLEMS: dict[str, tuple[PagedAttention, tuple[Tuning, ...] | None]] = {
     "plain": (PagedAttention("f32", 4, 2, 8, 8, 4, SCALE), None),
     "one_group": (PagedAttention("f32", 3, 1, 24, 24, 1, SCALE), (Tuning(16, 16), Tuning(32, 16))),
     "window": (PagedAttention("f32", 4, 4, 16, 16, 16, SCALE, window=6), (Tuning(16, 16), Tuning(16, 16))),
     "everything": (PagedAttention("f32", 4, 2, 8, 8, 4, SCALE, 7, 1.5, "f32"), (Tuning(16, 32), Tuning(32, 16))),
     "half": (PagedAttention("f16", 8, 2, 32, 32, 4, SCALE, sinks="f16"), None),
+    "fixed": (PagedAttention("f32", 4, 2, 8, 8, 4, SCALE, 0, 1.5, run=256), (Tuning(16, 16),)),
+    "fixed_half": (PagedAttention("f16", 4, 1, 16, 16, 8, SCALE, 9, sinks="f16", run=256), (Tuning(64, 16),)),
 }
 BATCHES = {
     "mixed": (MIXED, (2, 1), 1024),
@@ -65,7 +68,7 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     cases: list[Case] = []
     wanted = []
     for name, (problem, _) in PROBLEMS.items():
-        for batch in BATCHES:
+        for batch in ("mixed", "padding") if problem.run else BATCHES:
             inputs, exact = given(problem, batch)
             cases.append((name, inputs))
             wanted.append(exact)
@@ -73,6 +76,31 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
         bound = 2e-6 if PROBLEMS[name][0].dtype == "f32" else 3e-3
         assert out.dtype is DTYPES[PROBLEMS[name][0].dtype]
         assert float((out.double() - exact).norm() / exact.norm()) < bound, name
+
+
+@pytest.mark.skipif(BROKEN_INTERPRETER, reason="the interpreter cannot run with this NumPy")
+@pytest.mark.parametrize("name", ["fixed", "fixed_half"])
+def test_with_fixed_runs_a_token_is_the_same_in_every_chunk(name: str, tmp_path: Path) -> None:
+    """Chunks of one sequence, several as requests of one step, bit by bit against the whole; with runs of 16."""
+    problem, cuts = PROBLEMS[name]
+    problem, length = replace(problem, heads=2, groups=1, run=16), 41
+    sizes = {"heads": 2, "groups": 1, "width": problem.width}
+    made = ragged([(length, length)], **sizes, block_size=problem.block_size, padding=(0, 0), dtype=torch.float32)
+    kind = DTYPES[problem.dtype]
+    q, keys, values = (t.to(kind) for t in (made.q, made.keys, made.values))
+    sinks = (torch.linspace(-1, 2, problem.heads).to(kind),) if problem.sinks else ()
+    steps = [[(0, length)], [(40, 41), (0, 17)], [(17, 40), (3, 4)], [(31, 32)]]
+    cases: list[Case] = []
+    for chunks in steps:
+        starts = torch.tensor([0, *(end - begin for begin, end in chunks)]).cumsum(0).int()
+        tables = made.blocks.expand(len(chunks), -1).contiguous()
+        tokens = torch.cat([q[begin:end] for begin, end in chunks])
+        lengths = torch.tensor([end for _, end in chunks], dtype=torch.int32)
+        cases.append(("attend", (tokens, keys, values, starts, lengths, tables, *sinks)))
+    site = paged_attention.forward("attend", problem, cuts)
+    found = [results[0] for results, _ in interpret([site], cases, tmp_path)]
+    for chunks, out in zip(steps, found, strict=True):
+        assert torch.equal(out, torch.cat([found[0][begin:end] for begin, end in chunks])), chunks
 
 
 GRAPH = """
@@ -88,5 +116,7 @@ def test_problem_of_a_node() -> None:
     assert node.op == "paged_attention"
     assert paged_attention.problem_of(node) == PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125)
     assert paged_attention.tunings(PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125))[0] == Tuning(16, 64)
+    fixed = PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125, run=256)
+    assert paged_attention.fixed_problem_of(node) == fixed
     mixed = module_of(GRAPH.replace("%k: bf16", "%k: f32")).functions["f"].nodes[0]
     assert "the cache f32" in str(paged_attention.problem_of(mixed))

@@ -4,12 +4,14 @@ and steps that are not padded, agree with the CPU."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.batch_invariance import check
 from mgraph.compiler import compile_package
 from mgraph.recipe import Recipe
 from mgraph.runtime.serving.engine import Engine
@@ -81,3 +83,12 @@ def test_graphs_and_steps(model: str, precision: str, tmp_path: Path) -> None:
     on_cpu, _ = generate(package, "cpu")
     agree(not_padded, on_cpu, bound)
     agree(replayed, on_cpu, bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("model", "precision"), [("dense-tiny", "fp32"), *((model, "bf16") for model in MODELS)])
+def test_bits_do_not_depend_on_the_batch(model: str, precision: str, tmp_path: Path) -> None:
+    """Random requests in chunks and tight caches, each against itself alone."""
+    recipe = Recipe(model=model, purpose="serve", precision=precision, max_length=256, output=str(tmp_path / "pkg"))
+    package = compile_package(replace(recipe, batch_invariant=True)).package
+    assert package is not None and check(str(package), rounds=2, requests=8)
