@@ -15,12 +15,13 @@ from mgraph.recipe import Recipe
 
 MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("dp=1", {}),
+    "alone": ("dp=1", {"one_microbatch": True}),
     "dp2": ("dp=2", {"overlap": True}),
-    "fsdp2": ("fsdp=2", {}),
+    "fsdp2": ("fsdp=2", {"one_microbatch": True}),
     "tp2": ("tp=2", {}),
     "tp2-sequence": ("tp=2", {"sequence_parallel": True}),
-    "ep2": ("ep=2", {}),
-    "ep2-chunks": ("ep=2", {"ep_chunks": 2}),
+    "ep2": ("ep=2", {"one_microbatch": True}),
+    "ep2-chunks": ("ep=2", {"ep_chunks": 2, "one_microbatch": True}),
 }
 EXPERTS_ALONE = ("ep2", "ep2-chunks")
 """Meshes that a model without experts has not."""
