@@ -13,7 +13,10 @@ from mgraph.recipe import Recipe
 
 def test_pipelines_of_both_purposes() -> None:
     common = f"{NORMALIZE},{RAISE},autodiff,recompute{{mode=full}},adamw{{beta2=0.95}},data-parallel{{size=2}},"
-    for target, rest in (("cpu", "cse,dce,in-place"), ("h100", f"{FUSE}{REGIONS}cse,dce,in-place,cuda-graphs")):
+    for target, rest in (
+        ("cpu", "cse,dce,in-place"),
+        ("h100", f"{FUSE}{REGIONS}dce,join-products,cse,dce,in-place,cuda-graphs"),
+    ):
         recipe = Recipe(model="m", mesh="dp=2", recompute="full", target=target)
         assert print_pipeline(pipeline_of(recipe)) == common + rest
     serve = print_pipeline(pipeline_of(Recipe(model="m", purpose="serve", max_length=64)))

@@ -35,6 +35,7 @@ _FAMILIES = {
     "aten.embedding_dense_backward.default": "embedding_grad",
     "cross_entropy_with_grad": "cross_entropy",
     "gathered_outer": "grouped_outer",
+    "glu_grad_joined": "glu",
     "grouped_matmul_sum": "grouped_matmul",
     "embedding_part_grad": "embedding_grad",
     "linear_cross_entropy_with_grad": "cross_entropy",
@@ -43,6 +44,8 @@ _FAMILIES = {
     "moe_dispatch": "moe_rows",
     "moe_order": "moe_route",
     "moe_route_order": "moe_route",
+    "rope_join": "rope",
+    "rope_joined": "rope",
     "square_sum": "global_norm",
     "squared_relu": "glu",
 }

@@ -52,8 +52,10 @@ def test_every_provider_is_compared_and_timed(model: str) -> None:
     profile, lines, left = tuned(final(model), timer)
     assert not [line for line in lines if line[3] == "wrong"], lines
     assert len(heard) == len(lines) and {line[2] for line in lines} >= {"torch", "triton", "cudnn", "flash"}
-    units = {"glu", "glu_grad"} if model == "dense-tiny" else set()
-    assert {"attention", "attention_grad", "rope", "add_rms_norm", *units} <= {line[0] for line in lines}
+    units = {"glu", "glu_grad_joined"} if model == "dense-tiny" else set()
+    assert {"attention", "attention_grad", "rope_join", "rope_joined", "add_rms_norm", *units} <= {
+        line[0] for line in lines
+    }
     assert "adamw" in left and "state" in left["adamw"] and "list" in left["global_norm"]
     rows = [row for row in profile.measured if row.source.startswith("mgraph tune")]
     assert len(rows) == len(lines) and all(row.card == profile.card and row.date for row in rows)
