@@ -127,6 +127,7 @@ def pipeline_text(recipe: Recipe) -> str:
         specs += [print_spec("pad", {"size": ranks, **dict.fromkeys(recipe.padded, True)})] if recipe.pad else []
         specs += [print_spec("repeat-heads", {"size": ranks})]
     specs += ["replayable-routing"] if recipe.replayable_routing else []
+    specs += ["pad-to-capacity"] if recipe.pad_to_capacity else []
     if recipe.expert_axes():
         ways: dict[str, OptionValue] = {"size": recipe.expert_ranks, "chunks": recipe.ep_chunks}
         ways |= {"exact": True} if recipe.expert_extent == "host" else {}

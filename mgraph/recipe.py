@@ -44,6 +44,7 @@ _OF_PURPOSE = {
         "offload": "what is served is on the device",
         "one_microbatch": "leave it out",
         "expert_load": "leave it out",
+        "pad_to_capacity": "leave it out",
         "replayable_routing": "leave it out: what is served neither takes decisions nor gives them",
         "packed": "a sequence that is served has its row",
         "place": "what is served is on one device whole",
@@ -110,6 +111,11 @@ class Recipe:
         "with ep: a rank has room for this times the rows that it receives in balance; a step that needs more ends the "
         "run with an error; 0: for all tokens of all ranks",
         within=(0, 1024),
+    )
+    pad_to_capacity: bool = option(
+        False,
+        "experts of a model with a capacity_factor all have as many rows as their capacity, zeros where they have no "
+        "token: with ep, messages and products of one size whatever routers choose",
     )
     place: tuple[str, ...] = option(
         (), "where parameters lie over a mesh axis, instead of as their use says: 'PATTERN|PATTERN: S(1)@tp' or R@tp"

@@ -15,6 +15,14 @@ from torch import Tensor
 from mgraph.runtime import mesh
 from mgraph.runtime.attention import attention, attention_grad
 from mgraph.runtime.capacity import moe_capacity, moe_capacity_grad
+from mgraph.runtime.capacity_layout import (
+    even_ends,
+    padded_combine,
+    padded_combine_grad,
+    padded_dispatch,
+    padded_dispatch_grad,
+    swap_blocks,
+)
 from mgraph.runtime.collectives import (
     Pending,
     all_gather,
@@ -143,6 +151,7 @@ __all__ = [
     "embedding_part",
     "embedding_part_grad",
     "embedding_part_grad_",
+    "even_ends",
     "exact_places",
     "expert_bias_update_",
     "expert_counts",
@@ -187,6 +196,10 @@ __all__ = [
     "pad_extent",
     "pad_extent_grad",
     "padded_part",
+    "padded_combine",
+    "padded_combine_grad",
+    "padded_dispatch",
+    "padded_dispatch_grad",
     "paged_attention",
     "part_of",
     "places_overrun",
@@ -214,6 +227,7 @@ __all__ = [
     "stack_choices",
     "store_start",
     "to_device_start",
+    "swap_blocks",
     "to_host_start",
     "unpack_rows",
     "wait",

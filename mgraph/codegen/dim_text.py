@@ -42,6 +42,9 @@ def _text(expression: sympy.Expr, strength: int) -> str:
         above, below = sympy.fraction(sympy.together(expression.args[0]))
         text = f"{_text(above, 2)} // {_text(below, 2)}"
         return f"({text})" if strength > 1 else text
+    if isinstance(expression, sympy.ceiling):
+        above, below = sympy.fraction(sympy.together(expression.args[0]))
+        return f"-(-{_text(above, 2)} // {_text(below, 2)})"
     if isinstance(expression, sympy.Mod):
         return f"({_text(expression.args[0], 2)} % {_text(expression.args[1], 2)})"
     if isinstance(expression, sympy.Max | sympy.Min):

@@ -17,6 +17,7 @@ from mgraph.ir.graph import Axis, Module, State, Value
 from mgraph.ir.local import declared_sizes
 from mgraph.ir.types import Shard
 from mgraph.passes.cache_groups import STEP, cache_groups
+from mgraph.passes.calls import callee
 from mgraph.passes.joining import joined_states
 
 SCHEMA = 1
@@ -55,6 +56,7 @@ def manifest(
         **_routing(module),
         **_cache_groups(module),
         **_counts_of_experts(module),
+        **_host_reads(module),
         "weight_layout": list(weight_layout),
         "padded": list(padded),
     }
@@ -146,6 +148,20 @@ def _counts_of_experts(module: Module) -> dict[str, Any]:
         names = ("layer", "experts", "choices") if output == "expert_loads" else ("layer", "counts", "ranks")
         found[output] = [dict(zip(names, row, strict=True)) for row in rows]
     return found
+
+
+def _host_reads(module: Module) -> dict[str, Any]:
+    """How often the host waits for sizes of messages, by entry, where it does."""
+    counts: dict[str, int] = {}
+
+    def of(name: str) -> int:
+        if name not in counts:
+            nodes = module.functions[name].nodes
+            counts[name] = sum(of(callee(n)) if n.op == "call" else n.op == "read_sizes" for n in nodes)
+        return counts[name]
+
+    found = {entry.name: of(entry.function) for entry in module.entries.values()}
+    return {"host_reads": {name: count for name, count in found.items() if count}} if any(found.values()) else {}
 
 
 def _state(

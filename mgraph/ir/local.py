@@ -21,7 +21,7 @@ SHAPE_ATTRS = ("shape", "size")
 """Attributes that repeat the shape of the only result."""
 
 
-COUNTED = {"moe_dispatch": ("num_experts", 2), "moe_order": ("num_experts", 1)}
+COUNTED = {"even_ends": ("num_experts", 0), "moe_dispatch": ("num_experts", 2), "moe_order": ("num_experts", 1)}
 """Ops with an attribute that is the extent of the first dim of a result, by its number."""
 
 

@@ -62,7 +62,7 @@ class SymbolicShapes:
         """The dim of an int or a symbolic int of this mode."""
         if isinstance(size, int):
             return size
-        expression = size.node.expr
+        expression = size.node.expr.replace(lambda e: type(e).__name__ == "FloorDiv", lambda e: _floor(*e.args))
         return as_dim(expression.xreplace({s: self._names[s] for s in expression.free_symbols}))
 
     def type_of(self, tensor: Any) -> TensorType:
@@ -92,6 +92,12 @@ class SymbolicShapes:
             made = made if isinstance(made, tuple | list) else (made,)
             self._inferred[key] = tuple(self.type_of(t) for t in made)
         return self._inferred[key]
+
+
+def _floor(above: sympy.Expr, below: sympy.Expr) -> sympy.Expr:
+    """Torch's quotient, rounded down, as ours: what is rounded up is one of a negative number to torch."""
+    negative = above.could_extract_minus_sign()
+    return -sympy.ceiling(-above / below) if negative else sympy.floor(above / below)
 
 
 @functools.cache

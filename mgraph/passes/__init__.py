@@ -31,6 +31,7 @@ PASSES: dict[str, str] = {
     "pad": "mgraph.passes.pad:Pad",
     "repeat-heads": "mgraph.passes.repeat_heads:RepeatHeads",
     "replayable-routing": "mgraph.passes.replayable_routing:ReplayableRouting",
+    "pad-to-capacity": "mgraph.passes.pad_to_capacity:PadToCapacity",
     "expert-dispatch": "mgraph.passes.expert_dispatch:ExpertDispatch",
     "autodiff": "mgraph.passes.autodiff:Autodiff",
     "recompute": "mgraph.passes.recompute:Recompute",

@@ -185,6 +185,8 @@ class _Placer:
             return [EXPERTS]
         if node.op == "expert_sizes" and self._experts_are_split():
             return [Shard(1)]
+        if node.op == "even_ends" and self._experts_are_split():
+            return [EXPERTS]
         if node.op == "moe_dispatch" and self._experts_are_split():
             return [None, None, EXPERTS]  # rows and their order have the batch in their shapes
         if not split or any(self._batch_dim(v) is not None for v in node.results):

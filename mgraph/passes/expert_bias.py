@@ -97,7 +97,7 @@ class ExpertBias(Pass):
         return module.with_function(builder.build(results))
 
 
-_TAKES = ("moe_dispatch", "expert_send", "split_rows")
+_TAKES = ("moe_dispatch", "padded_dispatch", "expert_send", "split_rows")
 """Ops that take tokens to the experts that are chosen, and with them the choice that counts."""
 
 

@@ -46,6 +46,9 @@ class ExpertBudget(Pass):
         """Count in all entries that send tokens; `finish` tells what came before it."""
         entries = [name for name in ("microbatch", "evaluate", "predict") if name in module.entries]
         module, counts = _Overruns(module, self.name, report, size=self.size).everywhere(*entries)
+        if not counts:
+            what = "no tokens go to experts of other ranks by rows of which there could be too many"
+            raise PassError(what, "--expert-budget", "leave it out, or --pad-to-capacity")
         finish, outer = module.entry_function("finish"), len(module.entries["finish"].outputs)
         builder = rebuild(finish, self.name)
         builder.phase, builder.origin = Phase.OPTIMIZER, finish.nodes[0].origin

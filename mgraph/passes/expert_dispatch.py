@@ -14,6 +14,11 @@ With `chunks` this is done for some tokens after the others, which `overlap-expe
 
     %x_0, %x_1 = split_rows(%x) {parts = 2}        …        %out = join_rows(%out_0, %out_1)
 
+Rows by capacity (`pad-to-capacity`) go as they are, by `padded_send` and `padded_return`:
+
+    %rows, %places = padded_dispatch(%x, %indices)           %sent = padded_send(%rows)  %ends = even_ends(%sent)
+    %out = padded_combine(%y, %weights, %places)             %out = padded_combine(padded_return(%y), %weights, %places)
+
 R, the rows that a rank receives, is a ragged dim of the module. On one rank nothing is sent: R is the number of tokens.
 Some of a token's experts are others' (`others`): their rows come last, and are neither computed nor read.
 It is before autodiff, so that the ways of gradients follow from these; `expert-parallel` then sends over an axis.
@@ -36,6 +41,8 @@ SEQUENCE = "S"
 """The named dim of the tokens of a sequence."""
 RECEIVED = "R"
 """The ragged dim of the rows that a rank receives."""
+PADDED = "padded_dispatch"
+"""The op that lays out rows by capacity."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +75,13 @@ class ExpertDispatch(Pass):
         dims: dict[str, NamedDim] = dict(module.dims)
         functions = dict(module.functions)
         for name, function in module.functions.items():
-            found = [node for node in function.nodes if node.op == "moe_dispatch"]
+            found = [node for node in function.nodes if node.op in ("moe_dispatch", PADDED)]
             for node in found:
-                _check(node, self.size)
+                self._check(node)
                 report.match(name, node.id, f"{node.attrs['num_experts']} experts")
-            if found:
+            if any(node.op == PADDED for node in found):
+                functions[name] = _padded(function, self.name)
+            elif found:
                 functions[name] = _Function(function, dims, self).rewritten()
         if not report.matches:
             hint = "a mesh without ep, or a model whose experts are found (mgraph explain PKG raise-moe says why not)"
@@ -86,15 +95,39 @@ class ExpertDispatch(Pass):
             facts = (*facts, Fact(f"{SEQUENCE} % {self.chunks} == 0"))
         return replace(module, dims=dims, facts=facts, functions=functions)
 
+    def _check(self, node: Node) -> None:
+        experts, size = int(str(node.attrs["num_experts"])), self.size
+        if experts % size:
+            raise PassError(
+                f"ep={size} does not divide the {experts} experts of {node.origin.path or node.id}",
+                str(node.origin),
+                f"an ep that divides {experts}",
+            )
+        if node.op == PADDED and (self.exact or self.chunks > 1):
+            option = "--expert-extent" if self.exact else "--ep-chunks"
+            what = "rows by capacity go in one message of a known size"
+            raise PassError(what, option, f"without {option}, or without --pad-to-capacity")
 
-def _check(node: Node, size: int) -> None:
-    experts = int(str(node.attrs["num_experts"]))
-    if experts % size:
-        raise PassError(
-            f"ep={size} does not divide the {experts} experts of {node.origin.path or node.id}",
-            str(node.origin),
-            f"an ep that divides {experts}",
-        )
+
+def _padded(source: Function, made_by: str) -> Function:
+    """The function with a way there and back around experts whose rows lie by capacity."""
+    builder = rebuild(source, made_by)
+    experts = {node.results[1]: node.attrs["num_experts"] for node in source.nodes if node.op == PADDED}
+    for node in source.nodes:
+        with builder.at(node):
+            if node.op == "padded_combine":
+                rows, *others = (builder.value(v) for v in node.operands)
+                back = builder.one("padded_return", rows, name="returned", num_experts=experts[others[-1]])
+                made = builder.emit(node.op, (back, *others), node.attrs, names=[node.result.name])
+                builder.replace(node.result, made[0])
+                continue
+            builder.keep(node)
+            if node.op == PADDED:
+                rows = node.results[0]
+                builder.replace(
+                    rows, builder.one("padded_send", rows, name="sent", num_experts=node.attrs["num_experts"])
+                )
+    return builder.build(source.results)
 
 
 @dataclass
@@ -184,21 +217,10 @@ class _Function:
         if ways is None:
             builder.keep(node)
             return
-        types = [v.type for v in node.results]
-        old = ways[0].rows
-        if not all(isinstance(t, TensorType) and t.shape[:1] == (old,) for t in types) or node.op == "call":
-            raise PassError(
-                f"{node.op} %{node.id} reads the rows of experts in a way that ranks cannot share",
-                str(node.origin),
-                "a mesh without ep",
-            )
         made: list[Sequence[Value]] = []
         for chunk, way in enumerate(ways):
             operands = [self.inside[v][chunk][1] if v in self.inside else builder.value(v) for v in node.operands]
-            shapes = [(way.new_rows, *v.tensor.shape[1:]) for v in node.results]
-            new = [TensorType(v.tensor.dtype, shape) for v, shape in zip(node.results, shapes, strict=True)]
-            attrs, names = _changed(node.attrs, old, way.new_rows), [v.name for v in node.results]
-            made.append(builder.emit(node.op, operands, attrs, types=new, names=names))
+            made.append(with_rows(builder, node, operands, way.rows, way.new_rows))
         for index, value in enumerate(node.results):
             self.inside[value] = [(way, results[index]) for way, results in zip(ways, made, strict=True)]
 
@@ -244,6 +266,17 @@ def _received(dims: dict[str, NamedDim], tokens: Dim, extent: Extent) -> str:
         if new or (dims[name].bound == tokens and extent is not Extent.HOST):
             return name
         number += 1
+
+
+def with_rows(builder: FunctionBuilder, node: Node, operands: Sequence[Value], old: Dim, new: Dim) -> Sequence[Value]:
+    """The results of a node that works row by row, where experts have another number of rows."""
+    types = [v.type for v in node.results]
+    if not all(isinstance(t, TensorType) and t.shape[:1] == (old,) for t in types) or node.op == "call":
+        what = f"{node.op} %{node.id} reads the rows of experts in a way that allows no others"
+        raise PassError(what, str(node.origin), "a mesh without ep, and without --pad-to-capacity")
+    made = [TensorType(v.tensor.dtype, (new, *v.tensor.shape[1:])) for v in node.results]
+    names = [v.name for v in node.results]
+    return builder.emit(node.op, operands, _changed(node.attrs, old, new), types=made, names=names)
 
 
 def _changed(attrs: Mapping[str, Any], old: Dim, new: Dim) -> dict[str, Any]:

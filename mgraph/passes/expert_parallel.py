@@ -49,8 +49,10 @@ from mgraph.ir.graph import Axis, Function, Module, Node, Value
 from mgraph.ir.ops.expert_exchange import room
 from mgraph.ir.types import DType, Placement, Shard, TensorType
 from mgraph.passes.base import Pass, Report, Stage, Tier
+from mgraph.passes.expert_weights import WAYS
 
 _SENT, _BACK, _SIZES, OVERRUN = "expert_send", "expert_return", "expert_sizes", "expert_overrun"
+_PADDED = ("padded_send", "padded_return")
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class ExpertParallel(Pass):
             return module
         used = {str(n.attrs["rows"]) for _, n in module.walk() if n.op in (_SENT, _BACK)}
         exact = any(n.attrs.get("exact") for _, n in module.walk() if n.op in (_SENT, _BACK))
-        self._check(exact)
+        self._check(module, exact)
         parts = {rows: self._part(module, rows, ranks) for rows in used}
         dims = dict(module.dims)
         for rows in sorted(used):
@@ -101,16 +103,19 @@ class ExpertParallel(Pass):
                 dims[_sent(rows)] = replace(dims[rows], name=_sent(rows))
         functions = {}
         for function_name, function in module.functions.items():
-            if any(node.op in (_SENT, _BACK, _SIZES) for node in function.nodes):
+            if any(node.op in (*WAYS, _SIZES) for node in function.nodes):
                 functions[function_name] = _Ways(function, name, ranks, self, report, parts).rewritten()
         module = replace(module, mesh=mesh, dims=dims, functions={**module.functions, **functions})
         if exact:
             _check_attributes(module)
         return module
 
-    def _check(self, exact: bool) -> None:
+    def _check(self, module: Module, exact: bool) -> None:
         """Refuse what contradicts itself."""
         hint = "leave it out, or --dispatch alltoall"
+        padded = any(node.op in _PADDED for _, node in module.walk())
+        if padded and self.gather:
+            raise PassError("rows by capacity go to the ranks of their experts alone", "--pad-to-capacity", hint)
         if self.budget and self.gather:
             raise PassError("a budget is for tokens that go to some ranks alone", "--expert-budget", hint)
         if exact and self.gather:
@@ -154,6 +159,8 @@ class _Ways:
                     self._send(builder, node)
                 elif node.op == _BACK:
                     self._return(builder, node)
+                elif node.op in _PADDED:
+                    self._padded(builder, node)
                 elif node.op == OVERRUN:
                     self._overrun(builder, node)
                 elif node.op == _SIZES:
@@ -225,6 +232,19 @@ class _Ways:
             ]
         for old, new in zip(node.results, made, strict=True):
             builder.replace(old, new)
+
+    def _padded(self, builder: FunctionBuilder, node: Node) -> None:
+        """As many rows of each expert, which come by rank and then by expert, and go back so."""
+        there, value = node.op == _PADDED[0], builder.value(node.operands[0])
+        experts = int(str(node.attrs["num_experts"])) // self.ranks
+        exchange = {"axis": self.axis, "split_dim": 0, "join_dim": 0}
+        swap = {"first": self.ranks, "second": experts} if there else {"first": experts, "second": self.ranks}
+        steps: list[tuple[str, dict[str, object]]] = [("all_to_all", {**exchange}), ("swap_blocks", {**swap})]
+        for op, attrs in steps if there else reversed(steps):
+            (value,) = builder.emit(op, (value,), attrs, types=[node.result.tensor], names=[node.result.name])
+        builder.replace(node.result, value)
+        if there:
+            self.report.match(self.source.name, node.id, f"rows go to {self.ranks} ranks of {self.axis} by capacity")
 
     def _read(self, builder: FunctionBuilder, node: Node) -> None:
         """Ranks tell each other how many rows they send, and the host reads it."""

@@ -13,7 +13,7 @@ EXPERTS = Shard(0)
 """How ranks share experts: each has some of them whole."""
 GRADIENTS = ("grouped_outer", "grouped_sum")
 """The ops that give the gradients of their weights and biases."""
-WAYS = ("expert_send", "expert_return")
+WAYS = ("expert_send", "expert_return", "padded_send", "padded_return")
 """The ops by which tokens go to their experts and come back, before they go over an axis."""
 _FORWARD = "evaluate"
 _FOLLOWING = (StateKind.GRAD, StateKind.MOMENT, StateKind.MASTER)

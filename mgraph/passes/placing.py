@@ -268,7 +268,7 @@ def _grouped(node: Node) -> Iterator[ShardingRule]:
 def _summed_rows(node: Node) -> Iterator[ShardingRule]:
     """Sums of experts' rows, and the gradient of their weights: linear in the rows, of which there may be partial
     sums."""
-    if node.op == "moe_combine_grad":  # of dy and rows
+    if node.op in ("moe_combine_grad", "padded_combine_grad"):  # of dy and rows
         taken = (None, Partial(), *[None] * (len(node.operands) - 2))
         yield ShardingRule("partial rows", taken, (None, Partial()))
         return
@@ -284,6 +284,10 @@ _OWN: dict[str, Callable[[Node], Iterator[ShardingRule]]] = {
     "moe_combine": _summed_rows,
     "moe_combine_grad": _summed_rows,
     "moe_dispatch_grad": _summed_rows,
+    "padded_combine": _summed_rows,
+    "padded_combine_grad": _summed_rows,
+    "padded_dispatch_grad": _summed_rows,
+    "swap_blocks": _summed_rows,
     "unpack_rows": _summed_rows,
     "join_rows": _summed_rows,
     "split_rows": _summed_rows,

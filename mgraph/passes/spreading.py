@@ -20,6 +20,7 @@ from mgraph.ir.local import Division, declared_sizes
 from mgraph.ir.signature import ShardingRule
 from mgraph.ir.types import DType, Partial, PendingType, Placement, Shard, TensorType, Type
 from mgraph.passes.calls import callee
+from mgraph.passes.expert_weights import WAYS
 from mgraph.passes.placing import rules_of
 
 _NOMINAL = 1024
@@ -28,7 +29,7 @@ _WEIGHT = 1e30
 """The cost of gathering what has no named dim, where activations are to be gathered: any other way is better."""
 _EACH = ("adamw", "zero", "all_reduce", "all_reduce_start", "wait")
 """Ops that treat each operand alone: result i lies as operand i."""
-_LINEAR = ("all_gather", "all_to_all", "expert_return", "expert_send", "reduce_scatter")
+_LINEAR = ("all_gather", "all_to_all", *WAYS, "reduce_scatter")
 """Ops that send each operand over another axis alone, so that of partial sums they give partial sums."""
 
 

@@ -35,6 +35,7 @@ MESH_OPTIONS = (
     "overlap",
     "dispatch",
     "ep_chunks",
+    "pad_to_capacity",
     "expert_extent",
     "expert_budget",
 )

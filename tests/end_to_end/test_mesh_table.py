@@ -139,6 +139,26 @@ EXPERTS: list[tuple[str, str, dict[str, Any]]] = [
         for mesh in ("ep=2", "ep=4", "fsdp=2,ep=fsdp")
     ],
     ("moe-tiny-losses", "ep=4,tp=2", {"expert_budget": 1.9, "ep_chunks": 2, "recompute": "full"}),
+    *[
+        (model, mesh, options)
+        for options in ({"expert_extent": "host"}, {"pad_to_capacity": True})
+        for model in ("moe-tiny-losses", "limited-weight", "limited-position")
+        for mesh in ("ep=2", "ep=4", "fsdp=2,ep=fsdp", "ep=2,tp=2", "dp=2,fsdp=2,ep=dp*fsdp")
+        if model.startswith("limited") or "pad_to_capacity" not in options
+    ],
+    ("moe-tiny-losses", "dp=2,fsdp=2,ep=fsdp", {"expert_extent": "host", "zero": 1}),
+    ("moe-tiny-losses", "ep=2,fsdp=2", {"expert_extent": "host", "ep_chunks": 2, "recompute": "full"}),
+    ("moe-tiny-grouped", "ep=2,tp=2", {"expert_extent": "host", "sequence_parallel": True, **FUSED}),
+    ("moe-tiny-capacity", "dp=2,ep=2", {"expert_extent": "host", "expert_load": True, "overlap": True}),
+    ("hf:deepseek-v3", "ep=2", {"expert_extent": "host", "expert_bias_rate": 0.01}),
+    ("hf:gpt-oss", "ep=2", {"expert_extent": "host"}),
+    ("limited-weight", "dp=2", {"pad_to_capacity": True}),
+    ("limited-weight", "ep=2", {"pad_to_capacity": True, "recompute": "full", **FUSED}),
+    (
+        "limited-position",
+        "fsdp=2,tp=2,ep=fsdp",
+        {"pad_to_capacity": True, "sequence_parallel": True, "expert_load": True, "expert_bias_rate": 0.01, "zero": 1},
+    ),
     ("moe-tiny-capacity", "ep=2", {}),
     ("moe-tiny-capacity", "dp=2,ep=2", {"expert_load": True, "overlap": True}),
     ("limited-weight", "fsdp=2,tp=2,ep=fsdp", {"expert_load": True, "zero": 1, "expert_bias_rate": 0.01}),
@@ -189,6 +209,8 @@ PROCESSES: list[tuple[str, str, dict[str, Any]]] = [
     ("moe-tiny-losses", "ep=2,tp=2", {"recompute": "full"}),
     ("moe-tiny-grouped", "ep=2,tp=2", {"sequence_parallel": True}),
     ("moe-tiny-losses", "fsdp=2,ep=fsdp", {"dispatch": "allgather"}),
+    ("moe-tiny-losses", "ep=2", {"expert_extent": "host"}),
+    ("limited-weight", "ep=2", {"pad_to_capacity": True}),
     ("hf:gpt-oss", "ep=2", {}),
     ("hf:llama3", "dp=2,fsdp=2", {"overlap": True}),
     ("hf:llama3", "dp=2,fsdp=2,tp=2", {}),

@@ -6,14 +6,16 @@ That training goes on as on one device is in tests/end_to_end/test_mesh_table.py
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 
+from mgraph.codegen.manifest import manifest
 from mgraph.compiler import build_module
 from mgraph.errors import PassError
 from mgraph.ir.collective_proof import prove
 from mgraph.ir.collectives import message_bytes
-from mgraph.ir.dims import evaluate
+from mgraph.ir.dims import Extent, evaluate
 from mgraph.ir.graph import Module, StateKind
 from mgraph.ir.types import Shard
 from mgraph.passes.activations import extents
@@ -64,10 +66,38 @@ def test_rows_have_room_for_all_tokens_of_all_ranks() -> None:
     assert extents(compiled("fsdp=2,ep=fsdp"), {"B": BATCH, "S": SEQUENCE})["R"] == 2 * TOKENS
 
 
+def test_the_host_reads_sizes_once_in_a_forward() -> None:
+    """So no entry that sends tokens is a CUDA graph, which is said; the manifest counts how often each waits."""
+    recipe = Recipe(model="moe-tiny", mesh="ep=2", precision="bf16", expert_extent="host")
+    done = build_module(recipe)
+    reads = [function.name for function, node in done.module.walk() if node.op == "read_sizes"]
+    assert sorted(reads) == ["layer", "layer.fwd"]
+    assert {d.extent for d in done.module.dims.values() if d.ragged} == {Extent.HOST}
+    missed = [m for r in done.results if r.name == "cuda-graphs" for m in r.report.near_misses]
+    assert any("microbatch is launched op by op: read_sizes at" in m.detail for m in missed)
+    assert not done.module.entries["microbatch"].captured and done.module.entries["finish"].captured
+    written = manifest(done.module, "train", "", {}, {}, [], {})
+    assert written["host_reads"] == {"microbatch": 2, "evaluate": 2, "predict": 2}
+
+
 def test_one_rank_sends_nothing() -> None:
     module = compiled("ep=1")
     kinds = {i.kind for i in prove(module).issued}
     assert kinds == {"all_reduce"}  # of what finish sums over the axis
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dispatch": "allgather"}, "all ranks get all tokens: there are no sizes to read"),
+        ({"expert_budget": 1.5}, "rows have room for a budget, or for exactly what there is"),
+    ],
+)
+def test_contradictions_are_refused(options: dict[str, Any], said: str) -> None:
+    recipe = Recipe(model="moe-tiny", mesh="ep=2", arch="none", expert_extent="host", **options)
+    with pytest.raises(PassError, match=said) as caught:
+        build_module(recipe)
+    assert caught.value.hint
 
 
 def test_a_model_without_experts_is_refused() -> None:

@@ -1,0 +1,31 @@
+"""What a step calls to lay out rows by capacity gives what the ops mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mgraph.ir.types import DType
+from mgraph.runtime import capacity_layout as c
+from tests.ir.ops.test_capacity_layout import CASES, case
+from tests.ir.ops.test_expert_exchange import body
+
+
+@pytest.mark.parametrize("given", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_as_the_ops_say(given: tuple[int, int, int, float], dtype: torch.dtype) -> None:
+    x, weights, indices, _ = case(*given)
+    x, weights, attrs = x.to(dtype), weights.float(), {"num_experts": given[2], "factor": given[3]}
+    expected = body("padded_dispatch", x, indices, **attrs)
+    rows, places = c.padded_dispatch(x, indices, num_experts=given[2], factor=given[3])
+    assert torch.equal(rows, expected[0]) and torch.equal(places, expected[1])
+    assert torch.equal(c.even_ends(rows, num_experts=given[2]), body("even_ends", rows, num_experts=given[2]))
+    y, dy = torch.randn(rows.shape).to(dtype), torch.randn(x.shape).to(dtype)
+    torch.testing.assert_close(c.padded_dispatch_grad(y, places), body("padded_dispatch_grad", y, places))
+    combined = c.padded_combine(y, weights, places, dtype=torch.float32)
+    torch.testing.assert_close(combined, body("padded_combine", y, weights, places, dtype=DType.F32))
+    made, wanted = c.padded_combine_grad(dy, y, weights, places), body("padded_combine_grad", dy, y, weights, places)
+    torch.testing.assert_close(made[0], wanted[0])
+    torch.testing.assert_close(made[1], wanted[1])
+    swapped = c.swap_blocks(rows, first=given[2], second=1)
+    assert torch.equal(swapped, body("swap_blocks", rows, first=given[2], second=1))
