@@ -3,7 +3,8 @@
 What a rank needs, in bytes, for steps of at most STEP_TOKENS tokens of MOST_REQUESTS requests:
 
     weights   parameters and buffers
-    steps     what a step holds at its peak that is launched op by op, with as many rows of logits as it may have
+    steps     what a step holds at its peak that is launched op by op, with as many rows of logits as it may have; with
+              --batch-invariant also the sums of attention over runs of keys, of which there are some whatever the step
     pool      the same of the largest step that is a graph: graphs share their memory, and keep it
     logits    one place that all graphs write logits to, and one that they read a bias from
     graphs    of each its launches, as the driver keeps them, its inputs and its few results
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,9 @@ from mgraph.codegen.buckets import (
     default_histogram,
     read_histogram,
 )
+from mgraph.codegen.kernel_sites import kernel_sites
 from mgraph.codegen.memory import RankMemory
+from mgraph.codegen.triton.kernel import ITEM_BYTES
 from mgraph.errors import OptionError
 from mgraph.ir.graph import Module, StateKind
 from mgraph.ir.local import declared_sizes
@@ -47,6 +51,7 @@ from mgraph.passes.differentiation import VIEWS
 from mgraph.passes.recompute import size_text
 from mgraph.passes.serve_entries import SAMPLING
 from mgraph.recipe import Recipe
+from mgraph.runtime.kernels import evaluate
 from mgraph.runtime.serving.blocks import most_blocks
 from mgraph.runtime.serving.scheduler import most_rows
 
@@ -134,11 +139,12 @@ class _Sizes:
         logits = step.results[module.entries["step"].outputs.index("logits")].tensor
         self.logits = 2 * memory.bytes(TensorType(DType.F32, (MOST_REQUESTS, *logits.shape[1:])))
         self._launches = _launches_of(module, step.name)
+        self._sums = _kept_sums(module, recipe) if recipe.batch_invariant and recipe.archs else 0
 
     def peak(self, tokens: int, requests: int, rows: int = 0) -> int:
         """Of a step and of what samples. A graph has a row of logits for each request; other steps may have more."""
         memory = self._memory(tokens, requests, rows)
-        return max(memory.entry(name).bytes for name in ("step", *SAMPLING))
+        return max(memory.entry(name).bytes for name in ("step", *SAMPLING)) + tokens * self._sums
 
     def graph(self, tokens: int) -> int:
         """A graph: its launches, its inputs and its results."""
@@ -151,6 +157,20 @@ class _Sizes:
     def _memory(self, tokens: int, requests: int, rows: int = 0) -> RankMemory:
         given = {"T": tokens, "R": requests, "N": rows or requests, "K": LONGEST_TEXT, "P": 1}
         return RankMemory(self._module, extents(self._module, given), self._mesh)
+
+
+def _kept_sums(module: Module, recipe: Recipe) -> int:
+    """Bytes a token that attention over runs of a fixed length keeps between its launches, in the layer with most."""
+    width = -(-int(module.dims["S"].maximum or 0) // recipe.block_size)
+    found = [0]
+    for spec in kernel_sites(module, gpu=True, fixed=True).specs:
+        if any(tensor.name == "blocks" for tensor in spec.inputs):
+            dims = {"T": 1, "W": width}
+            for name, expression in spec.dims.items():
+                dims[name] = evaluate(expression, dims)
+            shapes = [[evaluate(extent, dims) for extent in tensor.shape] for tensor in spec.scratch]
+            found.append(sum(prod(s) * ITEM_BYTES[t.dtype] for s, t in zip(shapes, spec.scratch, strict=True)))
+    return max(found)
 
 
 def _launches_of(module: Module, name: str) -> int:

@@ -37,7 +37,7 @@ def workload(tmp_path: Path) -> str:
 
 
 def planned(module: Module, budget: int = 0, **settings: Any) -> ServingPlan:
-    return serving_plan(Recipe(**SETTINGS, memory_budget=f"{budget}B" if budget else "", **settings), module)
+    return serving_plan(Recipe(**SETTINGS | {"memory_budget": f"{budget}B" if budget else ""} | settings), module)
 
 
 def padding(buckets: tuple[Bucket, ...]) -> float:
@@ -129,3 +129,9 @@ def test_ranks_share_what_they_need() -> None:
 
 def test_bounds_are_those_of_the_server() -> None:
     assert STEP_TOKENS == package_stepper.MAX_TOKENS and TEXTS[-1] == LONGEST_TEXT
+
+
+def test_sums_of_attention_over_fixed_runs_are_counted(module: Module) -> None:
+    """Of 2048 tokens, 4 heads of 16 numbers each with two sums: 64 tokens are one run."""
+    plain, fixed = (planned(module, arch=arch, batch_invariant=True).memory for arch in ("none", "sm_90a"))
+    assert fixed.steps - plain.steps == STEP_TOKENS * 4 * (16 + 2) * 4
