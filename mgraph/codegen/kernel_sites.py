@@ -123,6 +123,7 @@ FIXED_ON_GPUS: dict[str, Template] = {
     "linear": Template("fixed_rows", few_rows.instance_of, few_rows.fixed),
     "linear_glu": Template("fixed_rows", few_rows.instance_of, few_rows.fixed),
     "paged_attention": Template("paged_attention", paged_attention.fixed_problem_of, paged_attention.forward),
+    "rope_kv_append": Template("rope_kv_append", rope_append.problem_of, rope_append.fixed),
 }
 """Instead of those of `ON_GPUS` where nothing may depend on how many rows there are (`--batch-invariant`): all others
 have one way for any number of rows."""

@@ -7,9 +7,10 @@ written once, and a token's tables are read by few programs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from mgraph.codegen.triton.aot import ALIGNMENT
 from mgraph.codegen.triton.kernel import ITEM_BYTES, TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, TensorSpec
 from mgraph.codegen.triton.rms_norm import RmsNorm, rounded_normed
 from mgraph.ir.graph import Node
@@ -96,6 +97,16 @@ def append(name: str, problem: RopeAppend) -> KernelSpec:
         launches=(Launch(name, args, ("T", blocks), WARPS, 1, aligned),),
         dims={},
     )
+
+
+def fixed(name: str, problem: RopeAppend) -> KernelSpec:
+    """The site of `append` with one binary for any number of tokens: a token has no stride to the next one, and so may
+    lie evenly where several do not, but a norm adds up in another order where it is read otherwise."""
+    spec = append(name, problem)
+    heads = (problem.heads * problem.width, problem.groups * problem.width, problem.groups * problem.value_width)
+    if problem.norm is None or not any(stride % ALIGNMENT for stride in (*heads, problem.width, problem.table_width)):
+        return spec
+    return replace(spec, launches=tuple(replace(launch, aligned=False) for launch in spec.launches))
 
 
 def _blocks(heads: int) -> int:

@@ -91,3 +91,11 @@ def test_problem_of_a_node() -> None:
         GRAPH.replace("%c: bf16", "%c: f32").replace("%a: bf16", "%a: f32").replace("%b: bf16", "%b: f32")
     )
     assert "the cache f32" in str(rope_append.problem_of(mixed.functions["f"].nodes[0]))
+
+
+def test_where_norms_may_lie_unevenly_there_is_one_binary() -> None:
+    """Tables of 8 numbers begin evenly where there is one token, and not where there are two."""
+    uneven = rope_append.fixed("append", PROBLEMS["pairs"]).launches
+    assert [launch.aligned for launch in uneven] == [False]
+    for name in ("normed", "plain"):
+        assert rope_append.fixed("append", PROBLEMS[name]) == rope_append.append("append", PROBLEMS[name])
