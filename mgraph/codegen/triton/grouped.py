@@ -414,8 +414,13 @@ def tuning(problem: Product) -> Tuning:
 def low_cuts(inner: int, width: int, many: Tuning, factors: int = 1) -> Cuts:
     """For few rows of each expert, which cost the reading of matrices: 16 rows, the least that is multiplied at once,
     and few columns, so that the tiles of some experts are enough for all multiprocessors; 64 in between. `many`: for
-    all others. Products with several matrices at once have shorter steps, so that as many are on the way."""
-    low = Tuning(16, min(64, max(16, power(width))), depth_of(inner, 128 // factors), 4, 4, listed=False)
+    all others.
+
+    Of 1 to 128 tokens, 128 experts and matrices of 2048 by 768 an H200 reads with 128 columns at once, of one matrix or
+    two, 0.42 to 0.91 and 0.64 to 0.98 of what a copy moves; with 32 of each 0.35 to 0.66.
+    """
+    columns = min(128 // factors, max(16, power(width)))
+    low = Tuning(16, columns, depth_of(inner, 64), 4 * factors, 4, listed=False)
     middle = Tuning(64, min(128, max(16, power(width))), depth_of(inner, 64), 4, 4 if factors == 1 else 3)
     return (FEW, low), (SOME, middle), (0, many)
 
