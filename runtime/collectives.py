@@ -21,7 +21,12 @@ from torch import Tensor
 
 from mgraph.runtime import mesh, traffic
 
-_c10d: Any = dist.distributed_c10d  # has the options of grouped messages
+_OPTIONS = {
+    "all_reduce": "AllreduceCoalescedOptions",
+    "all_gather": "AllgatherOptions",
+    "reduce_scatter": "ReduceScatterOptions",
+}
+"""The options of grouped messages, in torch's module of process groups."""
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 # Newer versions of torch have new names for these, and warn of the old ones.
@@ -67,9 +72,7 @@ def all_reduce_start(tensors: Sequence[Tensor], axis: str, op: str = "sum") -> P
 
     def send(same: list[Tensor], group: dist.ProcessGroup, ranks: int) -> Message:
         if _sent_as_they_are(same):
-            options = _c10d.AllreduceCoalescedOptions()
-            options.reduceOp, options.asyncOp = _REDUCTIONS[op], True
-            return Message(group.allreduce_coalesced(same, options), same, lambda: same)
+            return Message(group.allreduce_coalesced(same, _options("all_reduce", op)), same, lambda: same)
         alone = len(same) == 1 and same[0].is_contiguous()
         flat = same[0] if alone else torch.cat([tensor.reshape(-1) for tensor in same])
         work = dist.all_reduce(flat, _REDUCTIONS[op], group=group, async_op=True)
@@ -97,9 +100,7 @@ def all_gather_start(tensors: Sequence[Tensor], axis: str, dim: int) -> Pending:
         shapes = [tensor.shape for tensor in same]
         if _sent_as_they_are(same):
             gathered = [tensor.new_empty(ranks, *tensor.shape) for tensor in same]
-            options = _c10d.AllgatherOptions()
-            options.asyncOp = True
-            work = group.allgather_into_tensor_coalesced(_flat(gathered), _flat(same), options)
+            work = group.allgather_into_tensor_coalesced(_flat(gathered), _flat(same), _options("all_gather"))
             return Message(work, same, lambda: [_joined(parts, dim) for parts in gathered])
         own = same[0].reshape(-1) if len(same) == 1 else torch.cat([tensor.reshape(-1) for tensor in same])
         everything = own.new_empty(ranks, own.numel())
@@ -131,8 +132,7 @@ def reduce_scatter_start(
         parts = [_split(tensor, dim, ranks) for tensor in same]
         if _sent_as_they_are(parts) and not (wide and _is_narrow(parts[0])):
             scattered = [part.new_empty(part.shape[1:]) for part in parts]
-            options = _c10d.ReduceScatterOptions()
-            options.reduceOp, options.asyncOp = _REDUCTIONS[op], True
+            options = _options("reduce_scatter", op)
             work = group.reduce_scatter_tensor_coalesced(_flat(scattered), _flat(parts), options)
             return Message(work, parts, lambda: scattered)
         flat = parts[0].reshape(ranks, -1) if len(parts) == 1 else torch.cat([p.reshape(ranks, -1) for p in parts], 1)
@@ -211,6 +211,15 @@ def wait(pending: Pending) -> list[Tensor]:
     pending.messages.clear()
     pending.results.clear()
     return [results[place] for place in range(len(results))]
+
+
+def _options(what: str, op: str = "") -> Any:
+    """Of a group of messages that goes on beside its caller, with a reduction where it has one."""
+    options = getattr(dist.distributed_c10d, _OPTIONS[what])()
+    options.asyncOp = True
+    if op:
+        options.reduceOp = _REDUCTIONS[op]
+    return options
 
 
 def _start(kind: str, tensors: Sequence[Tensor], axis: str, send: _Send) -> Pending:
