@@ -11,8 +11,8 @@ from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.ir.types import Shard, TensorType
 from mgraph.passes.calls import callee, calls, roots
 
-ALIGNMENT = 256
-"""Bytes of which every joined state but the last is a multiple: what libraries and kernels read begins there."""
+ALIGNMENT = 16
+"""Bytes of which every joined state but the last is a multiple: what the fast loads of kernels and libraries want."""
 
 Chain = tuple[tuple[str, ...], ...]
 """For each call, the names of the states that are joined, in order."""

@@ -18,6 +18,7 @@ from mgraph.compiler import compile_package
 from mgraph.ir.graph import Function, Module, Node
 from mgraph.ir.types import Shard
 from mgraph.ir.verifier import verify
+from mgraph.passes import joining
 from mgraph.passes.base import Report
 from mgraph.passes.dce import DeadCode
 from mgraph.passes.equivalence import check
@@ -130,6 +131,12 @@ def test_a_state_that_is_split_or_elsewhere_stays() -> None:
     assert misses(replace(module, state=states)) == [("place", "lies in the memory of the host")]
     states[name] = module.state[name].placed("dp", Shard(0))
     assert misses(replace(module, state=states)) == [("placement", "is split over ranks")]
+
+
+def test_what_would_begin_anywhere_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "ALIGNMENT", 2**20)
+    found = {(guard, detail.partition(" ")[0]) for guard, detail in misses(before())}
+    assert found == {("alignment", "has")}
 
 
 def test_what_is_no_state_stays() -> None:
