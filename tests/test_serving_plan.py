@@ -119,6 +119,18 @@ def test_the_server_has_what_was_planned(module: Module, tmp_path: Path, capsys:
     assert ServingPlan.of(told) == plan and told["total"] == plan.memory.total <= budget
 
 
+def test_windows_need_no_cache_beyond_them(tmp_path: Path) -> None:
+    """One layer of two has a window of 9: the longest text has 4 blocks in the other and at most 2 in this, and a block
+    is of one layer at a time."""
+    recipe = Recipe(**SETTINGS | {"model": "gpt-oss-tiny"}, output=str(tmp_path / "package"))
+    found = compile_package(recipe)
+    assert found.package is not None
+    plan, stepper = serving_plan(recipe, found.module).memory, PackageStepper(found.package, num_blocks=20)
+    assert stepper.windows == (None, 9) and plan.blocks == 1 + 4 + 2 and plan.cache == 7 * stepper.block_bytes
+    caches = {t.data_ptr(): t.nbytes for name, t in stepper.state.items() if name.startswith("cache.")}
+    assert len(caches) == 2 and sum(caches.values()) == 20 * stepper.block_bytes
+
+
 def test_ranks_share_what_they_need() -> None:
     alone, shared = (
         serving_plan(recipe, build_module(recipe).module).memory
