@@ -116,6 +116,7 @@ ON_GPUS: dict[str, Template] = {
 """Ops that are kernel sites in packages with binaries for a GPU."""
 
 FIXED_ON_GPUS: dict[str, Template] = {
+    "aten.addmm.default": Template("fixed_rows", few_rows.instance_of, few_rows.fixed),
     "expert_glu": Template("expert_glu_fwd", expert_glu.problem_of, expert_glu.fixed),
     "expert_sum": Template("expert_sum", expert_sum.problem_of, expert_sum.fixed),
     "grouped_matmul": Template("grouped_matmul", grouped.problem_of, grouped.fixed),

@@ -49,6 +49,8 @@ class FewRows:
     bias: bool = False
     residual: bool = False
     glu: Glu | None = None
+    turned: bool = False
+    """Whether the weight is [size, columns] and the bias comes first, as `addmm` has them; of tall tiles alone."""
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -58,12 +60,15 @@ class FewRows:
     @property
     def operands(self) -> tuple[str, ...]:
         """What the site takes."""
+        if self.turned:
+            return "bias", "x", "weight"
         return ("x", *self.weights, *["bias"] * self.bias, *["residual"] * self.residual)
 
     @property
     def aligned(self) -> bool:
         """Whether every row of x and of the weights starts on a 16-byte boundary when the tensor does."""
-        return self.size * ITEM_BYTES[self.dtype] % 16 == 0
+        widths = (self.size, self.columns) if self.turned else (self.size,)
+        return all(width * ITEM_BYTES[self.dtype] % 16 == 0 for width in widths)
 
 
 def problem_of(node: Node) -> FewRows | str:
@@ -75,13 +80,16 @@ def problem_of(node: Node) -> FewRows | str:
 
 
 def instance_of(node: Node) -> FewRows | str:
-    """The instance that a node `linear` or `linear_glu` is, of any dtype that Triton has, or why there is none."""
+    """The instance that a node `linear`, `linear_glu` or `addmm` is, of any dtype that Triton has, or why there is
+    none."""
     dtypes = {value.tensor.dtype.text for value in node.operands}
     dtype = node.operands[0].tensor.dtype.text
     if len(dtypes) > 1:
         return f"the operands are {' and '.join(sorted(dtypes))}; the kernel takes one dtype"
     if dtype not in TRITON_LANGUAGE_DTYPES:
         return f"the operands are {dtype}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
+    if node.op == "aten.addmm.default":
+        return _turned_of(node)
     columns, size = node.operands[1].tensor.shape
     if not isinstance(columns, int) or not isinstance(size, int):
         return f"the weight is [{columns}, {size}], which are no known numbers"
@@ -90,6 +98,16 @@ def instance_of(node: Node) -> FewRows | str:
         return FewRows(size, columns, dtype, bias="bias" in extra, residual="residual" in extra)
     unit = glu.problem_of(replace(node.with_values((node.result, node.result), node.results), op="glu"))
     return unit if isinstance(unit, str) else FewRows(size, columns, dtype, glu=unit)
+
+
+def _turned_of(node: Node) -> FewRows | str:
+    bias, x, weight = (value.tensor for value in node.operands)
+    size, columns = weight.shape
+    if not isinstance(columns, int) or not isinstance(size, int):
+        return f"the weight is [{size}, {columns}], which are no known numbers"
+    if node.attrs or bias.shape != (columns,):
+        return f"the kernel adds a number to each column, not {bias} with {dict(node.attrs)}"
+    return FewRows(size, columns, x.dtype.text, bias=True, turned=True)
 
 
 @dataclass(frozen=True)
@@ -125,7 +143,9 @@ def forward(name: str, problem: FewRows, *cuts: Tuning) -> KernelSpec:
     cuts = cuts or tunings(problem)
     vector, row = (problem.columns,), ("*", problem.columns)
     shapes = {"x": ("*", problem.size), "bias": vector, "residual": row}
-    shapes |= dict.fromkeys(problem.weights, (problem.columns, problem.size))
+    matrix = (problem.columns, problem.size)
+    shapes |= dict.fromkeys(problem.weights, matrix[::-1] if problem.turned else matrix)
+    assert not problem.turned or all(cut.rows > 1 for cut in cuts), "of one row the weight is read along its rows"
     sources, launches = [], []
     for cut, when in zip(cuts, (1,) if len(cuts) == 1 else (ONE_ROW, MORE_ROWS), strict=True):
         way, source = ("one", _one_row_source) if cut.rows == 1 else ("rows", _rows_source)
@@ -166,7 +186,7 @@ def fixed(name: str, problem: FewRows) -> KernelSpec:
 def _formula(problem: FewRows) -> str:
     if problem.glu:
         return f"{problem.glu.act} unit of x gate^T and x up^T"
-    return "x weight^T" + " + bias" * problem.bias + " + residual" * problem.residual
+    return f"x weight{'' if problem.turned else '^T'}" + " + bias" * problem.bias + " + residual" * problem.residual
 
 
 def _signature(problem: FewRows) -> str:
@@ -217,8 +237,11 @@ def _rows_source(name: str, problem: FewRows, cut: Tuning) -> str:
     rows = f"row = tl.program_id({int(not cut.tall)}) * {cut.rows} + tl.arange(0, {cut.rows})"
     lines = [rows, *_column_lines(problem, cut)]
     lines += [f"{w} = tl.zeros([{cut.rows}, {cut.columns}], dtype=tl.float32)" for w in problem.weights]
+    along, at = f" * {problem.size}", "k[:, None]"
+    if problem.turned:
+        along, at = "", f"k.to(tl.int64)[:, None] * {problem.columns}"
     lines += [
-        f"element = column.to(tl.int64)[None, :] * {problem.size}",
+        f"element = column.to(tl.int64)[None, :]{along}",
         f"x_element = row.to(tl.int64)[:, None] * {problem.size}",
         f"for start in tl.range(0, {problem.size}, {cut.part}, num_stages={cut.num_stages}):",
         f"    k = start + tl.arange(0, {cut.part})",
@@ -226,7 +249,7 @@ def _rows_source(name: str, problem: FewRows, cut: Tuning) -> str:
     ]
     for w in problem.weights:
         mask = _mask(inside, f"{within}[:, None]" if within else "")
-        load = f"tl.load({w}_ptr + element + k[:, None]{mask}{once})"
+        load = f"tl.load({w}_ptr + element + {at}{mask}{once})"
         lines += [f"    {w}_part = {load}", f"    {w} = tl.dot(x, {w}_part, {w}{exact})"]
     masks = ["(row < rows)[:, None]", *([inside] if inside else [])]
     place = f"row.to(tl.int64)[:, None] * {problem.columns} + column[None, :]"
@@ -267,6 +290,8 @@ def {name}({_signature(problem)}):
 
 def _twin(name: str, problem: FewRows) -> str:
     def product(weight: str) -> str:
+        if problem.turned:
+            return "torch.addmm(bias, x, weight)"
         return f"torch.nn.functional.linear(x, {weight}{', bias' * problem.bias})"
 
     if problem.glu:
