@@ -36,11 +36,11 @@ PROBLEMS = {
 def draw(problem: FewRows, shape: tuple[int, ...], gaps: bool = False) -> tuple[Tensor, ...]:
     """The inputs of a site; x with gaps between its elements, if asked for."""
     generator = torch.Generator().manual_seed(problem.size + sum(shape))
-    shapes = {"weight": (problem.size, problem.columns)} if problem.turned else {}
-    shapes |= {"x": (*shape, problem.size), "bias": (problem.columns,), "residual": (*shape, problem.columns)}
+    matrix = (problem.size, problem.columns) if problem.turned else (problem.columns, problem.size)
+    shapes = {"x": (*shape, problem.size), "bias": (problem.columns,), "residual": (*shape, problem.columns)}
     made = []
     for name in problem.operands:
-        extents = shapes.get(name, (problem.columns, problem.size))
+        extents = shapes.get(name, matrix)
         tensor = torch.randn(*extents, 2, generator=generator).to(DTYPES[problem.dtype])[..., 0]
         made.append(tensor if gaps and name == "x" else tensor.contiguous())
     return tuple(made)
