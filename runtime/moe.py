@@ -134,7 +134,8 @@ def moe_route_grad(
 def moe_order(indices: Tensor, *, num_experts: int, others: bool = False) -> tuple[Tensor, Tensor]:
     """Pairs of token and choice by expert, then by token: order i64 [T*K], cumulative ends i32 [E]; indices [T, K].
 
-    Raises PackageError on the CPU, where a look costs nothing, for the number of an expert that there is not.
+    Raises PackageError on the CPU, where a look costs nothing, for the number of an expert that there is not; elsewhere
+    such a pair is of no expert, as those of E are.
     """
     if indices.device.type == "cpu" and indices.numel():
         low, high = (int(number) for number in torch.aminmax(indices))
@@ -143,10 +144,16 @@ def moe_order(indices: Tensor, *, num_experts: int, others: bool = False) -> tup
                 f"a router chose expert {low if low < 0 else high}, and the experts are 0 to {num_experts - 1}",
                 hint="mend the router of the model, and compile it again",
             )
+    return _by_expert(indices.flatten(), num_experts)
+
+
+def _by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The order of `moe_order` and the ends; numbers of no expert come last."""
+    chosen = chosen.clamp(-1, num_experts).remainder(num_experts + 1)  # -1 becomes E
     # A GPU sorts byte by byte: two of them take a quarter of the time of eight.
-    chosen = indices.flatten().to(torch.int16 if num_experts < 2**15 else torch.int64)
+    chosen = chosen.to(torch.int16 if num_experts < 2**15 else torch.int64)
     by_expert, order = chosen.sort(stable=True)
-    experts = torch.arange(num_experts, dtype=chosen.dtype, device=indices.device)
+    experts = torch.arange(num_experts, dtype=chosen.dtype, device=chosen.device)
     return order, torch.searchsorted(by_expert, experts, right=True, out_int32=True)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import sympy
 
 from mgraph.codegen.source import SourceWriter
-from mgraph.ir.dims import Dim, names_in, substitute, symbol
+from mgraph.ir.dims import Dim, factor_of, names_in, substitute, symbol
 from mgraph.ir.graph import Value
 from mgraph.ir.local import Division
 from mgraph.ir.types import TensorType
@@ -56,11 +56,12 @@ def _text(expression: sympy.Expr, strength: int) -> str:
 class DimScope:
     """The dims of one function: what has been asked for, and the lines that bind it.
 
-    `division` says which part of its inputs a rank holds (default: all of them).
+    `division` says which part of its inputs a rank holds (default: all of them). Dims of `made` are bound where the
+    function makes the first tensor that has them.
     """
 
-    def __init__(self, inputs: Sequence[Value], division: Division | None = None) -> None:
-        self._division = division
+    def __init__(self, inputs: Sequence[Value], division: Division | None = None, made: Collection[str] = ()) -> None:
+        self._division, self._made = division, made
         self._sources = [v for v in inputs if isinstance(v.type, TensorType)]
         self._needed: dict[str, None] = {}
         self.names = {n for v in self._sources for d in v.tensor.shape for n in names_in(d)}
@@ -72,9 +73,17 @@ class DimScope:
         self._needed.update(dict.fromkeys(sorted(names_in(dim))))
         return python_text(dim)
 
+    def bind_made(self, writer: SourceWriter, value: Value, text: str, names: Collection[str]) -> set[str]:
+        """Write the lines that bind those of the names that a value tells, which is written `text`; these names."""
+        shape = self._held(value)
+        found = {n: i for n in names for i, d in enumerate(shape) if factor_of(d, n) is not None}
+        if found:
+            self._write(writer, value, text, found)
+        return set(found)
+
     def bind(self, writer: SourceWriter, texts: dict[Value, str]) -> None:
         """Write the lines that bind every name asked for, from inputs written as `texts`."""
-        todo = dict(self._needed)
+        todo = {name: None for name in self._needed if name not in self._made}
         for plain in (True, False):
             for value in self._sources:
                 if not todo:
@@ -94,7 +103,7 @@ class DimScope:
             writer.line(f"{', '.join(by_place.get(i, '_') for i in range(len(shape)))} = {text}.shape")
             return
         for name, i in found.items():
-            factor = _factor(shape[i], name)
+            factor = factor_of(shape[i], name)
             assert factor is not None, f"{text}.shape[{i}] does not tell {name}"
             times, parts = (f" {sign} {n}" if n != 1 else "" for sign, n in (("*", factor.q), ("//", factor.p)))
             writer.line(f"{name} = {text}.shape[{i}]{times}{parts}")
@@ -106,12 +115,4 @@ class DimScope:
 
 def _extent(dim: Dim, name: str, plain: bool) -> bool:
     """Whether an extent is the named dim, or (not `plain`) a multiple or a part of it."""
-    return bool(dim == symbol(name)) if plain else _factor(dim, name) is not None
-
-
-def _factor(dim: Dim, name: str) -> sympy.Rational | None:
-    """How often an extent has the named dim, where it is that alone."""
-    if names_in(dim) != {name}:
-        return None
-    factor = sympy.cancel(sympy.sympify(dim) / symbol(name))
-    return factor if isinstance(factor, sympy.Rational) else None
+    return bool(dim == symbol(name)) if plain else factor_of(dim, name) is not None

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
+import sympy
+
 from mgraph.codegen.bundles import ListType, expanded, is_list, picked
 from mgraph.codegen.dim_text import DimScope, python_text
 from mgraph.codegen.kernel_sites import KernelSites
@@ -28,6 +30,7 @@ from mgraph.codegen.torch_provider import (
     write,
     write_accumulated,
 )
+from mgraph.ir.dims import names_in
 from mgraph.ir.graph import Entry, Function, Node, Origin, Value
 from mgraph.ir.local import Division
 from mgraph.ir.types import TensorType
@@ -54,9 +57,16 @@ class FunctionText:
         self._live = Liveness(function, block, absorbable)
         unpacked = [v for n in function.nodes if n.op == "unpack" for v in n.results]
         states = [v for n in function.nodes for v in n.operands if v.is_state]
-        self._dims = DimScope([*function.params, *unpacked, *function.slots, *states], context.division)
+        given = [*function.params, *unpacked, *function.slots, *states]
+        told = {name for v in given if isinstance(v.type, TensorType) for d in v.tensor.shape for name in names_in(d)}
+        read = context.division.read
+        self._unread = (_named(function) & read) - told if read else set[str]()
+        """Dims whose extents the host reads, and of which no tensor so far told this function."""
+        self._dims = DimScope(given, context.division, frozenset(self._unread))
         callees = {context.names[called(n)] for n in function.nodes if n.op == "call"}
-        self._pool = NamePool(reserved=self._dims.names | callees | {identifier(s) for s in function.statics})
+        self._pool = NamePool(
+            reserved=self._dims.names | self._unread | callees | {identifier(s) for s in function.statics}
+        )
         self._names: dict[Value, str] = {}  # by a name of the pool
         self._texts: dict[Value, str] = {}  # by another expression: state
         self._pinned: set[Value] = set()
@@ -180,6 +190,9 @@ class FunctionText:
         freed = self._release(dead)
         left = self._bind(node, index, written, freed)
         self._body.line(f"{', '.join(left)} = {written.text}" if left else written.text, mark)
+        for value in node.results if self._unread else ():
+            if value in self._names and isinstance(value.type, TensorType):
+                self._unread -= self._dims.bind_made(self._body, value, self._names[value], self._unread)
         self._push(node, before=False)
         self._bury_names(freed - set(left), final=self._is_last(index))
 
@@ -548,3 +561,14 @@ def _range_text(layers: range) -> str:
     low, high = min(layers), max(layers) + 1
     text = f"range({low}, {high})" if low else f"range({high})"
     return text if layers.step > 0 else f"reversed({text})"
+
+
+def _named(function: Function) -> set[str]:
+    """The named dims that attributes of a function speak of."""
+
+    def names(value: object) -> set[str]:
+        if isinstance(value, tuple):
+            return set().union(*map(names, value))
+        return set(names_in(value)) if isinstance(value, sympy.Expr) else set()
+
+    return set().union(*(names(tuple(node.attrs.values())) for node in function.nodes))

@@ -407,6 +407,16 @@ def _all_to_all(site: Site) -> str:
     return _chosen(site, _collective(site, []))
 
 
+def _constant(site: Site) -> str:
+    """Numbers that no pass has put into their readers: a copy from the host in each step, which no CUDA graph has."""
+    values = site.node.attrs["values"]
+    assert isinstance(values, tuple), f"{site.node!r} has no values"
+    few = ", ".join(map(str, values[:4])) + (", …" if len(values) > 4 else "")
+    message = f"the forward makes a tensor of numbers, [{few}], in every step"
+    hint = "make it once, in __init__: self.register_buffer(name, torch.tensor([…]), persistent=False)"
+    raise PassError(message, str(site.node.origin), hint)
+
+
 def _pack_rows(site: Site) -> str:
     options = "".join(f", {name}={site.node.attrs[name]}" for name in ("fill", "part") if name in site.node.attrs)
     return f"rt.pack_rows({', '.join(site.operands)}{options})"
@@ -451,6 +461,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "axis_index": lambda site: f"rt.axis_index({site.literal(site.node.attrs['axis'])})",
     "cast": _cast,
     "change_scores": _runtime(),
+    "constant": _constant,
     "cross_entropy": _runtime(),
     "cross_entropy_grad": _runtime(),
     "cross_entropy_join": _runtime(),

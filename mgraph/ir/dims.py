@@ -76,6 +76,14 @@ def names_in(dim: Dim) -> frozenset[str]:
     return frozenset() if isinstance(dim, int) else frozenset(s.name for s in dim.free_symbols)
 
 
+def factor_of(dim: Dim, name: str) -> sympy.Rational | None:
+    """How often an extent has the named dim, where it is that alone."""
+    if names_in(dim) != {name}:
+        return None
+    factor = sympy.cancel(sympy.sympify(dim) / symbol(name))
+    return factor if isinstance(factor, sympy.Rational) else None
+
+
 def substitute(dim: Dim, values: Mapping[str, Dim]) -> Dim:
     """Replace named dims; a full assignment gives an `int`."""
     if isinstance(dim, int) or not values:

@@ -17,7 +17,7 @@ from typing import Any
 
 import sympy
 
-from mgraph.ir.dims import evaluate, names_in
+from mgraph.ir.dims import evaluate, factor_of, names_in
 from mgraph.ir.graph import Function, Module, Node, Static, Value
 from mgraph.ir.local import Division
 from mgraph.ir.mesh import groups, mesh_sizes
@@ -114,6 +114,7 @@ class _Runner:
 
     def call(self, function: Function, arguments: Sequence[Ranks], statics: Mapping[str, Any]) -> list[Ranks]:
         values: dict[Value, Ranks] = dict(zip(function.inputs(), arguments, strict=True))
+        self._read_extents(values)
         last_use = {v: i for i, node in enumerate(function.nodes) for v in node.operands}
         kept = set(function.results)
         for index, node in enumerate(function.nodes):
@@ -122,10 +123,25 @@ class _Runner:
             if self.hook is not None:
                 self.hook(function, node, operands, results)
             values.update(zip(node.results, results, strict=True))
+            self._read_extents(dict(zip(node.results, results, strict=True)))
             for operand in set(node.operands):
                 if last_use[operand] == index and operand not in kept:
                     values.pop(operand, None)
         return [self.read(v, values) for v in function.results]
+
+    def _read_extents(self, values: Mapping[Value, Ranks]) -> None:
+        """Bind the dims whose extents the host reads, as the last tensors have them."""
+        if not self.division.read:
+            return
+        for value, ranks in values.items():
+            if not isinstance(value.type, TensorType):
+                continue
+            for index, extent in enumerate(value.type.shape):
+                for name in names_in(extent) & self.division.read:
+                    factor = factor_of(extent, name)
+                    for dims, tensor in zip(self.dims, ranks, strict=True):
+                        if factor is not None:
+                            dims[name] = int(tensor.shape[index] / factor)
 
     def read(self, value: Value, values: Mapping[Value, Ranks]) -> Ranks:
         if value.is_state:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mgraph.ir.dims import Dim, names_in
+from mgraph.ir.dims import Dim, Extent, names_in
 from mgraph.ir.facts import dependent, multiples, share
 from mgraph.ir.graph import Axis, Function, Module, Node
 from mgraph.ir.types import Shard, TensorType
@@ -60,14 +60,18 @@ class Division:
     multiples: Mapping[str, int] = field(default_factory=dict)
     """Named dims that are known to be multiples of a number."""
     bounds: Mapping[str, Dim] = field(default_factory=dict)
-    """What ragged dims have room for."""
+    """What ragged dims have room for, but for those whose extents the host reads."""
+    read: frozenset[str] = frozenset()
+    """The dims whose extents the host reads: each tensor tells its own."""
 
     @staticmethod
     def of(module: Module, sizes: Mapping[str, int]) -> Division:
         """The division of a module's extents by axes; one of a single rank divides nothing."""
         known = multiples((fact.text for fact in module.facts), sizes)
-        bounds = {d.name: d.bound for d in module.dims.values() if d.bound is not None}
-        return Division({axis: size for axis, size in sizes.items() if size > 1}, bound_dims(module), known, bounds)
+        read = frozenset(d.name for d in module.dims.values() if d.extent is Extent.HOST)
+        bounds = {d.name: d.bound for d in module.dims.values() if d.bound is not None and d.name not in read}
+        several = {axis: size for axis, size in sizes.items() if size > 1}
+        return Division(several, bound_dims(module), known, bounds, read)
 
     def divides(self, extent: Dim, axis: str) -> bool:
         """Whether an extent that is sharded over an axis is divided by it."""

@@ -40,11 +40,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-import sympy
-
 from mgraph.errors import PassError
 from mgraph.ir.builder import FunctionBuilder, rebuild
-from mgraph.ir.dims import Dim, Extent, as_dim, names_in, symbol
+from mgraph.ir.dims import Extent, as_dim, symbol
 from mgraph.ir.graph import Axis, Function, Module, Node, Value
 from mgraph.ir.ops.expert_exchange import room
 from mgraph.ir.types import DType, Placement, Shard, TensorType
@@ -105,10 +103,7 @@ class ExpertParallel(Pass):
         for function_name, function in module.functions.items():
             if any(node.op in (*WAYS, _SIZES) for node in function.nodes):
                 functions[function_name] = _Ways(function, name, ranks, self, report, parts).rewritten()
-        module = replace(module, mesh=mesh, dims=dims, functions={**module.functions, **functions})
-        if exact:
-            _check_attributes(module)
-        return module
+        return replace(module, mesh=mesh, dims=dims, functions={**module.functions, **functions})
 
     def _check(self, module: Module, exact: bool) -> None:
         """Refuse what contradicts itself."""
@@ -314,20 +309,3 @@ def _sent(rows: str) -> str:
 def _as_counts(placed: Placement) -> Placement:
     """Where the numbers of rows lie that are sent, by where the sizes of messages lie, of which they are a row."""
     return Shard(placed.dim - 1) if isinstance(placed, Shard) else placed
-
-
-def _check_attributes(module: Module) -> None:
-    """Refuse an op that is told an extent that the host reads: of operands it sees it."""
-    read = {name for name, dim in module.dims.items() if dim.extent is Extent.HOST}
-    for function, node in module.walk():
-        told = {name for value in node.attrs.values() for dim in _dims(value) for name in names_in(dim)} & read
-        if told:
-            what = f"{node.op} %{node.id} of {function.name} is told the extent {min(told)}, which the host reads"
-            raise PassError(what, str(node.origin), "--expert-extent bound")
-
-
-def _dims(value: object) -> Sequence[Dim]:
-    """The dims that an attribute has."""
-    if isinstance(value, tuple):
-        return [dim for part in value for dim in _dims(part)]
-    return [value] if isinstance(value, sympy.Expr) else []

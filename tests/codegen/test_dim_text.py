@@ -50,3 +50,13 @@ def test_a_part_tells_the_whole() -> None:
     assert scope.text(symbol("S") / 4) == "S // 4"
     scope.bind(writer, {split: "x"})
     assert writer.text() == "S = x.shape[1] * 4\n"
+
+
+def test_an_extent_that_the_host_reads_is_bound_where_it_is_made() -> None:
+    rows = Value("rows", TensorType(DType.F32, (2 * symbol("R"), 8)))
+    division = Division({}, frozenset(), {}, {}, frozenset({"R"}))
+    scope, writer = DimScope([], division, {"R"}), SourceWriter()
+    assert scope.text(3 * symbol("R")) == "3 * R"
+    scope.bind(writer, {})
+    assert scope.bind_made(writer, rows, "rows", {"R", "Q"}) == {"R"}
+    assert writer.text().splitlines() == ["R = rows.shape[0] // 2"]

@@ -10,9 +10,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from mgraph.compiler import compile_package
-from mgraph.errors import PackageError
+from mgraph.errors import PackageError, PassError
 from mgraph.recipe import Recipe
 from mgraph.runtime.package import load_package
 from mgraph.runtime.state import create_state
@@ -60,6 +61,20 @@ def dropping():
     return use_router(models.get("moe", "tiny"), lambda config: Dropping(0))
 
 
+class Table(Hash):
+    """The same, by a table that it makes anew each time."""
+
+    def forward(self, tokens):
+        table = torch.tensor([0, 5, 2, 7, 4, 1, 6, 3], device=tokens.device)
+        first = table[torch.arange(tokens.shape[0], device=tokens.device) % 8]
+        experts = torch.stack([first, (first + 3) % 8], 1)
+        return torch.full(experts.shape, 0.5, device=tokens.device), experts
+
+
+def by_table():
+    return use_router(models.get("moe", "tiny"), lambda config: Table(0))
+
+
 def beyond():
     return use_router(models.get("moe", "tiny"), lambda config: Hash(3))
 '''
@@ -87,6 +102,16 @@ def _compiled(file: Path, factory: str, directory: Path, **options: object) -> P
     return Path(str(compile_package(recipe).package))
 
 
+def _eager(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """The loss of a model that torch runs, with that of its router; gradients are left in its parameters."""
+    out = model(tokens)
+    logits = getattr(out, "logits", out)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss = loss + tokens.numel() * getattr(out, "aux_loss", torch.zeros(()))
+    loss.backward()
+    return loss.detach()
+
+
 @pytest.mark.parametrize("kind", ["cosine", "hashed"])
 def test_loss_and_gradients_are_those_of_eager(kind: str, hashed: Path, tmp_path: Path) -> None:
     file = EXAMPLE if kind == "cosine" else hashed
@@ -95,14 +120,10 @@ def test_loss_and_gradients_are_those_of_eager(kind: str, hashed: Path, tmp_path
     model = _module(file).model().train()
     fill(model, state)
     tokens, labels = torch.randint(0, 256, (2, 2, 7))
-    out = model(tokens)
-    logits = getattr(out, "logits", out)
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    loss = loss + tokens.numel() * getattr(out, "aux_loss", torch.zeros(()))
-    loss.backward()
+    loss = _eager(model, tokens, labels)
     free = torch.full((2, 7, 2, 2), -1, dtype=torch.int16)
     made = package.call("microbatch", state, tokens, labels, free)
-    torch.testing.assert_close(made["loss_sum"], loss.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(made["loss_sum"], loss, rtol=1e-5, atol=1e-5)
     for name, parameter in model.named_parameters():
         grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         torch.testing.assert_close(state[f"{name}.grad"], grad, rtol=1e-3, atol=1e-4)
@@ -118,12 +139,9 @@ def test_a_dropped_choice_is_computed_nowhere(hashed: Path, tmp_path: Path) -> N
     model = _module(hashed).dropping().train()
     fill(model, state)
     tokens, labels = torch.randint(0, 256, (2, 2, 7))
-    out = model(tokens)
-    logits = getattr(out, "logits", out)
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    loss.backward()
+    loss = _eager(model, tokens, labels)
     made = package.call("microbatch", state, tokens, labels)
-    torch.testing.assert_close(made["loss_sum"], loss.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(made["loss_sum"], loss, rtol=1e-5, atol=1e-5)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(state[f"{name}.grad"], parameter.grad, rtol=1e-3, atol=1e-4)
@@ -149,3 +167,11 @@ def test_an_expert_that_there_is_not_is_told_of(hashed: Path, tmp_path: Path) ->
     tokens = torch.randint(0, 256, (2, 7))
     with pytest.raises(PackageError, match="a router chose expert 10, and the experts are 0 to 7"):
         package.call("microbatch", state, tokens, tokens)
+
+
+def test_a_tensor_of_numbers_is_told_of(hashed: Path, tmp_path: Path) -> None:
+    """A step would copy it from the host each time."""
+    with pytest.raises(PassError, match=r"makes a tensor of numbers, \[0, 5, 2, 7, …\], in every step") as caught:
+        _compiled(hashed, "by_table", tmp_path / "package")
+    assert "hashed.py" in str(caught.value.where) and "self.register_buffer" in str(caught.value.hint)
+    assert not (tmp_path / "package").exists()

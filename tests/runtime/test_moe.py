@@ -9,6 +9,7 @@ import torch
 
 from mgraph.ir.opdef import op_def
 from mgraph.ir.types import DType
+from mgraph.runtime import moe
 from mgraph.runtime import v1 as rt
 from tests.runtime.test_ops import check, numbers
 
@@ -89,3 +90,31 @@ def test_grouped_outer() -> None:
 def test_numbers_of_no_expert_are_not_counted() -> None:
     counts = rt.expert_counts(torch.tensor([[0, 3], [2, -1], [0, 9]]), num_experts=3)
     assert counts.tolist() == [2, 0, 1]
+
+
+def test_tokens_of_no_request() -> None:
+    """They have no expert in the order, and no sum, whatever their rows hold; also where all or none have a request."""
+    logits, bias = numbers(9, 6), numbers(6)
+    for end in (0, 5, 9):
+        starts = torch.tensor([0, end // 2, end], dtype=torch.int32)
+        weights, indices = rt.moe_route(logits, top_k=2)
+        check("real_choice", indices, starts, num_experts=6)
+        exact_dtype = ({"dtype": DType.F32}, {"dtype": torch.float32})
+        check("moe_route_order", logits, bias, starts, top_k=2, ended=True, exact_dtype=exact_dtype)
+        *_, order, offsets = rt.moe_route_order(logits, starts, top_k=2, ended=True)
+        assert int(offsets[-1]) == 2 * end and order[2 * end :].tolist() == list(range(2 * end, 18))
+        rows, weight, biases = numbers(18, 4), numbers(6, 4, 5), numbers(6, 5)
+        rows[2 * end :] = torch.nan
+        given, options = (rows, weight, weights, order, offsets), {"dtype": torch.float32, "ended": True}
+        expected = op_def("expert_sum").body(*given, biases, dtype=DType.F32, ended=True)
+        torch.testing.assert_close(rt.expert_sum(*given, bias=biases, **options), expected)
+        assert bool((expected[end:] == 0).all())
+
+
+def test_numbers_of_no_expert_come_last_on_a_device_that_nobody_looks_at() -> None:
+    """As Triton's kernels have it; on a CPU they are refused before."""
+    indices = torch.tensor([[1, -1], [0, 4], [-(2**40), 2], [1, 2**16 + 1]])
+    order, ends = moe._by_expert(indices.flatten(), 4)
+    expected = op_def("moe_order").body(indices, num_experts=4, others=True)
+    assert torch.equal(order, expected[0]) and torch.equal(ends, expected[1])
+    assert order[:4].tolist() == [2, 0, 6, 5] and ends.tolist() == [1, 3, 4, 4]

@@ -32,11 +32,13 @@ if TYPE_CHECKING:
 def moe_order(indices: Tensor, *, num_experts: int, others: bool = False) -> tuple[Tensor, Tensor]:
     """Pairs of token and choice by expert, then by token: `moe_dispatch` without its rows.
 
-    indices i64[T, K] → order i64[T·K], offsets i32[E]. With `others` an index may be E.
+    indices i64[T, K] → order i64[T·K], offsets i32[E]. With `others` an index may be E. What is no number of an expert
+    counts as E.
     """
     import torch
 
-    by_expert, order = indices.flatten().sort(stable=True)
+    chosen = indices.flatten()
+    by_expert, order = chosen.where((chosen >= 0) & (chosen < num_experts), num_experts).sort(stable=True)
     experts = torch.arange(num_experts, device=indices.device)
     return order, torch.searchsorted(by_expert, experts, right=True, out_int32=True)
 

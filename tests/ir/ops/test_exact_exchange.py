@@ -50,9 +50,10 @@ func @main(%x: f32[T, 3]{{ep=S(0)}}, %sent: i64[4]{{ep=S(0)}}) {{
   %sizes: i64[2, 4]{{ep=S(1)}} = read_sizes(%sent, %got){AT}
   %y: f32[R, 3]{{ep=S(0)}} = all_to_all(%x, %sizes) {EQUAL[:-1]}, rows = "R"}}{AT}
   %z: f32[Q, 3]{{ep=S(0)}} = all_to_all(%y, %sizes) {EQUAL[:-1]}, back = true, rows = "Q"}}{AT}
-  return %y, %z
+  %o: f32[R, 3]{{ep=S(0)}} = aten.zeros.default() {{dtype = f32, size = [R, 3]}}{AT}
+  return %y, %z, %o
 }}
-entry main = @main -> (there, back)
+entry main = @main -> (there, back, told)
 """
 
 
@@ -68,6 +69,7 @@ def test_each_rank_gets_what_the_others_send_it(split: tuple[int, int]) -> None:
     assert torch.equal(found[1]["there"], torch.cat([x[0][cut:], x[1][1:]]))
     for rank in range(2):
         assert torch.equal(found[rank]["back"], x[rank])
+        assert found[rank]["told"].shape == found[rank]["there"].shape, "an op that is told the extent"
 
 
 def test_on_one_rank_nothing_is_sent() -> None:
