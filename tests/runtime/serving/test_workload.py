@@ -16,7 +16,7 @@ from tests.runtime.serving.fake_stepper import FakeStepper
 
 
 def test_steps_are_recorded_as_the_compiler_reads_them(tmp_path: Path) -> None:
-    engine = Engine(FakeStepper(), prefix_cache=False)
+    engine = Engine(FakeStepper(max_requests=6), prefix_cache=False)
     for at in range(3):
         engine.submit([at, 1, 2, 3, 4], SamplingParams(temperature=0, max_tokens=4))
     while engine.unfinished:
