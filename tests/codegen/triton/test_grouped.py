@@ -27,6 +27,7 @@ from mgraph.codegen.triton.grouped_outer import Outer
 from mgraph.runtime.kernels import evaluate
 from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
 from tests.codegen.triton.ptx_of import ptx_of
+from tests.passes.raising import module_of
 from tests.sampling import sampled
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -244,7 +245,7 @@ def all_cases(which: tuple[str, ...]) -> list[Checked]:
         specs = {"forward": expert_glu.forward(f"fwd_{name}", unit, ((0, cut),) if cut else ())}
         if unit.weights:
             specs["backward"] = expert_glu.backward(f"bwd_{name}", unit, cut)
-        for case in which:
+        for case in which[-1:] if unit.packed else which:
             cases = unit_cases(unit, case)
             found += [(spec, *cases[way]) for way, spec in specs.items()]
     for name, (outer, outer_cut) in OUTERS.items():
@@ -323,3 +324,43 @@ def test_emitted_lines_fit() -> None:
     specs = [spec for spec, _, _ in all_cases(("one",))]
     for text in (kernels_text(specs), reference_text(specs)):
         assert max(map(len, text.splitlines())) <= 120
+
+
+SERVED = """
+func @f(%x: bf16[S, 64], %order: i64[2*S], %offsets: i32[4], %w: bf16[4, 96, 64], %b: bf16[4, 96], %d: bf16[4, 64, 48],
+        %weights: f32[S, 2]) {
+  %y: bf16[2*S, 48] = expert_glu(%x, %order, %offsets, %w, %b)
+    {act = "silu", packed = "halves", top_k = 2, transpose_w = true}
+  %sum: bf16[S, 64] = expert_sum(%y, %d, %weights, %order, %offsets)
+    {dtype = bf16, ended = true, transpose_w = true}
+  return %sum
+}
+"""
+
+
+def problem_after(node: int, *changes: tuple[str, str]) -> object:
+    text = SERVED.replace("\n    {", " {").replace("\n        %", " %")
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    problem_of = (expert_glu.problem_of, expert_sum.problem_of)[node]
+    return problem_of(module_of(text).functions["f"].nodes[node])
+
+
+def test_problems_of_nodes() -> None:
+    unit = Glu(48, 1, "bf16", "silu")
+    assert problem_after(0) == ExpertGlu(4, 2, 64, 48, unit, transposed=True, packed="halves", bias="bf16")
+    assert problem_after(1) == ExpertSum(Product(4, 48, 64, "bf16", True), 2, "f32", "bf16", True)
+
+
+@pytest.mark.parametrize(
+    ("node", "old", "new", "reason"),
+    [
+        (0, "%b: bf16", "%b: f64", "the biases are f64"),
+        (1, "%weights: f32", "%weights: f64", "the weights are f64"),
+        (1, "dtype = bf16", "dtype = f64", "the products are f64"),
+        (1, "%d: bf16", "%d: f16", "the rows are bf16, the matrices f16"),
+    ],
+)
+def test_refusals_name_the_reason(node: int, old: str, new: str, reason: str) -> None:
+    assert reason in str(problem_after(node, (old, new)))
