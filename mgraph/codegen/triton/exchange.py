@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from mgraph.codegen.triton.kernel import TRITON_LANGUAGE_DTYPES, Expression, KernelSpec, Launch, TensorSpec
-from mgraph.codegen.triton.moe_route import power
+from mgraph.codegen.triton.moe_order import power
 from mgraph.codegen.triton.rope import lines_of
 from mgraph.ir.graph import Node
 

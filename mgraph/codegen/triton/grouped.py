@@ -25,7 +25,7 @@ from mgraph.codegen.triton.kernel import (
     Launch,
     TensorSpec,
 )
-from mgraph.codegen.triton.moe_route import power
+from mgraph.codegen.triton.moe_order import power
 from mgraph.codegen.triton.rope import lines_of
 from mgraph.ir.graph import Node, Value
 

@@ -3,13 +3,12 @@
     scores            softmax or sigmoid of logits [T, E], or the logits themselves; a bias moves the choice alone
     weights, indices  the K experts of the largest scores, within the best groups where there are some; at equal scores
                       the first expert
-    order, offsets    pairs t * K + k by expert, then by token; where the rows of each expert end
+    order, offsets    of the rows of experts (`moe_order.py`)
 
 A program has some tiles of tokens, one after the other, with all experts. Scores are compared as integers that order as
 they do, so that a choice is of K experts whatever the scores are, NaN among them. Of 16-bit logits without a bias the
-integer has the number of the expert, too: what is best is then found in one pass, not in two. The first launch leaves
-how many tokens of each program chose each expert, and which of these a pair is; the second adds up what comes before
-its own, and writes each pair where it belongs. Nothing depends on which program is first.
+integer has the number of the expert, too: what is best is then found in one pass, not in two. How rows get their order
+is told in `moe_order.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +16,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mgraph.codegen.triton.kernel import (
-    TRITON_LANGUAGE_DTYPES,
-    Expression,
-    KernelSpec,
-    Launch,
-    TensorSpec,
+from mgraph.codegen.triton.kernel import TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, TensorSpec
+from mgraph.codegen.triton.moe_order import (
+    END,
+    ENDS,
+    MOST_EXPERTS,
+    Tuning,
+    count_lines,
+    outputs_of,
+    place_launch,
+    place_source,
+    power,
+    programs_of,
+    scratch_of,
+    tile_lines,
+    tuning,
 )
 from mgraph.codegen.triton.rope import lines_of
 from mgraph.ir.graph import Node
@@ -32,22 +40,14 @@ from mgraph.ir.types import DType
 MOST_CHOICES = 32
 """Experts a token, each found by a pass of its own over the scores."""
 
-MOST_EXPERTS = 1024
-"""Experts, up to which the scores of a few tokens fit in registers."""
-PLACE_WARPS = 4
-"""Of a program that places pairs."""
+PART = 64
+"""Experts next to each other: 8 threads load them of a token, 16 bytes each of 16-bit logits."""
 
 LOWEST = -(2**31)
-"""What the first choice is marked with; the others follow."""
+"""What an expert is marked with once it is chosen."""
 
-CLOSED = LOWEST + MOST_CHOICES
+CLOSED = LOWEST + 1
 """What an expert is marked with that may not be chosen. All scores are above."""
-
-PLACED = 512
-"""Pairs that a program puts in their places at a time."""
-
-NUMBERED = 2 * MOST_CHOICES
-"""Where numbers of experts begin in integers that have both."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class Router:
     groups: int = 1
     top_groups: int = 1
     group_best: int = 1
+    ended: bool = False
+    """Whether tokens from `starts[-1]` on only fill a step up: they come last in the order, and are of no expert."""
 
     @property
     def columns(self) -> int:
@@ -78,16 +80,12 @@ class Router:
         return self.logits in ("bf16", "f16") and not self.bias and self.groups == 1
 
 
-def power(number: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << (number - 1).bit_length()
-
-
 def problem_of(node: Node) -> Router | str:
     """The instance that a node `moe_route`, `moe_route_order` or `moe_route_grad` is, or why there is no kernel."""
     gradient = node.op == "moe_route_grad"
     logits, bias = (node.operands[1], None) if gradient else (node.operands[0], None)
-    if not gradient and len(node.operands) > 1:
+    ended = bool(node.attrs.get("ended", False))
+    if not gradient and len(node.operands) > 1 + ended:
         bias = node.operands[1]
     tensors = {"logits": logits.tensor, **({"the bias": bias.tensor} if bias else {})}
     tensors["the weights"] = node.operands[0].tensor if gradient else node.results[0].tensor
@@ -111,27 +109,8 @@ def problem_of(node: Node) -> Router | str:
         tensors["the weights"].dtype.text,
         bias.tensor.dtype.text if bias else "",
         **attrs,
+        ended=ended,
     )
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """How the kernels are cut: tokens in a tile (a power of two), programs a multiprocessor at most, and warps."""
-
-    tokens: int
-    programs: int
-    num_warps: int
-
-
-def tuning(experts: int) -> Tuning:
-    """32 scores a thread, so that a few programs share a multiprocessor.
-
-    What limits a choice are the instructions of its passes: of 32,768 tokens and 128 experts it takes 36 us on an H200
-    with 4 warps a tile and 2 programs a multiprocessor, 25 with 2 and 4, 23 with 1 and 8 (9 without the ranks, 15 to 19
-    without any counts), and wider tiles take 45 to 67. More programs leave more counts to add up: 9.5, 14.4 and about
-    20 us. So 2 and 4 have the least sum of both, 40 us against 46; the parts were timed apart.
-    """
-    return Tuning(max(1, min(32, 2048 // power(experts))), 4, 2)
 
 
 def route(name: str, problem: Router, cut: Tuning | None = None) -> KernelSpec:
@@ -142,8 +121,8 @@ def route(name: str, problem: Router, cut: Tuning | None = None) -> KernelSpec:
 
 
 def route_order(name: str, problem: Router, cut: Tuning | None = None) -> KernelSpec:
-    """The site `weights, indices, order, offsets = name(logits[, bias])`: as `route`, with order i64 [T * K] and
-    offsets i32 [E]."""
+    """The site `weights, indices, order, offsets = name(logits[, bias][, starts])`: as `route`, with order i64 [T * K]
+    and offsets i32 [E]; starts i32 [R + 1] where a step may be `ended` before its last token."""
     cut = cut or tuning(problem.experts)
     return _spec(name, problem, cut, order=True)
 
@@ -152,116 +131,37 @@ def _spec(name: str, problem: Router, cut: Tuning, *, order: bool) -> KernelSpec
     inputs: tuple[TensorSpec, ...] = (TensorSpec("logits", problem.logits, ("T", problem.experts)),)
     if problem.bias:
         inputs = (*inputs, TensorSpec("bias", problem.bias, (problem.experts,)))
+    if problem.ended:
+        inputs = (*inputs, TensorSpec("starts", "i32", (ENDS,)))
     outputs: tuple[TensorSpec, ...] = (
         TensorSpec("weights", problem.weights, ("T", problem.choices)),
         TensorSpec("indices", "i64", ("T", problem.choices)),
     )
     names = tuple(tensor.name for tensor in (*inputs, *outputs))
-    programs = _programs("T", cut)
-    args = (*names, *(tensor.name for tensor in _counts(programs, problem.experts)), "T") if order else (*names, "T")
-    launches = [Launch(f"{name}_choose", args, (programs,), cut.num_warps, 1, _aligned(problem))]
+    scratch = scratch_of("T", problem.experts, cut) if order else ()
+    end = (ENDS,) * problem.ended
+    args = (*names, *(tensor.name for tensor in scratch), "T", *end)
+    launches = [Launch(f"{name}_choose", args, ("programs",), cut.num_warps, 1, _aligned(problem))]
     source = _choose_source(name, problem, cut, args, counted=order)
     if order:
-        outputs = (*outputs, *_order_of(("mul", "T", problem.choices), problem.experts))
-        launches.append(_place_launch(name, programs, "T"))
-        source += _place_source(name, problem.experts, problem.choices, cut, "T", problem.experts)
+        outputs = (*outputs, *outputs_of(("mul", "T", problem.choices), problem.experts))
+        launches.append(place_launch(name, "T", ("starts", *end) if end else ()))
+        source += place_source(name, problem.experts, problem.choices, cut, "T", problem.experts, ended=problem.ended)
     return KernelSpec(
         name=name,
         source=source,
         twin=_twin(name, problem, order=order),
         inputs=inputs,
         outputs=outputs,
-        scratch=_counts(programs, problem.experts, ("T", problem.choices)) if order else (),
+        scratch=scratch,
         launches=tuple(launches),
+        dims={"programs": programs_of("T", cut)},
     )
-
-
-@dataclass(frozen=True)
-class Order:
-    """One instance of `moe_order`: experts, experts a token, which may be one twice, and whether some pairs are of no
-    expert (`others`)."""
-
-    experts: int
-    choices: int
-    others: bool = False
-
-
-def order_problem_of(node: Node) -> Order | str:
-    """The instance that a node `moe_order` is, or why there is no kernel for it."""
-    choices, experts = node.operands[0].tensor.shape[1], node.results[1].tensor.shape[0]
-    if not isinstance(experts, int) or experts > MOST_EXPERTS:
-        return f"there are {experts} experts; the kernel takes a known number up to {MOST_EXPERTS}"
-    if not isinstance(choices, int):
-        return f"the number {choices} of experts a token is not known"
-    return Order(experts, choices, bool(node.attrs.get("others", False)))
-
-
-def order(name: str, problem: Order, cut: Tuning | None = None) -> KernelSpec:
-    """The site `order, offsets = name(indices)`: indices i64 [T, K] → order i64 [T * K], offsets i32 [E]. Each pair is
-    taken as a token of one expert, since a token may have chosen one twice; those of no expert have one more."""
-    groups = problem.experts + problem.others
-    cut = cut or tuning(groups)
-    programs = _programs("pairs", cut)
-    args = ("indices", "counts", "ranks", "pairs")
-    return KernelSpec(
-        name=name,
-        source=_rank_source(name, groups, cut)
-        + _place_source(name, groups, 1, cut, "pairs", problem.experts, given=True),
-        twin=f'''
-def {name}(indices):
-    """Pairs t * {problem.choices} + k by expert, then by token; where the rows of each expert end."""
-    return rt.moe_order(indices, num_experts={problem.experts}{", others=True" if problem.others else ""})
-''',
-        inputs=(TensorSpec("indices", "i64", ("T", problem.choices)),),
-        outputs=_order_of("pairs", problem.experts),
-        scratch=_counts(programs, groups, ("pairs",)),
-        launches=(
-            Launch(f"{name}_rank", args, (programs,), cut.num_warps, 1, aligned=False),
-            _place_launch(name, programs, "pairs"),
-        ),
-        dims={"pairs": ("mul", "T", problem.choices)},
-    )
-
-
-def _order_of(pairs: Expression, experts: int) -> tuple[TensorSpec, ...]:
-    return TensorSpec("order", "i64", (pairs,)), TensorSpec("offsets", "i32", (experts,))
-
-
-def _counts(programs: Expression, experts: int, pairs: tuple[Expression, ...] = ()) -> tuple[TensorSpec, ...]:
-    """What the first launch leaves: tokens of each program by expert, and which of these each pair is."""
-    return TensorSpec("counts", "i32", (programs, experts)), TensorSpec("ranks", "i32", pairs)
-
-
-def _programs(tokens: str, cut: Tuning) -> Expression:
-    return "min", ("cdiv", tokens, cut.tokens), ("mul", "sms", cut.programs)
 
 
 def _aligned(problem: Router) -> bool:
     """Whether all rows of the logits start on 16-byte boundaries when the tensor does."""
     return problem.experts % 8 == 0 and problem.choices % 4 == 0
-
-
-def _place_launch(name: str, programs: Expression, tokens: str) -> Launch:
-    args = ("indices", "counts", "ranks", "order", "offsets", tokens)
-    return Launch(f"{name}_place", args, (programs,), PLACE_WARPS, num_stages=2, aligned=True)
-
-
-def _share(tokens: str, cut: Tuning) -> list[str]:
-    """The tiles of a program: as many for each."""
-    return [
-        f"tiles = tl.cdiv({tokens}, {cut.tokens})",
-        "share = tl.cdiv(tiles, tl.num_programs(0))",
-        "first = tl.program_id(0) * share",
-    ]
-
-
-def _tiles(tokens: str, cut: Tuning) -> list[str]:
-    """The loop over the tiles of a program."""
-    return [
-        *_share(tokens, cut),
-        "for tile in range(first, tl.minimum(first + share, tiles)):",
-        f"    token = tile * {cut.tokens} + tl.arange(0, {cut.tokens})",
-    ]
 
 
 def _key(key: str, score: str) -> list[str]:
@@ -278,8 +178,8 @@ def _score_lines(problem: Router, masked: bool) -> list[str]:
     inside = f"(token < T)[:, None]{f' & {real}' if masked else ''}"
     lines = [
         f"element = token.to(tl.int64)[:, None] * {problem.experts} + expert[None, :]",
-        f"known = {inside}",
-        "logits = tl.load(logits_ptr + element, mask=known, other=0.0).to(tl.float32)",
+        f"inside = {inside}",
+        "logits = tl.load(logits_ptr + element, mask=inside, other=0.0).to(tl.float32)",
     ]
     if problem.score == "sigmoid":
         return [*lines, "scores = 1.0 / (1.0 + tl.exp(-logits))"]
@@ -329,55 +229,76 @@ def _choose_source(name: str, problem: Router, cut: Tuning, args: tuple[str, ...
     masked, places = columns > experts, power(choices)
     few = f" & (place < {choices})[None, :]" if places > choices else ""
     lines = [
-        *(_packed_lines(problem, cut, masked) if problem.packed else _score_choice_lines(problem, cut, masked)),
-        *_weigh_lines(problem),
         f"pair = token.to(tl.int64)[:, None] * {choices} + place[None, :]",
         f"known = (token < T)[:, None]{few}",
+        *(_packed_lines(problem, cut, masked) if problem.packed else _score_choice_lines(problem, cut, masked)),
+        *_weigh_lines(problem),
         f"tl.store(weights_ptr + pair, weight.to(tl.{TRITON_LANGUAGE_DTYPES[problem.weights]}), mask=known)",
         "tl.store(indices_ptr + pair, chosen.to(tl.int64), mask=known)",
     ]
     count, store = [], ""
     if counted:
         mask = f", mask=expert < {experts}" if masked else ""
-        lines += [
-            f"taken = ((key < {CLOSED}) & (token < T)[:, None]).to(tl.int32)",
-            "rank = count[None, :] + tl.cumsum(taken, axis=0) - taken",
-            f"pair = token[:, None] * {choices} + (key - ({LOWEST}))",
-            "tl.store(ranks_ptr + pair, rank, mask=taken > 0)",
-            "count += tl.sum(taken, axis=0)",
-        ]
+        bits = (
+            [
+                "bits = tl.sum(tl.where(key >= best[None, :, None], bit[None, :, None], 0), axis=1)",
+                f"bits = tl.reshape(bits, ({columns},))",
+            ]
+            if problem.packed
+            else [f"bits = tl.sum(tl.where(key == {LOWEST}, bit[:, None], 0), axis=0)"]
+        )
+        lines += count_lines(bits, "real" if problem.ended else "T", experts, cut)
         count = [f"count = tl.zeros([{columns}], dtype=tl.int32)"]
         store = lines_of(f"tl.store(counts_ptr + tl.program_id(0) * {experts} + expert, count{mask})")
-    head = lines_of(f"expert = tl.arange(0, {columns})", f"place = tl.arange(0, {places})", *count, *_tiles("T", cut))
+    head = lines_of(
+        f"expert = tl.arange(0, {columns})",
+        f"place = tl.arange(0, {places})",
+        *count,
+        END if problem.ended else "",
+        *tile_lines("T", cut),
+    )
     return f'''
 @triton.jit
-def {name}_choose({_parameters(args)}):
+def {name}_choose(
+    {_parameters(args)}
+):
     """The {choices} best of {experts} experts of each token and their weights, {cut.tokens} tokens at a time."""
 {head}{lines_of(*lines, depth=2)}{store}
 '''
 
 
 def _packed_lines(problem: Router, cut: Tuning, masked: bool) -> list[str]:
-    """`chosen` and `weight` of 16-bit logits; `key` marks what was chosen."""
-    experts, choices = problem.experts, problem.choices
-    real = f"(expert < {experts})[None, :]"
-    inside = f"(token < T)[:, None]{f' & {real}' if masked else ''}"
+    """`chosen` and `weight` of 16-bit logits, and `key`, of which those from `best` on are chosen.
+
+    Integers without a sign wrap around: less what was chosen last, all that was chosen before is least, so that nothing
+    has to be marked. Experts lie in parts, for fewer threads have a token then.
+    """
+    experts, part = problem.experts, min(problem.columns, PART)
+    parts = problem.columns // part
+    real = f"expert_of < {experts}"
     lines = [
-        f"element = token.to(tl.int64)[:, None] * {experts} + expert[None, :]",
-        f"known = {inside}",
-        "logits = tl.load(logits_ptr + element, mask=known, other=0.0)",
-        "key = logits.to(tl.int16, bitcast=True).to(tl.int32)",
-        f"key = (key ^ ((key >> 15) & 0x7FFF)) * 65536 + ({NUMBERED + experts} - expert)[None, :]",
-        f"key = tl.where({real}, key, {CLOSED})" if masked else "",
-        f"chosen = tl.zeros([{cut.tokens}, {power(choices)}], dtype=tl.int32)",
-        f"for choice in tl.static_range({choices}):",
-        "    best = tl.max(key, axis=1)",
-        f"    key = tl.where(key == best[:, None], {LOWEST} + choice, key)",
+        f"expert_of = (tl.arange(0, {parts}) * {part})[:, None, None] + tl.arange(0, {part})[None, None, :]",
+        f"element = token.to(tl.int64)[None, :, None] * {experts} + expert_of",
+        f"inside = (token < T)[None, :, None]{f' & ({real})' if masked else ''}",
+        "logits = tl.load(logits_ptr + element, mask=inside, other=0.0)",
+        "key = logits.to(tl.uint16, bitcast=True).to(tl.int32) << 16",
+        f"key = (key ^ ((key >> 31) & 0x7FFF0000)) ^ ({LOWEST} + {experts} - expert_of)",
+        f"key = tl.where({real}, key, 0).to(tl.uint32, bitcast=True)"
+        if masked
+        else "key = key.to(tl.uint32, bitcast=True)",
+        "best = tl.max(tl.max(key, axis=0), axis=1)",
+        f"chosen = tl.zeros([{cut.tokens}, {power(problem.choices)}], dtype=tl.uint32) + best[:, None]",
+        f"for choice in tl.static_range(1, {problem.choices}):",
+        "    best += tl.max(tl.max(key - best[None, :, None], axis=0), axis=1)",
         "    chosen = tl.where(place[None, :] == choice, best[:, None], chosen)",
-        "weight = chosen >> 16",
+        "tl.store(indices_ptr + pair, chosen.to(tl.int64), mask=known)",
+        "tl.debug_barrier()",
+        "chosen = tl.load(indices_ptr + pair, mask=known, other=0).to(tl.int32)",
+        "tl.debug_barrier()",
+        f"weight = (chosen ^ {LOWEST}) >> 16",
         "weight = (weight ^ ((weight >> 15) & 0x7FFF)).to(tl.int16)",
         f"weight = weight.to(tl.{TRITON_LANGUAGE_DTYPES[problem.logits]}, bitcast=True).to(tl.float32)",
-        f"chosen = {NUMBERED + experts} - (chosen & 0xFFFF)",
+        f"chosen = {experts} - (chosen & 0xFFFF)",
     ]
     if problem.score == "sigmoid":
         lines.append("weight = 1.0 / (1.0 + tl.exp(-weight))")
@@ -385,11 +306,12 @@ def _packed_lines(problem: Router, cut: Tuning, masked: bool) -> list[str]:
         lines += [
             "wide = logits.to(tl.float32)",
             f'wide = tl.where({real}, wide, float("-inf"))' if masked else "",
-            "most = tl.max(wide, axis=1)",
-            "weight = tl.exp(weight - most[:, None]) / tl.sum(tl.exp(wide - most[:, None]), axis=1)[:, None]",
+            "most = tl.max(tl.max(wide, axis=0), axis=1)",
+            "total = tl.sum(tl.sum(tl.exp(wide - most[None, :, None]), axis=0), axis=1)",
+            "weight = tl.exp(weight - most[:, None]) * (1.0 / total)[:, None]",
         ]
-    if power(choices) > choices:
-        lines.append(f"weight = tl.where((place < {choices})[None, :], weight, 0.0)")
+    if power(problem.choices) > problem.choices:
+        lines.append(f"weight = tl.where((place < {problem.choices})[None, :], weight, 0.0)")
     return lines
 
 
@@ -413,7 +335,7 @@ def _score_choice_lines(problem: Router, cut: Tuning, masked: bool) -> list[str]
         "    most = tl.max(key, axis=1)",
         f"    which = tl.min(tl.where(key == most[:, None], expert[None, :], {columns}), axis=1)",
         "    taken = expert[None, :] == which[:, None]",
-        f"    key = tl.where(taken, {LOWEST} + choice, key)",
+        f"    key = tl.where(taken, {LOWEST}, key)",
         "    value = tl.sum(tl.where(taken, scores, 0.0), axis=1)"
         if problem.bias
         else "    value = (most ^ ((most >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)",
@@ -439,85 +361,14 @@ def _weigh_lines(problem: Router) -> list[str]:
             lines.append(f'weight = tl.where({real}, weight, float("-inf"))')
         lines += [
             "weight = tl.exp(weight - tl.max(weight, axis=1)[:, None])",
-            "weight = weight / tl.sum(weight, axis=1)[:, None]",
+            "weight = weight * (1.0 / tl.sum(weight, axis=1))[:, None]",
         ]
     if problem.renormalize and not (alone and problem.score == "softmax"):
         more = f" + {problem.epsilon!r}" if problem.epsilon else ""
-        lines.append(f"weight = weight / (tl.sum(weight, axis=1){more})[:, None]")
+        lines.append(f"weight = weight * (1.0 / (tl.sum(weight, axis=1){more}))[:, None]")
     if problem.scale != 1.0:
         lines.append(f"weight = weight * {problem.scale!r}")
     return lines
-
-
-def _known(which: str, experts: int) -> str:
-    """A number as i32; one of no expert (of a router that is wrong) is the last, so that nothing is written outside."""
-    return f"tl.where(({which} >= 0) & ({which} < {experts}), {which}, {experts - 1}).to(tl.int32)"
-
-
-def _rank_source(name: str, experts: int, cut: Tuning) -> str:
-    columns = power(experts)
-    mask = f", mask=expert < {experts}" if columns > experts else ""
-    body = lines_of(
-        f"expert = tl.arange(0, {columns})",
-        f"count = tl.zeros([{columns}], dtype=tl.int32)",
-        *_tiles("pairs", cut),
-        "    which = tl.load(indices_ptr + token, mask=token < pairs, other=-1)",
-        f"    which = tl.where(token < pairs, {_known('which', experts)}, -1)",
-        "    taken = (expert[None, :] == which[:, None]).to(tl.int32)",
-        "    rank = count[None, :] + tl.cumsum(taken, axis=0) - taken",
-        "    tl.store(ranks_ptr + token, tl.sum(rank * taken, axis=1), mask=token < pairs)",
-        "    count += tl.sum(taken, axis=0)",
-        f"tl.store(counts_ptr + tl.program_id(0) * {experts} + expert, count{mask})",
-    )
-    return f'''
-@triton.jit
-def {name}_rank(indices_ptr, counts_ptr, ranks_ptr, pairs):
-    """How many pairs of this program are of each expert, and which of these each is, {cut.tokens} pairs at a time."""
-{body}
-'''
-
-
-def _place_source(
-    name: str, experts: int, choices: int, cut: Tuning, tokens: str, real: int, *, given: bool = False
-) -> str:
-    """`real` of the experts have an offset. With `given` the choice comes from elsewhere, and may be wrong."""
-    columns = power(experts)
-    chunk = max(1, 4096 // columns)
-    masked = columns > experts
-    inside = f"(row < rows)[:, None]{f' & (expert < {experts})[None, :]' if masked else ''}"
-    body = lines_of(
-        f"expert = tl.arange(0, {columns})",
-        f"earlier = tl.zeros([{chunk}, {columns}], dtype=tl.int32)",
-        f"all_ = tl.zeros([{chunk}, {columns}], dtype=tl.int32)",
-        "rows = tl.num_programs(0)",
-        f"for start in range(0, rows, {chunk}):",
-        f"    row = start + tl.arange(0, {chunk})",
-        f"    place = row[:, None] * {experts} + expert[None, :]",
-        f"    count = tl.load(counts_ptr + place, mask={inside}, other=0)",
-        "    all_ += count",
-        "    earlier += tl.where((row < tl.program_id(0))[:, None], count, 0)",
-        "total = tl.sum(all_, axis=0)",
-        "end = tl.cumsum(total, axis=0)",
-        "if tl.program_id(0) == 0:",
-        f"    tl.store(offsets_ptr + expert, end{f', mask=expert < {real}' if columns > real else ''})",
-        "begin = end - total + tl.sum(earlier, axis=0)",
-        *_share(tokens, cut),
-        f"last = tl.minimum(first + share, tiles) * {cut.tokens * choices}",
-        f"last = tl.minimum(last, {tokens}{f' * {choices}' if choices > 1 else ''})",
-        f"for start in range(first * {cut.tokens * choices}, last, {PLACED}):",
-        f"    pair = start + tl.arange(0, {PLACED})",
-        "    which = tl.load(indices_ptr + pair, mask=pair < last, other=0)",
-        f"    which = {_known('which', experts) if given else 'which.to(tl.int32)'}",
-        "    rank = tl.load(ranks_ptr + pair, mask=pair < last, other=0)",
-        "    place = tl.gather(begin, which, 0) + rank",
-        "    tl.store(order_ptr + place, pair.to(tl.int64), mask=pair < last)",
-    )
-    return f'''
-@triton.jit
-def {name}_place(indices_ptr, counts_ptr, ranks_ptr, order_ptr, offsets_ptr, {tokens}):
-    """Where the rows of each expert end, and the pairs of this program in their places, in the order of tokens."""
-{body}
-'''
 
 
 def grad(name: str, problem: Router, cut: Tuning | None = None) -> KernelSpec:
@@ -597,7 +448,7 @@ def _times(problem: Router) -> str:
 
 
 def _parameters(args: tuple[str, ...]) -> str:
-    return ", ".join(arg if arg == "T" else f"{arg}_ptr" for arg in args)
+    return ", ".join(arg if arg in ("T", ENDS) else f"{arg}_ptr" for arg in args)
 
 
 def _options(problem: Router, defaults: Any) -> str:
@@ -607,6 +458,7 @@ def _options(problem: Router, defaults: Any) -> str:
 
 def _twin(name: str, problem: Router, *, order: bool) -> str:
     names = "logits, bias" if problem.bias else "logits"
+    given = f"{names}, starts" if problem.ended else names
     options = f", top_k={problem.choices}{_options(problem, WEIGHING)}"
     if DType.parse(problem.weights) is not DType.F32:
         options += f", dtype=torch.{TRITON_LANGUAGE_DTYPES[problem.weights]}"
@@ -614,8 +466,12 @@ def _twin(name: str, problem: Router, *, order: bool) -> str:
     call = f"    weights, indices = rt.moe_route(\n        {names}{options}\n    )\n"
     end = "    return weights, indices\n"
     if order:
-        end = f"    return weights, indices, *rt.moe_order(indices, num_experts={problem.experts})\n"
+        chosen, others = "indices", ""
+        if problem.ended:
+            chosen, others = f"rt.real_choice(indices, starts, num_experts={problem.experts})", ", others=True"
+            chosen = f"\n        {chosen}"
+        end = f"    return weights, indices, *rt.moe_order({chosen}, num_experts={problem.experts}{others})\n"
     return f'''
-def {name}({names}):
+def {name}({given}):
     """The {problem.choices} best of {problem.experts} experts of each token and their weights."""
 {call}{end}'''

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mgraph.codegen.triton import KernelSpec, kernels_text, moe_route, reference_text
-from mgraph.codegen.triton.moe_route import Order, Router, Tuning
+from mgraph.codegen.triton import KernelSpec, kernels_text, moe_order, moe_route, reference_text
+from mgraph.codegen.triton.moe_order import Order, Tuning
+from mgraph.codegen.triton.moe_route import Router
 from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
 from tests.passes.raising import module_of
 
@@ -34,17 +35,25 @@ PROBLEMS: dict[str, tuple[Router, int, Tuning | None]] = {
     "low_chosen": (Router(12, 3, "f16", score="softmax_chosen"), 7, Tuning(2, 2, 1)),
     "one": (Router(4, 1, "f32", renormalize=False, scale=0.5), 1, None),
     "all": (Router(4, 4, "f32", renormalize=True, epsilon=0.1), 6, None),
+    "many": (Router(128, 6, "bf16", renormalize=True), 103, Tuning(32, 1, 4)),
+    "many_odd": (Router(90, 3, "f16", scale=2.0), 40, Tuning(32, 1, 4)),
+    "many_wide": (Router(128, 8, "f32", renormalize=True), 33, Tuning(32, 1, 4)),
 }
 """Instance, tokens, tuning. The interpreter has three multiprocessors, so some programs have several tiles."""
 
 
-def draw(problem: Router, tokens: int) -> tuple[Tensor, ...]:
-    """Logits without equal scores in a row, and biases."""
+def draw(problem: Router, tokens: int, levels: int = 0) -> tuple[Tensor, ...]:
+    """Logits, of which those of a row are not equal, or are of a few levels, biases, and where requests begin and end,
+    three tokens before the last."""
     generator = torch.Generator().manual_seed(problem.experts * 100 + tokens)
     ranks = torch.rand(tokens, problem.experts, generator=generator).argsort(1)
     logits = (ranks.double() / problem.experts - 0.5) * 4
+    if levels:
+        logits = (logits * levels).round() / levels
     bias = torch.randn(problem.experts, generator=generator) * 0.05
-    return (logits.to(DTYPES[problem.logits]), *([bias.to(DTYPES[problem.bias])] if problem.bias else []))
+    starts = torch.tensor([0, 1, tokens - 3], dtype=torch.int32)
+    more = [bias.to(DTYPES[problem.bias])] if problem.bias else []
+    return (logits.to(DTYPES[problem.logits]), *more, *([starts] if problem.ended else []))
 
 
 def chosen(problem: Router, logits: list[float], bias: list[float]) -> tuple[list[float], list[int]]:
@@ -77,11 +86,12 @@ def wanted(problem: Router, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor,
     bias = inputs[1].double().tolist() if problem.bias else [0.0] * problem.experts
     rows = [chosen(problem, row, bias) for row in logits]
     indices = torch.tensor([experts for _, experts in rows])
-    return (
-        torch.tensor([weights for weights, _ in rows], dtype=torch.float64),
-        indices,
-        *placed(problem.experts, indices),
-    )
+    real = indices.clone()
+    if problem.ended:
+        real[int(inputs[-1][-1]) :] = problem.experts
+    order, offsets = placed(problem.experts + 1, real)
+    weights = torch.tensor([weights for weights, _ in rows], dtype=torch.float64)
+    return weights, indices, order, offsets[: problem.experts]
 
 
 def placed(experts: int, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,7 +131,7 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     cases: list[Case] = []
     checks: list[tuple[Router, tuple[Tensor, ...]]] = []
     for name, (problem, tokens, cut) in PROBLEMS.items():
-        inputs = draw(problem, tokens)
+        inputs = draw(problem, tokens, levels=8 if name.startswith("many") else 0)
         want = wanted(problem, inputs)
         specs += [moe_route.route_order(name, problem, cut), moe_route.grad(f"{name}_grad", problem, cut)]
         dweights = torch.randn(want[0].shape, generator=torch.Generator().manual_seed(1)).to(DTYPES[problem.weights])
@@ -136,11 +146,11 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     specs += [moe_route.route_order("broken", plain), moe_route.route_order("broken_low", Router(8, 2, "bf16"))]
     cases += [("broken_low", (broken.bfloat16(),)), ("broken", (broken,))]
     twice = torch.tensor([[2, 2], [0, 2], [1, 0], [2, 1], [3, 3]])
-    specs.append(moe_route.order("order", Order(5, 2), Tuning(2, 1, 1)))
-    specs += [moe_route.order(f"others_{e}", Order(e, 2, others=True), Tuning(2, 1, 1)) for e in (2, 3)]
+    specs.append(moe_order.order("order", Order(5, 2), Tuning(2, 1, 1)))
+    specs += [moe_order.order(f"others_{e}", Order(e, 2, others=True), Tuning(2, 1, 1)) for e in (2, 3)]
     cases += [("others_2", (twice.clamp(max=2),)), ("others_3", (twice,)), ("order", (twice,))]
     wrong = torch.tensor([[2, -7], [0, 90000], [1, 2**33], [2, 3], [4, 3]])
-    specs.insert(-3, moe_route.order("wrong", Order(3, 2, others=True), Tuning(2, 1, 1)))
+    specs.insert(-3, moe_order.order("wrong", Order(3, 2, others=True), Tuning(2, 1, 1)))
     cases.insert(-3, ("wrong", (wrong,)))
     found = interpret(specs, cases, tmp_path)
     for (name, inputs), (_, after) in zip(cases, found, strict=True):
