@@ -19,6 +19,7 @@ from mgraph.codegen.triton import (
     glu,
     grouped,
     grouped_outer,
+    moe_order,
     moe_route,
     moe_rows,
     norm_rope,
@@ -28,8 +29,8 @@ from mgraph.codegen.triton import (
     rms_norm,
     rope,
     rope_append,
-    square_sum,
     rope_join,
+    square_sum,
 )
 from mgraph.codegen.triton.kernel import KernelSpec
 from mgraph.ir.graph import Module, Node, Value
@@ -97,7 +98,7 @@ ON_GPUS: dict[str, Template] = {
     "moe_combine": Template("moe_combine_fwd", moe_rows.problem_of, moe_rows.combine),
     "moe_combine_grad": Template("moe_combine_bwd", moe_rows.problem_of, moe_rows.combine_grad),
     "moe_dispatch_grad": Template("moe_dispatch_bwd", moe_rows.problem_of, moe_rows.dispatch_grad),
-    "moe_order": Template("moe_order", moe_route.order_problem_of, moe_route.order),
+    "moe_order": Template("moe_order", moe_order.order_problem_of, moe_order.order),
     "moe_route": Template("moe_route_fwd", moe_route.problem_of, moe_route.route),
     "moe_route_grad": Template("moe_route_bwd", moe_route.problem_of, moe_route.grad),
     "moe_route_order": Template("moe_route_order", moe_route.problem_of, moe_route.route_order),
