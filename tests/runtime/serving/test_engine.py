@@ -245,8 +245,9 @@ def test_chunks_of_any_size(budget: int, asynchronous: bool) -> None:
         assert stepper.computed <= length + 2 + 50 + 2 * asynchronous
 
 
-def test_several_continuations_share_the_prompt() -> None:
-    stepper = FakeStepper(num_blocks=64, max_requests=8)
+@pytest.mark.parametrize("windows", [(None,), (7,), (None, 9)])
+def test_several_continuations_share_the_prompt(windows: Sequence[int | None]) -> None:
+    stepper = FakeStepper(num_blocks=64, max_requests=8, windows=windows)
     engine = Engine(stepper)
     prompt = list(range(33))
     group = engine.submit(prompt, SamplingParams(n=5, seed=11, max_tokens=6))
