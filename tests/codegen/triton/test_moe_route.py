@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mgraph.codegen.triton import KernelSpec, kernels_text, moe_order, moe_route, reference_text
-from mgraph.codegen.triton.moe_order import Order, Tuning
+from mgraph.codegen.triton import KernelSpec, kernels_text, moe_route, reference_text
+from mgraph.codegen.triton.moe_order import Tuning
 from mgraph.codegen.triton.moe_route import Router
 from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
 from tests.passes.raising import module_of
@@ -145,13 +145,6 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     broken[1] = float("-inf")
     specs += [moe_route.route_order("broken", plain), moe_route.route_order("broken_low", Router(8, 2, "bf16"))]
     cases += [("broken_low", (broken.bfloat16(),)), ("broken", (broken,))]
-    twice = torch.tensor([[2, 2], [0, 2], [1, 0], [2, 1], [3, 3]])
-    specs.append(moe_order.order("order", Order(5, 2), Tuning(2, 1, 1)))
-    specs += [moe_order.order(f"others_{e}", Order(e, 2, others=True), Tuning(2, 1, 1)) for e in (2, 3)]
-    cases += [("others_2", (twice.clamp(max=2),)), ("others_3", (twice,)), ("order", (twice,))]
-    wrong = torch.tensor([[2, -7], [0, 90000], [1, 2**33], [2, 3], [4, 3]])
-    specs.insert(-3, moe_order.order("wrong", Order(3, 2, others=True), Tuning(2, 1, 1)))
-    cases.insert(-3, ("wrong", (wrong,)))
     found = interpret(specs, cases, tmp_path)
     for (name, inputs), (_, after) in zip(cases, found, strict=True):
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(inputs, after, strict=True)), name
@@ -161,18 +154,10 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
         else:
             error = (got[0].double() - ideal[0]).norm() / ideal[0].norm()
             assert got[0].dtype is DTYPES[problem.logits] and error <= BOUNDS[problem.logits]
-    placed_, ends = found[-1][0]
-    for experts, (of_others, _) in zip((2, 3), found[-3:-1], strict=True):
-        all_placed, all_ends = placed(experts + 1, twice.clamp(max=experts))
-        assert [t.tolist() for t in of_others] == [all_placed.tolist(), all_ends[:experts].tolist()]
-    # A number of no expert is no expert's, and nothing is written outside.
-    all_placed, all_ends = placed(4, wrong.where((wrong >= 0) & (wrong < 3), 3))
-    assert [t.tolist() for t in found[-4][0]] == [all_placed.tolist(), all_ends[:3].tolist()]
-    for (_, indices, order, offsets), _ in found[-6:-4]:
+    for (_, indices, order, offsets), _ in found[-2:]:
         # Whatever scores are, a token has as many experts as it should, and each pair has a row.
         assert all(len(set(row)) == 2 and set(row) <= set(range(8)) for row in indices.tolist())
         assert sorted(order.tolist()) == list(range(6)) and offsets[-1] == 6
-    assert [placed_.tolist(), ends.tolist()] == [t.tolist() for t in placed(5, twice)]
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
