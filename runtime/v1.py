@@ -192,6 +192,7 @@ __all__ = [
     "norm_rope",
     "norm_rope_grad",
     "own_choices",
+    "of_first",
     "pack_rows",
     "pad_extent",
     "pad_extent_grad",
@@ -242,6 +243,11 @@ def axis_index(axis: str) -> int:
 
 
 def part_of(x: Tensor, index: int, *, dim: int, parts: int) -> Tensor:
+def of_first(x: Tensor, index: int) -> Tensor:
+    """x on the first rank, zeros on the others: a sum over the ranks that is x."""
+    return x if index == 0 else torch.zeros_like(x)
+
+
     """Part `index` of `parts` equal ones of x along `dim`; a view."""
     size = x.shape[dim] // parts
     return x.narrow(dim, index * size, size)

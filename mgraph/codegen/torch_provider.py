@@ -524,6 +524,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "pad_extent": _runtime(),
     "pad_extent_grad": _runtime(),
     "padded_part": _runtime(),
+    "of_first": _runtime(),
     "part_of": _runtime(),
     "random": _runtime(),
     "reduce_scatter": _reduce_scatter,

@@ -17,7 +17,7 @@ from mgraph.ir.facts import dependent, multiples, share
 from mgraph.ir.graph import Axis, Function, Module, Node
 from mgraph.ir.types import Shard, TensorType
 
-SHAPE_ATTRS = ("shape", "size")
+SHAPE_ATTRS = ("shape", "size", "input_sizes")
 """Attributes that repeat the shape of the only result."""
 
 

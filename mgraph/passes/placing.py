@@ -214,6 +214,18 @@ def _along(node: Node) -> Iterator[ShardingRule]:
             yield ShardingRule(f"dim {dim}", (Shard(dim),) * len(node.operands), (Shard(dim),) * len(node.results))
 
 
+def _stepped(node: Node) -> Iterator[ShardingRule]:
+    """Every n-th of a dim, and the gradient of that: a part of the dim has its own, as it is a multiple of n."""
+    yield from _along(node)
+    whole, taken = (v.tensor.shape for v in (node.operands[0], node.result))
+    if node.op == "aten.slice_backward.default":
+        whole, taken = taken, whole
+    along = int(str(node.attrs.get("dim", 0))) % len(whole)
+    start, step = (int(str(node.attrs.get(name, default)) or 0) for name, default in (("start", 0), ("step", 1)))
+    if step > 1 and start < step and whole[along] == step * taken[along]:
+        yield ShardingRule(f"every {step} of dim {along}", (Shard(along),), (Shard(along),))
+
+
 def _selected(node: Node) -> Iterator[ShardingRule]:
     """The dims that nothing is chosen along."""
     along = int(str(node.attrs["dim"])) % len(shape_of(node, 0))
@@ -243,6 +255,12 @@ def _view(node: Node) -> Iterator[ShardingRule]:
     yield ShardingRule("parts", (None,), (Shard(int(str(node.attrs["dim"]))),))
 
 
+def _of_first(node: Node) -> Iterator[ShardingRule]:
+    """What one rank alone adds: any dim."""
+    for dim in range(len(shape_of(node, 0))):
+        yield ShardingRule(f"dim {dim}", (Shard(dim), None), (Shard(dim),))
+
+
 def _dropout(node: Node) -> Iterator[ShardingRule]:
     """Any dim but the batch, by the op of parts that `mgraph.passes.spreading` has."""
     for dim in range(1, len(shape_of(node, 0))):
@@ -255,14 +273,14 @@ def _cast(node: Node) -> Iterator[ShardingRule]:
 
 
 def _grouped(node: Node) -> Iterator[ShardingRule]:
-    """The columns of a product of experts' rows, or what is summed over; there a bias would be added by each rank."""
+    """The columns of a product of experts' rows, or what is summed over; there a bias is added by one rank alone, as
+    `mgraph.passes.spreading` sees to."""
     turned = bool(node.attrs.get("transpose_w", False))
     inner, outer = (Shard(2), Shard(1)) if turned else (Shard(1), Shard(2))
     columns = Shard(1)
     bias = (columns,) * (len(node.operands) - 3)
     yield ShardingRule("columns", (None, outer, None, *bias), (columns,))
-    if not bias:
-        yield ShardingRule("summed", (columns, inner, None), (Partial(),))
+    yield ShardingRule("summed", (columns, inner, None, *[None] * len(bias)), (Partial(),))
 
 
 def _summed_rows(node: Node) -> Iterator[ShardingRule]:
@@ -298,6 +316,7 @@ _OWN: dict[str, Callable[[Node], Iterator[ShardingRule]]] = {
     "reshape": _reshape,
     "cast": _cast,
     "dropout": _dropout,
+    "of_first": _of_first,
     "pad_extent": _view,
     "repeat_parts": _view,
     "aten.add.Tensor": _linear_map,
@@ -309,7 +328,8 @@ _OWN: dict[str, Callable[[Node], Iterator[ShardingRule]]] = {
     "aten.ones.default": _made,
     "aten.zeros.default": _made,
     "aten.index_select.default": _selected,
-    "aten.slice.Tensor": _along,
+    "aten.slice.Tensor": _stepped,
+    "aten.slice_backward.default": _stepped,
     "aten.cat.default": _along,
     "aten.split.Tensor": _along,
     "aten.split_with_sizes.default": _along,

@@ -208,7 +208,9 @@ class _Function:
             self._keep(node, (operands[0], self.to(operands[1], place)), [place])
         else:
             rule = self._choose(node)
-            if node.op == "aten.linear.default" and len(operands) == 3 and rule.results == (Partial(),):
+            if node.op == "grouped_matmul" and len(operands) == 4 and rule.results == (Partial(),):
+                self._biased_by_one(node, rule)
+            elif node.op == "aten.linear.default" and len(operands) == 3 and rule.results == (Partial(),):
                 self._biased(node, rule)
             else:
                 self._keep(node, self._brought(operands, rule.operands), rule.results)
@@ -260,6 +262,12 @@ class _Function:
         place = self._settled(partial)
         operands = (self.to(partial, place), self.to(node.operands[2], None))
         self._keep(replace(node, op="aten.add.Tensor", attrs={}, made_by=self.owner.made_by), operands, [place])
+
+    def _biased_by_one(self, node: Node, rule: ShardingRule) -> None:
+        """The bias of a product whose sum stays partial is added by the first rank alone."""
+        *operands, bias = self._brought(node.operands, rule.operands)
+        operands.append(self._emit("of_first", (bias, self._axis_index()), f"{bias.name}_first", {}, Partial()))
+        self._keep(node, operands, rule.results)
 
     # ops that know of parts
 

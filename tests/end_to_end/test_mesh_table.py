@@ -152,6 +152,9 @@ EXPERTS: list[tuple[str, str, dict[str, Any]]] = [
     ("moe-tiny-capacity", "dp=2,ep=2", {"expert_extent": "host", "expert_load": True, "overlap": True}),
     ("hf:deepseek-v3", "ep=2", {"expert_extent": "host", "expert_bias_rate": 0.01}),
     ("hf:gpt-oss", "ep=2", {"expert_extent": "host"}),
+    ("hf:gpt-oss", "tp=2", {"sequence_parallel": True}),
+    ("hf:gpt-oss", "ep=2,tp=2", {"recompute": "full", **FUSED}),
+    ("hf:gpt-oss", "fsdp=2,tp=2,ep=fsdp", {"expert_extent": "host", "sequence_parallel": True}),
     ("limited-weight", "dp=2", {"pad_to_capacity": True}),
     ("limited-weight", "ep=2", {"pad_to_capacity": True, "recompute": "full", **FUSED}),
     (

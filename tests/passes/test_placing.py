@@ -31,6 +31,13 @@ CASES: list[tuple[str, list[tuple[int, ...]], dict[str, Any], int]] = [
     ("aten.transpose.int", [(2, 4, 6)], {"dim0": 0, "dim1": -1}, 3),
     ("aten.expand.default", [(4, 1)], {"size": (2, 4, 6)}, 1),
     ("aten.slice.Tensor", [(4, 6)], {"dim": 1, "start": 1, "end": 3}, 1),
+    ("aten.slice.Tensor", [(4, 8)], {"dim": 1, "start": 1, "step": 2}, 2),
+    (
+        "aten.slice_backward.default",
+        [(4, 4)],
+        {"input_sizes": (4, 8), "dim": 1, "start": 1, "end": 8, "step": 2},
+        2,
+    ),
     ("aten.cat.default", [(4, 6), (4, 2)], {"dim": -1, "args": ("tensors.0", "tensors.1")}, 1),
     ("aten.sum.dim_IntList", [(4, 6)], {"dim": (0,)}, 2),
     ("aten.sum.dim_IntList", [(4, 6)], {"dim": (-1,), "keepdim": True}, 2),

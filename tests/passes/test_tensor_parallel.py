@@ -15,12 +15,10 @@ from mgraph.passes.adamw import AdamW
 from mgraph.passes.autodiff import Autodiff
 from mgraph.passes.base import Report
 from mgraph.passes.pipeline import run_pipeline
-from mgraph.passes.placing import rules_of
 from mgraph.passes.tensor_parallel import TensorParallel
 from mgraph.passes.verify import TwinCheck
 from mgraph.placement_rules import chosen
 from tests.families.configs import write_config
-from tests.passes.raising import module_of
 from tests.passes.spread import trained, worst_difference
 from tests.sampling import sampled
 
@@ -118,18 +116,18 @@ def test_experts_are_split_along_their_inner_width() -> None:
     assert len(reduced) == 2 and all(len(v.tensor.shape) == 2 or v.tensor.shape[-1] == 64 for v in reduced)
 
 
-def test_experts_that_add_a_bias_stay_whole_and_say_why() -> None:
-    """Each rank would add it."""
-    text = """
-func @f(%rows: f32[6, 8], %ends: i32[2], %up: f32[2, 8, 4], %down: f32[2, 4, 8], %bias: f32[2, 8]) {
-  %h: f32[6, 4] = grouped_matmul(%rows, %up, %ends)
-  %y: f32[6, 8] = grouped_matmul(%h, %down, %ends, %bias)
-  return %y
-}
-"""
-    first, second = module_of(text).functions["f"].nodes
-    assert [rule.name for rule in rules_of(first, 2)] == ["columns", "summed"]
-    assert [rule.name for rule in rules_of(second, 2)] == ["columns"]
+def test_a_bias_of_experts_is_added_by_one_rank(tmp_path: Path) -> None:
+    """gpt-oss: gates and units are columns that alternate, and what is summed over the axis has a bias."""
+    before, report = trained(write_config("gpt-oss", tmp_path / "gpt-oss")), Report()
+    after = TensorParallel().run(before, report)
+    verify(after)
+    assert not report.near_misses
+    places = {"gate_up_proj": Shard(2), "gate_up_proj_bias": Shard(1), "down_proj": Shard(1), "down_proj_bias": None}
+    for name, place in places.items():
+        assert after.state[f"model.layers.0.mlp.experts.{name}"].type.on("tp") == place
+    biases = [n.operands[3] for _, n in after.walk() if n.op == "grouped_matmul" and len(n.operands) == 4]
+    assert {v.tensor.on("tp") for v in biases} == {Shard(1), Partial()}
+    assert worst_difference(before, after, "tp", 2) <= 1e-9
 
 
 class Forgetful(TensorParallel):

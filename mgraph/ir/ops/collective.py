@@ -184,4 +184,12 @@ def _part_of(x: Any, index: Any, *, dim: int, parts: int) -> Any:
     return x.narrow(dim, int(index) * size, size)
 
 
+def _of_first(x: Any, index: Any) -> Any:
+    """x on the rank of coordinate 0, `index` (i64[]), and zeros on all others: `R` to `P(sum)`. Nothing is sent."""
+    import torch
+
+    return x if int(index) == 0 else torch.zeros_like(x)
+
+
+of_first = define_op("of_first", _of_first, infer=lambda types, _: (types[0],))
 part_of = define_op("part_of", _part_of, attrs={"dim": REQUIRED, "parts": REQUIRED}, infer=lambda types, _: (types[0],))
