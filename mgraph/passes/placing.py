@@ -221,8 +221,10 @@ def _stepped(node: Node) -> Iterator[ShardingRule]:
     if node.op == "aten.slice_backward.default":
         whole, taken = taken, whole
     along = int(str(node.attrs.get("dim", 0))) % len(whole)
-    start, step = (int(str(node.attrs.get(name, default)) or 0) for name, default in (("start", 0), ("step", 1)))
-    if step > 1 and start < step and whole[along] == step * taken[along]:
+    start, step = node.attrs.get("start") or 0, node.attrs.get("step", 1)
+    if not isinstance(start, int) or not isinstance(step, int) or step == 1:
+        return
+    if 0 <= start < step and whole[along] == step * taken[along]:
         yield ShardingRule(f"every {step} of dim {along}", (Shard(along),), (Shard(along),))
 
 
