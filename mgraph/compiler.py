@@ -100,8 +100,8 @@ def pipeline_text(recipe: Recipe) -> str:
         adapt = print_spec("lora", {"rules": rules}) + "," if rules else ""
         derive = print_spec("derive-serve", {"max_length": recipe.max_length, "block_size": recipe.block_size})
         fuse = (
-            f"fuse-append,canonicalize,dce,fuse-rope,fuse-norm,{print_spec('fuse-experts', {'sums': True})},"
-            "fuse-linear,fuse-regions,cse,dce,"
+            "fuse-append,canonicalize,dce,fuse-rope,fuse-norm,skip-padding,"
+            f"{print_spec('fuse-experts', {'sums': True})},fuse-linear,fuse-regions,cse,dce,"
             if recipe.archs
             else ""
         )

@@ -15,10 +15,18 @@ from mgraph.runtime.moe import grouped_mm, moe_combine, moe_order, moe_route, of
 from mgraph.runtime.ops import glu, glu_grad, wide
 
 
-def moe_route_order(logits: Tensor, bias: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
-    """weights, indices, order and offsets: `moe_route` with its options, and `moe_order`; logits [T, E]."""
-    weights, indices = moe_route(logits, bias, **options)
-    return weights, indices, *moe_order(indices, num_experts=logits.shape[1])
+def real_choice(indices: Tensor, starts: Tensor, *, num_experts: int) -> Tensor:
+    """indices i64 [T, K], with E for the tokens from starts[-1] on (i32 [R+1]), which only fill a step up."""
+    tokens = torch.arange(indices.shape[0], dtype=starts.dtype, device=indices.device)
+    return indices.masked_fill((tokens >= starts[-1])[:, None], num_experts)
+
+
+def moe_route_order(logits: Tensor, *more: Tensor, ended: bool = False, **options: Any) -> tuple[Tensor, ...]:
+    """weights, indices, order and offsets: `moe_route` with its options, and `moe_order`; logits [T, E], perhaps a bias
+    [E], and if `ended` starts, for an order of the `real_choice`."""
+    weights, indices = moe_route(logits, *more[: len(more) - ended], **options)
+    chosen = real_choice(indices, more[-1], num_experts=logits.shape[1]) if ended else indices
+    return weights, indices, *moe_order(chosen, num_experts=logits.shape[1], others=ended)
 
 
 def expert_glu(

@@ -46,7 +46,7 @@ from mgraph.runtime.expert_exchange import (
     unpack_rows,
     within_room,
 )
-from mgraph.runtime.experts import expert_glu, expert_glu_grad, expert_sum, moe_route_order
+from mgraph.runtime.experts import expert_glu, expert_glu_grad, expert_sum, moe_route_order, real_choice
 from mgraph.runtime.joined import glu_grad_joined, joined, rope_join, rope_joined
 from mgraph.runtime.kernels import kernels
 from mgraph.runtime.linear import linear, linear_glu
@@ -207,6 +207,7 @@ __all__ = [
     "random",
     "reduce_scatter",
     "read_sizes",
+    "real_choice",
     "reduce_scatter_start",
     "repeat_parts",
     "repeat_parts_grad",

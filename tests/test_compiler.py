@@ -20,7 +20,8 @@ def test_pipelines_of_both_purposes() -> None:
         recipe = Recipe(model="m", mesh="dp=2", recompute="full", target=target)
         assert print_pipeline(pipeline_of(recipe)) == common + rest
     serve = print_pipeline(pipeline_of(Recipe(model="m", purpose="serve", max_length=64)))
-    fuse = "fuse-append,canonicalize,dce,fuse-rope,fuse-norm,fuse-experts{sums=true},fuse-linear,fuse-regions,cse,dce,"
+    fuse = "fuse-append,canonicalize,dce,fuse-rope,fuse-norm,skip-padding,fuse-experts{sums=true},"
+    fuse += "fuse-linear,fuse-regions,cse,dce,"
     assert serve == f"{NORMALIZE},{RAISE},derive-serve{{max_length=64}},canonicalize,cse,dce,{fuse}in-place"
 
 

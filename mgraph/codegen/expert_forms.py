@@ -56,6 +56,11 @@ def _parts(both: str, packed: str) -> tuple[str, str]:
     return f"{both}.chunk(2, -1)[0]", f"{both}.chunk(2, -1)[1]"
 
 
+def _real(site: Site) -> str:
+    experts = site.literal(site.node.attrs["num_experts"])
+    return f"rt.real_choice({', '.join(site.operands)}, num_experts={experts})"
+
+
 def _weighed(site: Site) -> str:
     rows, weight, *others = site.operands
     options = [*_options(site), *(f"bias={bias}" for bias in others[3:])]
@@ -84,5 +89,6 @@ EXPERT_FORMS: Mapping[str, Callable[[Site], str]] = {
     "expert_sum": _weighed,
     "gathered_outer": _outer,
     "grouped_matmul_sum": _sum,
+    "real_choice": _real,
 }
 """Expressions by op."""

@@ -50,6 +50,7 @@ PASSES: dict[str, str] = {
     "fuse-norm": "mgraph.passes.fuse_norm:FuseNorm",
     "fuse-append": "mgraph.passes.fuse_append:FuseAppend",
     "fuse-rope": "mgraph.passes.fuse_rope:FuseRope",
+    "skip-padding": "mgraph.passes.skip_padding:SkipPadding",
     "fuse-experts": "mgraph.passes.fuse_experts:FuseExperts",
     "fuse-products": "mgraph.passes.fuse_products:FuseProducts",
     "fuse-linear": "mgraph.passes.fuse_linear:FuseLinear",

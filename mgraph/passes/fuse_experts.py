@@ -273,11 +273,15 @@ class _Forward(_Rewriting):
     def _order(self, dispatch: Node) -> None:
         """What is left of a dispatch, joined with the router where there is one."""
         indices, (_, order, offsets) = dispatch.operands[1], dispatch.results
-        router = self.makers.get(indices)
+        real = self.makers.get(indices)
+        ended = real is not None and real.op == "real_choice" and self.readers(indices) == [dispatch]
+        router = self.makers.get(real.operands[0]) if ended and real is not None else real
         if router is not None and router.op == "moe_route" and router not in self._gone:
             results = (*router.results, order, offsets)
-            both = _made(router, "moe_route_order", router.operands, results, router.attrs)
-            self.exchange((router, dispatch), router, [both])
+            operands, attrs, gone = router.operands, router.attrs, [router, dispatch]
+            if ended and real is not None:
+                operands, attrs, gone = (*operands, real.operands[1]), {**attrs, "ended": True}, [*gone, real]
+            self.exchange(gone, router, [_made(router, "moe_route_order", operands, results, attrs)])
             return
         alone = _made(dispatch, "moe_order", (indices,), (order, offsets), dispatch.attrs)
         self.exchange((dispatch,), dispatch, [alone])
@@ -301,14 +305,22 @@ class _Sums(_Rewriting):
         _need(out.tensor.dtype in _LOW, "dtype", f"rows are {out.tensor.dtype.text}, not bf16 or f16")
         product = self.maker(out, _PRODUCT)
         self.only(out, combine)
-        _need(not others, "others", "some rows are of experts of other ranks")
+        _need(not others or self._is_ended(order), "others", "rows of no expert here are not those of the last tokens")
         rows, w, offsets, *bias = product.operands
-        attrs = {"dtype": combine.attrs["dtype"], "transpose_w": _turned(product)}
+        attrs = {"dtype": combine.attrs["dtype"], "transpose_w": _turned(product), "ended": bool(others)}
         new = _made(combine, "expert_sum", (rows, w, weights, order, offsets, *bias), combine.results, attrs)
         self.exchange((product, combine), combine, [new])
         self.report.match(
             self.function.name, combine.id, "rows are summed behind the product", [product.id, combine.id], [new.id]
         )
+
+    def _is_ended(self, order: Value) -> bool:
+        """Whether all that is of no expert is padding, which comes last."""
+        maker = self.makers.get(order)
+        if maker is None or maker.op not in ("moe_order", "moe_dispatch"):
+            return maker is not None and bool(maker.attrs.get("ended"))
+        real = self.makers.get(maker.operands[-1])
+        return real is not None and real.op == "real_choice"
 
 
 class _Backward(_Rewriting):

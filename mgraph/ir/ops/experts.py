@@ -28,13 +28,29 @@ if TYPE_CHECKING:
     Types = Sequence[TensorType]
 
 
-def moe_route_order(logits: Tensor, bias: Tensor | None = None, **attrs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def real_choice(indices: Tensor, starts: Tensor, *, num_experts: int) -> Tensor:
+    """The choice of tokens that are of a request: those from `starts[-1]` on, which only fill a step up, choose E.
+
+    indices i64[T, K], starts i32[R+1] (where the tokens of each request begin, and where all end) → i64[T, K].
+    """
+    import torch
+
+    padding = torch.arange(indices.shape[0], device=indices.device) >= starts[-1]
+    return indices.masked_fill(padding[:, None], num_experts)
+
+
+def moe_route_order(
+    logits: Tensor, *more: Tensor, ended: bool = False, **attrs: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`moe_route` and `moe_order` of what it chooses, with the attributes of the former.
 
-    logits [T, E], optional bias [E] → weights [T, K], indices i64[T, K], order i64[T·K], offsets i32[E].
+    logits [T, E], optional bias [E], starts i32[R+1] if `ended` → weights [T, K], indices i64[T, K], order i64[T·K],
+    offsets i32[E]. With `ended` the order is that of the `real_choice`.
     """
-    weights, indices = moe_route(logits, bias, **attrs)
-    return weights, indices, *moe_order(indices, num_experts=logits.shape[1])
+    weights, indices = moe_route(logits, *more[: len(more) - ended], **attrs)
+    experts = logits.shape[1]
+    chosen = real_choice(indices, more[-1], num_experts=experts) if ended else indices
+    return weights, indices, *moe_order(chosen, num_experts=experts, others=ended)
 
 
 def expert_glu(
@@ -170,9 +186,13 @@ def _infer_order(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
 def _infer_route_order(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     infer = op_def("moe_route").infer
     assert infer is not None
-    weights, indices = infer(types, attrs)
+    weights, indices = infer(types[: len(types) - attrs["ended"]], attrs)
     assert isinstance(weights, TensorType) and isinstance(indices, TensorType)
     return weights, indices, *_infer_order((indices,), {"num_experts": types[0].shape[1]})
+
+
+def _infer_first(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    return (types[0],)
 
 
 def _matrix(w: TensorType, transposed: Any) -> tuple[Dim, Dim]:
@@ -258,11 +278,12 @@ _COMMON: Mapping[str, Any] = {"bytes": traffic, "compute_dtype": "f32"}
 _UNIT: Mapping[str, Any] = {"top_k": REQUIRED, **GLU_ATTRS, "transpose_w": False}
 
 define_op("moe_order", moe_order, infer=_infer_order, attrs={"num_experts": REQUIRED, "others": False}, bytes=traffic)
+define_op("real_choice", real_choice, infer=_infer_first, attrs={"num_experts": REQUIRED}, bytes=traffic)
 define_op(
     "moe_route_order",
     moe_route_order,
     infer=_infer_route_order,
-    attrs={"top_k": REQUIRED, **WEIGHING, **CHOOSING, "dtype": DType.F32},
+    attrs={"top_k": REQUIRED, **WEIGHING, **CHOOSING, "dtype": DType.F32, "ended": False},
     flops=per_element(5),
     **_COMMON,
 )

@@ -37,9 +37,9 @@ def emit(
 ) -> set[str]:
     """Write what `interpret_step` needs for one call of an entry; the names of the ops that run kernels."""
     to.mkdir(exist_ok=True)
+    (to / "step.py").write_text(step_text(module, sites))
     entries = build_kernels(sites.specs, to, archs=())
     (to / "manifest.json").write_text(json.dumps({"kernels": entries}))
-    (to / "step.py").write_text(step_text(module, sites))
     torch.save((state, [(entry, tuple(batch.values()))]), to / "inputs.pt")
     return {entry["name"].rpartition("_")[0] for entry in entries}
 
@@ -86,22 +86,24 @@ def run_step(way: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return torch.load(directory / "kernels.pt")
 
 
-LENGTHS, BLOCK, WIDTH = (7, 5), 16, 4
-"""Prompts of the requests, rows of a block of the cache, and blocks of a request."""
+LENGTHS, PADDING, BLOCK, WIDTH = (7, 5), 4, 16, 4
+"""Prompts of the requests, tokens of none, rows of a block of the cache, and blocks of a request."""
 
 
 def served_inputs(module: Module) -> dict[str, Tensor]:
-    """Two prompts as one step; each group of layers has the same slots and blocks."""
+    """Two prompts as one step, filled up by tokens and a request; groups of layers have the same slots and blocks."""
     places = [torch.arange(length) for length in LENGTHS]
-    blocks = torch.zeros(len(LENGTHS), WIDTH, dtype=torch.int32)
-    blocks[:, 0] = torch.arange(1, 1 + len(LENGTHS))
-    total = sum(LENGTHS)
+    blocks = torch.zeros(len(LENGTHS) + 1, WIDTH, dtype=torch.int32)
+    blocks[:-1, 0] = torch.arange(1, 1 + len(LENGTHS))
+    slots = [BLOCK * (1 + request) + place for request, place in enumerate(places)]
+    none, total = torch.zeros(PADDING, dtype=torch.int64), sum(LENGTHS)
+    prompts = torch.randint(256, (total,), generator=torch.Generator().manual_seed(1))
     found = {
-        "tokens": torch.randint(256, (total,), generator=torch.Generator().manual_seed(1)),
-        "positions": torch.cat(places),
-        "slots": torch.cat([BLOCK * (1 + request) + place for request, place in enumerate(places)]),
-        "starts": torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0).to(torch.int32),
-        "lengths": torch.tensor(LENGTHS, dtype=torch.int32),
+        "tokens": torch.cat((prompts, none)),
+        "positions": torch.cat((*places, none)),
+        "slots": torch.cat((*slots, torch.arange(PADDING))),
+        "starts": torch.tensor([0, *LENGTHS, 0], dtype=torch.int32).cumsum(0).to(torch.int32),
+        "lengths": torch.tensor([*LENGTHS, 0], dtype=torch.int32),
         "blocks": blocks,
         "rows": torch.arange(total),
     }
@@ -123,6 +125,7 @@ def served_inputs(module: Module) -> dict[str, Tensor]:
             for way, family in (
                 ("twins", "gpt-oss"),
                 ("forms", "qwen3-moe"),
+                ("twins", "deepseek-v3"),
                 ("kernels", "qwen3-moe"),
                 ("kernels", "gpt-oss"),
             )
@@ -158,7 +161,7 @@ def test_a_step_that_is_served(way: str, family: str, tmp_path: Path, monkeypatc
     assert names >= fused if way != "forms" else not names & fused, names
     (logits,), *_ = run_step(way, tmp_path, monkeypatch)[0]
     with torch.no_grad():
-        prompts = batch["tokens"].split(list(LENGTHS))
+        prompts = batch["tokens"].split([*LENGTHS, PADDING])[:-1]
         exact = torch.cat([model(tokens[None]).logits[0] for tokens in prompts])
     error = float((logits.double() - exact).norm() / exact.norm())
     assert error <= 1e-2, error

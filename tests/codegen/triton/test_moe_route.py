@@ -35,6 +35,8 @@ PROBLEMS: dict[str, tuple[Router, int, Tuning | None]] = {
     "low_chosen": (Router(12, 3, "f16", score="softmax_chosen"), 7, Tuning(2, 2, 1)),
     "one": (Router(4, 1, "f32", renormalize=False, scale=0.5), 1, None),
     "all": (Router(4, 4, "f32", renormalize=True, epsilon=0.1), 6, None),
+    "ended": (Router(16, 4, "bf16", renormalize=True, ended=True), 33, Tuning(4, 1, 1)),
+    "ended_biased": (Router(8, 2, "f32", bias="f32", score="sigmoid", ended=True), 5, None),
     "many": (Router(128, 6, "bf16", renormalize=True), 103, Tuning(32, 1, 4)),
     "many_odd": (Router(90, 3, "f16", scale=2.0), 40, Tuning(32, 1, 4)),
     "many_wide": (Router(128, 8, "f32", renormalize=True), 33, Tuning(32, 1, 4)),

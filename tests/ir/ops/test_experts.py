@@ -80,6 +80,17 @@ def test_units_and_their_gradients(transpose_w: bool) -> None:
         torch.testing.assert_close(both, ideal)
 
 
+def test_order_of_a_step_that_is_filled_up() -> None:
+    """Tokens from the last start on come last, and are of no expert; weights and indices are as ever."""
+    logits, starts = draw(TOKENS, EXPERTS), torch.tensor([0, 2, 3], dtype=torch.int32)
+    weights, indices = op_def("moe_route").body(logits, top_k=CHOICES)
+    got = op_def("moe_route_order").body(logits, starts, top_k=CHOICES, ended=True)
+    assert torch.equal(got[0], weights) and torch.equal(got[1], indices)
+    order, offsets = op_def("moe_order").body(indices[:3], num_experts=EXPERTS)
+    assert got[2].tolist() == [*order.tolist(), *range(3 * CHOICES, TOKENS * CHOICES)]
+    assert torch.equal(got[3], offsets)
+
+
 @pytest.mark.parametrize("packed", ["halves", "pairs"])
 @pytest.mark.parametrize("transpose_w", [False, True])
 def test_packed_units_with_biases(packed: str, transpose_w: bool) -> None:
