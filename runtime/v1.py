@@ -158,16 +158,17 @@ __all__ = [
     "expert_glu",
     "expert_glu_grad",
     "expert_places",
+    "expert_sum",
     "global_norm",
     "glu",
     "glu_grad",
-    "gradient_scale",
     "glu_grad_joined",
+    "gradient_scale",
     "grouped_mm",
     "grouped_outer_",
     "grouped_sum",
-    "kernels",
     "joined",
+    "kernels",
     "kv_append_",
     "layer_norm",
     "layer_norm_grad",
@@ -191,23 +192,23 @@ __all__ = [
     "moe_weigh",
     "norm_rope",
     "norm_rope_grad",
-    "own_choices",
     "of_first",
+    "own_choices",
     "pack_rows",
     "pad_extent",
     "pad_extent_grad",
-    "padded_part",
     "padded_combine",
     "padded_combine_grad",
     "padded_dispatch",
     "padded_dispatch_grad",
+    "padded_part",
     "paged_attention",
     "part_of",
     "places_overrun",
     "random",
-    "reduce_scatter",
     "read_sizes",
     "real_choice",
+    "reduce_scatter",
     "reduce_scatter_start",
     "repeat_parts",
     "repeat_parts_grad",
@@ -217,19 +218,18 @@ __all__ = [
     "rms_norm",
     "rms_norm_grad",
     "rope",
-    "rope_kv_append_",
     "rope_join",
+    "rope_joined",
+    "rope_kv_append_",
     "rope_table_grad",
     "sample",
     "square_sum",
-    "rope_joined",
-    "rope_kv_append_",
     "squared_relu",
     "squared_relu_grad",
     "stack_choices",
     "store_start",
-    "to_device_start",
     "swap_blocks",
+    "to_device_start",
     "to_host_start",
     "unpack_rows",
     "wait",
@@ -243,12 +243,12 @@ def axis_index(axis: str) -> int:
     return mesh.current().index(axis)
 
 
-def part_of(x: Tensor, index: int, *, dim: int, parts: int) -> Tensor:
 def of_first(x: Tensor, index: int) -> Tensor:
     """x on the first rank, zeros on the others: a sum over the ranks that is x."""
     return x if index == 0 else torch.zeros_like(x)
 
 
+def part_of(x: Tensor, index: int, *, dim: int, parts: int) -> Tensor:
     """Part `index` of `parts` equal ones of x along `dim`; a view."""
     size = x.shape[dim] // parts
     return x.narrow(dim, index * size, size)

@@ -15,7 +15,7 @@ from mgraph.cli.graphs import check_format
 from mgraph.cli.snapshots import open_package
 from mgraph.cli.table import table
 from mgraph.ir.collectives import SPLIT, CollectiveOrder, Issued, Overlap, Run, message_bytes, overlap
-from mgraph.ir.dims import Dim, dim_text, evaluate, names_in
+from mgraph.ir.dims import Dim, Extent, dim_text, evaluate, names_in
 from mgraph.passes.recompute import size_text
 
 FORMATS = ("text", "json")
@@ -89,7 +89,9 @@ def _text(order: CollectiveOrder, lines: list[Line], sizes: Mapping[str, int]) -
         return
     at = ", ".join(f"{name}={size}" for name, size in sizes.items())
     yield "bytes: of one message, on its larger side (what a gather gives, what all others take); size: "
-    yield f"the same at {at}\n"
+    yield f"the same at {at}"
+    read = any(dim.extent is Extent.HOST for dim in order.module.dims.values())
+    yield "; at most, where the host reads how many rows there are\n" if read else "\n"
     for entry in dict.fromkeys(line.entry for line in lines):
         rows = [_row(order, line) for line in lines if line.entry == entry]
         yield f"\n{entry}: {_number(order.length(entry), 'collective')}\n{table(HEADER, rows)}"
