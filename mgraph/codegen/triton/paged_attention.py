@@ -36,7 +36,7 @@ PER_SM = 4
 """Programs of the first launch that each multiprocessor should have, if need be by splits."""
 MOST_SPLITS = 128
 LEAST_KEYS = 64
-"""A run of keys is not shorter than that, of the longest sequences there may be, or of what a window sees of them."""
+"""A run of keys is not shorter than that, of the longest sequences there may be."""
 FIXED_ROWS, FIXED_RUNS, FIXED_KEYS = 64, 8, 256
 """With fixed runs: rows of a tile, the most runs of the longest sequence, and the fewest keys of a run. More runs help
 few long sequences, and need more room for their sums."""
@@ -180,12 +180,9 @@ def _dims(problem: PagedAttention, cuts: tuple[Tuning, ...]) -> dict[str, Expres
     if problem.run:
         assert problem.run % cuts[0].keys == 0, f"runs of {problem.run} keys, tiles of {cuts[0].keys}"
         return {"splits": ("cdiv", ("mul", "W", problem.block_size), problem.run), "parts": "splits"}
+    longest: Expression = ("cdiv", ("mul", "W", problem.block_size), LEAST_KEYS)
 
     def splits(cut: Tuning) -> Expression:
-        keys: Expression = ("mul", "W", problem.block_size)
-        if problem.window:
-            keys = ("min", keys, problem.window + _tokens(problem, cut) - 1)
-        longest: Expression = ("cdiv", keys, LEAST_KEYS)
         tiles: Expression = ("max", "R", ("cdiv", "T", _tokens(problem, cut)))
         busy: Expression = ("cdiv", ("mul", "sms", PER_SM), ("max", 1, ("mul", tiles, problem.groups)))
         return ("max", 1, ("min", MOST_SPLITS, ("min", busy, longest)))
