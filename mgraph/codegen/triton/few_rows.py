@@ -30,8 +30,9 @@ FIXED_ROWS, FIXED_PROGRAMS = 64, 128
 """Rows of a tile where there is one way for any number: what a group of warps multiplies at once. And how many programs
 are enough for the multiprocessors."""
 
-LONG = 8192
-"""A sum that is longer has more on the way, if there are too few programs for that."""
+LONG, FIXED_NARROW = 8192, 2048
+"""A sum that is longer has more on the way, if there are too few programs for that; and weights with fewer columns have
+narrow tiles, so that there are more."""
 
 MORE_ROWS: Expression = ("min", 1, ("max", 0, ("add", "rows", -1)))
 """1 where there are more rows than one, else 0."""
@@ -173,6 +174,8 @@ def fixed_tuning(problem: FewRows) -> Tuning:
     """
     if problem.dtype == "f32":
         return Tuning(ROWS, 32, 32, 4, 2)
+    if problem.columns < FIXED_NARROW:
+        return Tuning(FIXED_ROWS, 32, 128, 4, 4)
     few = problem.columns < FIXED_PROGRAMS * 64
     columns = 128 if not problem.glu and problem.columns >= FIXED_PROGRAMS * 128 else 64
     return Tuning(FIXED_ROWS, columns, 128 if few and problem.size > LONG else 64, 4, 4)

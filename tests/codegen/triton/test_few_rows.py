@@ -123,7 +123,7 @@ def test_in_one_way_a_row_is_the_same_among_any_number(tmp_path: Path) -> None:
 
 
 def test_one_way_is_cut_by_the_weight_alone() -> None:
-    for columns, width in ((4096, 64), (14336, 64), (128256, 128)):
+    for columns, width in ((1024, 32), (4096, 64), (14336, 64), (128256, 128)):
         assert few_rows.fixed_tuning(FewRows(4096, columns, "bf16")).columns == width
         (launch,) = few_rows.fixed("product", FewRows(4096, columns, "bf16")).launches
         assert [evaluate(extent, {"rows": 130}) for extent in launch.grid] == [3, columns // width]
