@@ -1,22 +1,25 @@
 """Whether requests get the same bits in any batch on a GPU, and what that costs (`mgraph serve --batch-invariant`).
 
     python3 -m benchmarks.gpu.batch_invariance check PACKAGE [--rounds 3]
-    python3 -m benchmarks.gpu.batch_invariance speed PACKAGE... [--requests 1 16 128]
+    python3 -m benchmarks.gpu.batch_invariance speed PACKAGE... [--requests 1 16 128] [--results RESULTS.jsonl]
 
 PACKAGE is a serve package for GPUs; its parameters are drawn anew. `check` serves random requests (arrivals, lengths,
 shared beginnings, temperatures, log-probabilities of prompts, aborts, chunks, tight caches) and each one alone, and
 compares tokens and log-probabilities bit by bit. `speed` prints output tokens a second of so many requests that write,
-and tokens a second of long prompts; packages that were not compiled with --batch-invariant are served as they are.
+and tokens a second of long prompts, and adds them to the results; packages that were not compiled with
+--batch-invariant are served as they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import random
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,7 +127,7 @@ def check(path: str, rounds: int, requests: int) -> bool:
 def speed(path: str, counts: list[int]) -> dict[str, Any]:
     """Output tokens a second with so many requests, and tokens a second of prompts."""
     stepper = PackageStepper(path, None, 0, "cuda", batch_invariant=_made_for_it(path))
-    found: dict[str, Any] = {"package": path}
+    found: dict[str, Any] = {"package": Path(path).name, "batch_invariant": _made_for_it(path)}
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     for count in counts:
         engine = Engine(stepper, max_requests=count, prefix_cache=False)
@@ -173,10 +176,20 @@ def main() -> None:
     parser.add_argument("packages", nargs="+")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 128])
+    parser.add_argument("--results", type=Path)
     options = parser.parse_args()
     if options.what == "speed":
         for path in options.packages:
-            print(json.dumps(speed(path, options.requests)), flush=True)
+            found = {
+                "date": f"{datetime.date.today()}",
+                "gpu": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+            }
+            line = json.dumps(found | speed(path, options.requests))
+            print(line, flush=True)
+            if options.results:
+                with options.results.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
         return
     agreed = [check(path, options.rounds, options.requests[-1]) for path in options.packages]
     sys.exit(not all(agreed))
