@@ -32,16 +32,6 @@ def padded_dispatch(x: Tensor, indices: Tensor, *, num_experts: int, factor: flo
     return taken.masked_fill_((pairs < 0)[:, None], 0), places.view(indices.shape)
 
 
-def padded_dispatch_grad(drows: Tensor, places: Tensor) -> Tensor:
-    """Gradient of `padded_dispatch` for x: the sum of a token's rows of drows [E*C, N]; places [T, K]."""
-    return wide(_of_pairs(drows, places)).sum(1).to(drows.dtype)
-
-
-def _of_pairs(rows: Tensor, places: Tensor) -> Tensor:
-    """The row of each pair [T, K, N], zeros where it was dropped."""
-    return rows[places.clamp(min=0)].where((places >= 0)[..., None], 0.0)
-
-
 def even_ends(rows: Tensor, *, num_experts: int) -> Tensor:
     """Cumulative ends i32 [E] of equally many of rows [E*C, N] for each expert."""
     room = rows.shape[0] // num_experts
@@ -51,17 +41,30 @@ def even_ends(rows: Tensor, *, num_experts: int) -> Tensor:
 def padded_combine(rows: Tensor, weights: Tensor, places: Tensor, *, dtype: torch.dtype) -> Tensor:
     """`y[t] = sum over k of weights[t, k] * rows[places[t, k]]` of pairs that were not dropped, [T, N]; products are in
     `dtype`."""
-    products = (wide(_of_pairs(rows, places)) * wide(weights)[..., None]).to(dtype)
-    return wide(products).sum(1).to(rows.dtype)
+    total: Tensor | None = None
+    for choice in range(places.shape[1]):
+        own = (wide(_of_choice(rows, places, choice)) * wide(weights[:, choice, None])).to(dtype)
+        total = wide(own) if total is None else total.add_(own)
+    assert total is not None, "a token has a choice"
+    return total.to(rows.dtype)
 
 
 def padded_combine_grad(dy: Tensor, rows: Tensor, weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `padded_combine` for rows, zeros where there is no token, and weights; dy [T, N]."""
-    dots = torch.linalg.vecdot(wide(dy)[:, None], wide(_of_pairs(rows, places)))
-    products = (wide(dy)[:, None] * wide(weights)[..., None]).to(rows.dtype)
-    drows = rows.new_zeros(rows.shape[0] + 1, rows.shape[1])
-    drows[places.where(places >= 0, rows.shape[0]).flatten()] = products.flatten(0, 1)
-    return drows[:-1], dots.to(weights.dtype)
+    drows, dots = rows.new_zeros(rows.shape[0] + 1, rows.shape[1]), torch.empty_like(weights)
+    for choice in range(places.shape[1]):
+        place = places[:, choice]
+        dots[:, choice] = torch.linalg.vecdot(wide(dy), wide(_of_choice(rows, places, choice))).to(weights.dtype)
+        products = (wide(dy) * wide(weights[:, choice, None])).to(rows.dtype)
+        # What was dropped is written to a last row, which is cut off.
+        drows.index_copy_(0, place.where(place >= 0, rows.shape[0]), products)
+    return drows[:-1], dots
+
+
+def _of_choice(rows: Tensor, places: Tensor, choice: int) -> Tensor:
+    """The rows of one choice of each token [T, N], zeros where it was dropped."""
+    place = places[:, choice]
+    return rows.index_select(0, place.clamp(min=0)).where(place[:, None] >= 0, 0.0)
 
 
 def swap_blocks(x: Tensor, *, first: int, second: int) -> Tensor:

@@ -20,7 +20,6 @@ from mgraph.runtime.capacity_layout import (
     padded_combine,
     padded_combine_grad,
     padded_dispatch,
-    padded_dispatch_grad,
     swap_blocks,
 )
 from mgraph.runtime.collectives import (
@@ -200,7 +199,6 @@ __all__ = [
     "padded_combine",
     "padded_combine_grad",
     "padded_dispatch",
-    "padded_dispatch_grad",
     "padded_part",
     "paged_attention",
     "part_of",

@@ -105,6 +105,7 @@ ON_GPUS: dict[str, Template] = {
     "norm_rope": Template("norm_rope_fwd", norm_rope.problem_of, norm_rope.forward),
     "norm_rope_grad": Template("norm_rope_bwd", norm_rope.problem_of, norm_rope.backward),
     "pack_rows": Template("pack_rows", exchange.problem_of, exchange.pack),
+    "padded_combine": Template("padded_combine", exchange.problem_of, exchange.unpack),
     "paged_attention": Template("paged_attention", paged_attention.problem_of, paged_attention.forward),
     "rope": Template("rope", rope.problem_of, rope.rotate),
     "rope_join": Template("rope_join", rope_join.problem_of, rope_join.join),

@@ -484,7 +484,6 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "padded_combine": _runtime(),
     "padded_combine_grad": _runtime(),
     "padded_dispatch": _runtime(),
-    "padded_dispatch_grad": _runtime(),
     "padded_return": lambda site: site.operands[0],
     "padded_send": lambda site: site.operands[0],
     "swap_blocks": _runtime(),

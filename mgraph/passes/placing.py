@@ -306,7 +306,6 @@ _OWN: dict[str, Callable[[Node], Iterator[ShardingRule]]] = {
     "moe_dispatch_grad": _summed_rows,
     "padded_combine": _summed_rows,
     "padded_combine_grad": _summed_rows,
-    "padded_dispatch_grad": _summed_rows,
     "swap_blocks": _summed_rows,
     "unpack_rows": _summed_rows,
     "join_rows": _summed_rows,

@@ -3,10 +3,12 @@
     places    places[t, d] = how many tokens before t go to rank d, or -1 if t has none of its experts
     pack      y[d * C + places[t, d]] = x[t]       for each rank d that token t goes to; places is -1 where it does not
     unpack    y[t] = sum over these ranks d of rows[d * C + places[t, d]]        in f32, rounded once
+    combine   y[t] = sum over choices k of weights[t, k] * rows[places[t, k]]    the same, where a place is a row
 
-C is the room for each rank: T, or within a budget a part of it. A program has some tokens: what they have is read or written once, wherever it goes. Tokens are counted by a program of
-their own each, and a second launch adds those of the programs before. Rows that no token goes to are left
-alone, unless `fill` says what they are (numbers of experts, of which such a row has none).
+C is the room for each rank: T, or within a budget a part of it. A program has some tokens: what they have is read or
+written once, wherever it goes. Tokens are counted by a program of their own each, and a second launch adds those of the
+programs before. Rows that no token goes to are left alone, unless `fill` says what they are (numbers of experts, of
+which such a row has none).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from mgraph.codegen.triton.kernel import TRITON_LANGUAGE_DTYPES, Expression, Ker
 from mgraph.codegen.triton.moe_order import power
 from mgraph.codegen.triton.rope import lines_of
 from mgraph.ir.graph import Node
+from mgraph.ir.types import DType
 
 MOST_RANKS = 64
 """Ranks, up to which the code for each is written out."""
@@ -39,14 +42,15 @@ _PACKED = (*TRITON_LANGUAGE_DTYPES, "i64")
 
 @dataclass(frozen=True)
 class Exchange:
-    """One instance: columns of a row, ranks, dtype, what rows are that no token goes to (None: anything), and for which
-    part of the tokens each rank has room."""
+    """One instance: columns of a row, ranks, dtype, what rows are that no token goes to (None: anything), for which
+    part of the tokens each rank has room, and whether what is summed has weights."""
 
     width: int
     ranks: int
     dtype: str
     fill: int | None = None
     part: float = 1.0
+    weighted: bool = False
 
     @property
     def room(self) -> Expression:
@@ -66,8 +70,10 @@ class Exchange:
 
 
 def problem_of(node: Node) -> Exchange | str:
-    """The instance that a node `pack_rows` or `unpack_rows` is, or why there is no kernel for it."""
-    rows, places = (value.tensor for value in node.operands)
+    """The instance that a node `pack_rows`, `unpack_rows` or `padded_combine` is, or why there is no kernel for it."""
+    rows, *weights, places = (value.tensor for value in node.operands)
+    if weights and not (weights[0].dtype is DType.F32 and node.attrs["dtype"] is DType.F32):
+        return f"weights are {weights[0].dtype.text}, products {node.attrs['dtype']}; the kernel has f32"
     dtypes = _PACKED if node.op == "pack_rows" else tuple(TRITON_LANGUAGE_DTYPES)
     if rows.dtype.text not in dtypes:
         return f"rows are {rows.dtype.text}; the kernel takes {', '.join(dtypes)}"
@@ -77,8 +83,9 @@ def problem_of(node: Node) -> Exchange | str:
     if not isinstance(ranks, int) or ranks > MOST_RANKS:
         return f"there are {ranks} ranks; the kernel takes a known number up to {MOST_RANKS}"
     fill = node.attrs.get("fill")
-    part = float(str(node.attrs.get("part", 1.0)))
-    return Exchange(rows.shape[1], ranks, rows.dtype.text, None if fill is None else int(str(fill)), part)
+    part = 0.0 if weights else float(str(node.attrs.get("part", 1.0)))
+    filled = None if fill is None else int(str(fill))
+    return Exchange(rows.shape[1], ranks, rows.dtype.text, filled, part, bool(weights))
 
 
 def pack(name: str, problem: Exchange) -> KernelSpec:
@@ -114,29 +121,46 @@ def {name}(x, places):
 
 
 def unpack(name: str, problem: Exchange) -> KernelSpec:
-    """The site `y = name(rows, places)`: rows [ranks * C, width], places i64 [T, ranks] → y [T, width]."""
+    """The site `y = name(rows, places)`: rows [ranks * C, width], places i64 [T, ranks] → y [T, width]; with weights
+    f32 [T, ranks] `name(rows, weights, places)`."""
+    weights = ["weights"] if problem.weighted else []
+    formula = "y[t] = sum over choices k of weights[t, k] * rows[places[t, k]]"
+    formula = formula if weights else "y[t] = sum over ranks d of rows[d * C + places[t, d]]"
+    call = "padded_combine(rows, weights, places, dtype=torch.float32)"
+    call = call if weights else f"unpack_rows(rows, places{_part(problem)})"
     body = [
         *_tile(problem),
         f"total = tl.zeros([{problem.tokens}, {problem.columns}], dtype=tl.float32)",
         *_ranks(problem),
         "    goes = real & (place >= 0)[:, None]",
         f"    part = tl.load(rows_ptr + row[:, None] * {problem.width} + column[None, :], mask=goes, other=0.0)",
-        "    total += part.to(tl.float32)",
+        *(
+            [
+                f"    weight = tl.load(weights_ptr + token * {problem.ranks} + rank, mask=token < T, other=0.0)",
+                "    total += part.to(tl.float32) * weight[:, None]",
+            ]
+            if weights
+            else ["    total += part.to(tl.float32)"]
+        ),
         f"target = y_ptr + token.to(tl.int64)[:, None] * {problem.width} + column[None, :]",
         f"tl.store(target, total.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}){_mask('real')})",
     ]
     return KernelSpec(
         name=name,
-        source=_source(name, "rows", "y[t] = sum over ranks d of rows[d * C + places[t, d]]", body),
+        source=_source(name, "_ptr, ".join(["rows", *weights]), formula, body),
         twin=f'''
-def {name}(rows, places):
-    """The sum of a token's rows over the ranks that it went to: y[t] = sum of rows[d * C + places[t, d]]."""
-    return rt.unpack_rows(rows, places{_part(problem)})
+def {name}({", ".join(["rows", *weights, "places"])}):
+    """The sum of a token's rows: {formula}."""
+    return rt.{call}
 ''',
-        inputs=(_tensor("rows", "R", problem), _places(problem)),
+        inputs=(
+            _tensor("rows", "R", problem),
+            *(TensorSpec(weight, "f32", ("T", problem.ranks)) for weight in weights),
+            _places(problem),
+        ),
         outputs=(_tensor("y", "T", problem),),
         scratch=(),
-        launches=(Launch(name, ("rows", "places", "y", "T", "C"), _grid(problem), 8, 1, aligned=True),),
+        launches=(Launch(name, ("rows", *weights, "places", "y", "T", "C"), _grid(problem), 8, 1, aligned=True),),
         dims={"C": problem.room},
     )
 

@@ -67,14 +67,10 @@ def _infer_dispatch(types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
 
 
 def _dispatch_gradient(request: GradientRequest) -> Sequence[Value | None]:
-    operands = (request.cotangents[0], request.node.results[1])
-    return request.builder.emit("padded_dispatch_grad", operands, names=["dx"])[0], None  # type: ignore[arg-type]
-
-
-def _padded_dispatch_grad(drows: Tensor, places: Tensor) -> Tensor:
-    """Gradient of `padded_dispatch` for x [T, N]: the sum of a token's rows of drows [E·C, N], in at least f32; places
-    i64[T, K]."""
-    return rounded(_of_pairs(promote(drows), places).sum(1), drows)
+    """The sum of a token's rows, as of rows that came back from ranks."""
+    drows = request.cotangents[0]
+    assert drows is not None, "the places have no gradient"
+    return request.builder.emit("unpack_rows", (drows, request.node.results[1]), {"part": 0.0}, names=["dx"])[0], None
 
 
 def _of_pairs(rows: Tensor, places: Tensor) -> Tensor:
@@ -148,14 +144,6 @@ define_op(
     attrs={"num_experts": REQUIRED, "factor": REQUIRED},
     gradient=_dispatch_gradient,
     bytes=traffic,
-)
-define_op(
-    "padded_dispatch_grad",
-    _padded_dispatch_grad,
-    infer=lambda types, attrs: (TensorType(types[0].dtype, (types[1].shape[0], *types[0].shape[1:])),),
-    flops=per_element(1),
-    bytes=traffic,
-    compute_dtype="f32",
 )
 define_op(
     "even_ends",

@@ -28,6 +28,7 @@ PACKS = {
 }
 UNPACKS = {"wide": Exchange(2560, 2, "bf16"), "narrow": Exchange(6, 3, "f32"), "alone": Exchange(16, 1, "f32")}
 UNPACKS["budget"] = PACKS["budget"]
+COMBINES = {"wide": Exchange(2560, 2, "bf16", None, 0.0, True), "narrow": Exchange(6, 3, "f32", None, 0.0, True)}
 PLACES = {"two": Places(8, 3, 2), "three": Places(9, 1, 3), "many": Places(64, 8, 16)}
 TOKENS = (1, 5, 350)
 MANY = exchange.COUNTED * (exchange.CHUNK + 1) + 7
@@ -86,6 +87,22 @@ def unpacked(problem: Exchange, tokens: int) -> tuple[tuple[Tensor, Tensor], Ten
     return (rows, places), total.to(rows.dtype)
 
 
+def combined(problem: Exchange, tokens: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Inputs, in which each pair has a row of its own or none, and the weighted sums."""
+    generator = torch.Generator().manual_seed(tokens)
+    pairs = tokens * problem.ranks
+    rows = torch.randn(pairs + 5, problem.width, generator=generator).to(DTYPES[problem.dtype])
+    places = torch.randperm(pairs, generator=generator).view(tokens, problem.ranks)
+    places[torch.rand(places.shape, generator=generator) < 0.3] = -1
+    weights = torch.rand(places.shape, generator=generator)
+    total = torch.zeros(tokens, problem.width, dtype=torch.float64)
+    for token, chosen in enumerate(places.tolist()):
+        for choice, row in enumerate(chosen):
+            if row >= 0:
+                total[token] += weights[token, choice].double() * rows[row].double()
+    return (rows, weights, places), total.to(rows.dtype)
+
+
 def _few(problems: dict[str, Exchange], tokens: int) -> list[tuple[str, Exchange]]:
     """Those of which a program has all of few tokens: the others' programs are alike."""
     return [(name, problem) for name, problem in problems.items() if tokens < 100 or problem.tokens > 1]
@@ -99,6 +116,7 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     specs = [exchange.pack(f"pack_{name}", problem) for name, problem in PACKS.items()]
     specs += [exchange.unpack(f"unpack_{name}", problem) for name, problem in UNPACKS.items()]
     specs += [exchange.places(f"places_{name}", problem) for name, problem in PLACES.items()]
+    specs += [exchange.unpack(f"combine_{name}", problem) for name, problem in COMBINES.items()]
     cases: list[Case] = []
     wanted: list[tuple[Tensor, Tensor | None]] = []
     for name, tokens in [*((name, tokens) for name in PLACES for tokens in TOKENS), ("two", MANY)]:
@@ -113,6 +131,10 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
         for name, problem in _few(UNPACKS, tokens):
             inputs, y = unpacked(problem, tokens)
             cases.append((f"unpack_{name}", inputs))
+            wanted.append((y, None))
+        for name, problem in _few(COMBINES, tokens):
+            weighted, y = combined(problem, tokens)
+            cases.append((f"combine_{name}", weighted))
             wanted.append((y, None))
     for (name, _), (want, real), (got, _) in zip(cases, wanted, interpret(specs, cases, tmp_path), strict=True):
         assert got[0].shape == want.shape and got[0].dtype is want.dtype, name
@@ -136,6 +158,10 @@ def test_twins() -> None:
     for name, problem in UNPACKS.items():
         operands, y = unpacked(problem, 5)
         torch.testing.assert_close(getattr(twins, f"unpack_{name}")(*operands), y)
+    exec(reference_text([exchange.unpack(f"combine_{name}", p) for name, p in COMBINES.items()]), twins.__dict__)
+    for name, problem in COMBINES.items():
+        weighted, y = combined(problem, 5)
+        torch.testing.assert_close(getattr(twins, f"combine_{name}")(*weighted), y)
 
 
 def test_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
@@ -171,6 +197,12 @@ def test_sites_in_packages_for_a_gpu() -> None:
     names = [spec.name for spec in kernel_sites(module, gpu=True).specs]
     assert names == ["expert_places_0", "pack_rows_0", "pack_rows_1", "unpack_rows_0"]
     assert not kernel_sites(module).specs
+    combine = NODES.replace("unpack_rows(%p, %places)", "padded_combine(%p, %w, %places) {dtype = f32}")
+    combine = combine.replace("2*S", "R").replace("%i: i64[S, 2])", "%i: i64[S, 2], %w: f32[S, 2])")
+    last = module_of(combine, ragged=RAGGED).functions["f"].nodes[-1]
+    assert exchange.problem_of(last) == Exchange(48, 2, "bf16", None, 0.0, True)
+    last = module_of(combine.replace("{dtype = f32}", "{dtype = bf16}"), ragged=RAGGED).functions["f"].nodes[-1]
+    assert "the kernel has f32" in str(exchange.problem_of(last))
     within = module_of(NODES.replace("2*S", "R").replace('rows = "R"', 'part = 0.25, rows = "R"'), ragged=RAGGED)
     assert exchange.problem_of(within.functions["f"].nodes[2]) == Exchange(2, 2, "i64", -1, 0.25)
 
@@ -192,5 +224,6 @@ def test_emitted_lines_fit() -> None:
     specs: list[KernelSpec] = [exchange.pack("pack", p) for p in PACKS.values()]
     specs += [exchange.unpack("unpack", p) for p in UNPACKS.values()]
     specs += [exchange.places("places", p) for p in PLACES.values()]
+    specs += [exchange.unpack("combine", p) for p in COMBINES.values()]
     for text in (kernels_text(specs), reference_text(specs)):
         assert max(map(len, text.splitlines())) <= 120
