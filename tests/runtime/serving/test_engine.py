@@ -312,8 +312,9 @@ def test_a_stop_string_ends_in_its_step(asynchronous: bool) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_failed_step_ends_its_requests_alone(asynchronous: bool) -> None:
-    stepper = FakeStepper(asynchronous=asynchronous, failing=[3], num_blocks=20)
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 5)])
+def test_a_failed_step_ends_its_requests_alone(windows: Sequence[int | None], asynchronous: bool) -> None:
+    stepper = FakeStepper(asynchronous=asynchronous, failing=[3], num_blocks=20, windows=windows)
     engine = Engine(stepper)
     lost = [engine.submit([at] * 9, SamplingParams(max_tokens=9)) for at in range(2)]
     found: dict[tuple[int, int], Gathered] = {}
