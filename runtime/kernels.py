@@ -231,6 +231,7 @@ class GpuSite:
         self._twin = twin
         self._device = device
         self._launchers = launchers
+        self._takes: list[str] = [launch.get("takes", "all") for launch in entry["launches"]]
         self._strict = strict
         self._said: set[str] = set()
         written = {item.get("alias") for item in entry["outputs"]}
@@ -275,8 +276,9 @@ class GpuSite:
         for (name, dtype), (shape, strides) in zip(self._created, plan.created, strict=True):
             tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         aligned = plan.even and bits % ALIGNMENT == 0  # New tensors always are.
-        for launcher, grid in zip(self._launchers, plan.grids, strict=True):
-            if grid:
+        left_out = "others" if aligned else "aligned"
+        for launcher, grid, takes in zip(self._launchers, plan.grids, self._takes, strict=True):
+            if grid and takes != left_out:
                 launcher.launch(tensors, plan.dims, grid, aligned)
         results = tuple([tensors[name] for name in self._results])
         return results if len(results) > 1 else results[0]

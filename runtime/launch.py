@@ -129,8 +129,9 @@ class CubinLauncher:
             if runs_on(binary["arch"], device.capability) and binary["cuda"] <= device.cuda
         ]
         loaded = {binary["alignment"]: (self._load(directory, binary), binary) for binary in fitting}
-        assert 1 in loaded, f"launch {launch['function']} has no generic binary"
-        self._generic = loaded[1]
+        wanted = ALIGNMENT if launch.get("takes") == "aligned" else 1
+        assert wanted in loaded, f"launch {launch['function']} has no binary for tensors on {wanted} bytes"
+        self._generic = loaded[wanted]
         self._aligned = loaded.get(ALIGNMENT, self._generic)
         self._args: list[str] = launch["args"]
         num_slots = len(self._args) + max(len(binary["hidden"]) for binary in fitting)
@@ -169,6 +170,11 @@ class CubinLauncher:
             self._device.launch(kernel, grid, binary["threads"], binary["shared"], self._address)
 
 
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Memory that Triton takes for a launch, as descriptors that a kernel makes need."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
 class JitLauncher:
     """Lets Triton compile a function of `kernels.py` at its first launch; it specialises by alignment itself."""
 
@@ -181,5 +187,8 @@ class JitLauncher:
 
     def launch(self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], grid: Shape, aligned: bool) -> None:
         """See `Launcher.launch`."""
+        import triton
+
+        triton.set_allocator(_scratch)  # which is of the thread
         values = [tensors[name] if name in tensors else dims[name] for name in self._args]
         self._function[grid](*values, **self._options)

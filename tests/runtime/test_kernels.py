@@ -128,6 +128,18 @@ def test_unaligned_tensors_take_the_generic_binary(package: Path) -> None:
     assert device.launches[0]["kernel"][0] == "generic"
 
 
+def test_a_launch_takes_the_calls_that_it_is_for(package: Path) -> None:
+    ways = [
+        {**ENTRY["launches"][0], "takes": takes, "binaries": [ENTRY["launches"][0]["binaries"][index]]}
+        for index, takes in enumerate(("aligned", "others"))
+    ]
+    device = Recorder()
+    sites = bind(package, device, entry={**ENTRY, "launches": ways})
+    sites.scale(torch.ones(5, 8), torch.ones(5, 1))
+    sites.scale(torch.ones(41)[1:].view(5, 8), torch.ones(5, 1))
+    assert [launch["kernel"][0] for launch in device.launches] == ["aligned", "generic"]
+
+
 def test_strided_tensors_are_copied_and_said_once(package: Path) -> None:
     device = Recorder()
     sites = bind(package, device, strict=True)

@@ -12,7 +12,7 @@ An entry of the manifest's `kernels` list, as `build_kernels` returns it:
     dims      named extents, in order of evaluation
     lists     of a kernel over lists of tensors: {chunk, numbers}
     launches  in order; each {function, args, grid, num_warps, num_stages, most_registers, binaries}, each binary;
-              those that some calls leave out have `when`
+              those that some calls leave out have `when`, or `takes`: `aligned`, `others`
         file, symbol          cubin path inside the package, name of the kernel in it
         arch, cuda            `sm_90a`; least CUDA major version of the driver
         alignment             bytes on which every tensor must start
@@ -192,6 +192,11 @@ def read_ptx(text: str) -> PtxAbi:
     )
 
 
+def variants(launch: Launch) -> tuple[bool, ...]:
+    """Whether each variant is the aligned one, in the order in which the runtime tries them."""
+    return {"all": (True, False) if launch.aligned else (False,), "aligned": (True,), "others": (False,)}[launch.takes]
+
+
 def _entry(
     spec: KernelSpec, module: ModuleType | None, directory: Path, archs: Sequence[str], made: Binaries
 ) -> dict[str, Any]:
@@ -204,10 +209,12 @@ def _entry(
         del data["aligned"]
         if data["when"] == 1:
             del data["when"]
+        if data["takes"] == "all":
+            del data["takes"]
         data["binaries"] = []
         for arch in archs:
             assert module is not None
-            for aligned in (True, False) if launch.aligned else (False,):
+            for aligned in variants(launch):
                 key = repr((spec.source, launch, spec.argument_types(launch), arch, aligned))
                 if key not in made:
                     made[key] = compile_launch(module, spec, launch, arch, aligned)

@@ -5,8 +5,11 @@
 A program has a block of queries of one head and goes over blocks of keys; sums are kept relative to the largest score
 so far (Milakov and Gimelshein 2018, arXiv:1805.02867), as in FlashAttention-2 (Dao 2023, arXiv:2307.08691). Inside,
 scores are to the base 2. Keys that no query of the block can see, by position, are not read. Where segments or padding
-hide more, a first kernel finds for each block the first and the last key that it may see: for documents one after
-another these are the documents' own.
+hide more, a first kernel finds for each block the first and the last key that it may see, and the keys between which
+all are seen by all its queries: for documents one after another these are the documents' own. Only blocks of keys that
+some query does not see whole are masked.
+
+There are two kernels, see `Tile`: one for tensors that lie on 16-byte boundaries, and one for any.
 
 Products are of 16-bit numbers with sums in f32; the weights are rounded to the dtype of v before their product.
 """
@@ -14,7 +17,7 @@ Products are of 16-bit numbers with sums in f32; the weights are rounded to the 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mgraph.codegen.triton.kernel import (
     TRITON_DTYPES,
@@ -155,40 +158,57 @@ def has_fused_kernel(problem: Attention) -> bool:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Queries and keys in a block (powers of two), warps, and blocks of keys (or, for the gradient of keys, of queries)
-    that are in shared memory at a time."""
+    """Queries and keys in a block (powers of two), warps, blocks of keys (or, for the gradient of keys, of queries)
+    that are in shared memory at a time, and the bound of a thread's registers, 0 for none, by which more than one
+    program has room on a multiprocessor."""
 
     queries: int
     keys: int
     num_warps: int
     num_stages: int
+    most_registers: int = 0
 
 
 def tuning(problem: Attention) -> Tuning:
-    """The largest blocks whose sums stay in registers: 128 queries, but 64 of the widest heads."""
+    """Blocks of which two or more programs have room on a multiprocessor, whose products and exponentials then overlap;
+    one of the widest heads."""
     widest = max(problem.columns, problem.value_columns)
-    if widest > 128:
-        return Tuning(128, 64, 8, 2)
-    return Tuning(128, 64, 8, 3) if widest > 64 else Tuning(128, 64, 4, 3)
+    if widest > 64:
+        return Tuning(128, 64, 8, 2, 128 if widest == 128 else 0)
+    return Tuning(64, 64, 4, 2)
 
 
 def forward(name: str, problem: Attention, cut: Tuning | None = None) -> KernelSpec:
     """The site `out, lse = name(q, k, v, ...)`: q [B, H, S, D], k [B, G, T, D], v [B, G, T, E] → out [B, H, S, E] like
     q, lse f32 [B, H, S]; further operands as in the op."""
     cut = cut or tuning(problem)
+    searches = (Reach(f"{name}_reach", "reach", cut.queries),) if problem.marks else ()
     args = forward_arguments(problem)
     grid: tuple[Expression, ...] = (("mul", ("mul", ("cdiv", "S", cut.queries), "B"), "H"),)
-    launch = Launch(name, args, grid, cut.num_warps, cut.num_stages, problem.aligned)
-    searches = (Reach(f"{name}_reach", "reach", cut.queries),) if problem.marks else ()
+    ways = launches(name, args, grid, cut, problem)
+    sources = [search.source(problem) for search in searches]
+    sources += [_source(launch.function, problem, cut, args, launch.takes == "aligned") for launch in ways]
     return KernelSpec(
         name=name,
-        source="\n".join((*(search.source(problem) for search in searches), _source(name, problem, cut, args))),
+        source="\n".join(sources),
         twin=twin(name, "attention", ("q", "k", "v"), problem),
         inputs=(*heads_of(problem), *further_of(problem)),
         outputs=(out_of(problem), TensorSpec("lse", "f32", ("B", "H", "S"))),
         scratch=tuple(search.scratch() for search in searches),
-        launches=(*(search.launch(problem) for search in searches), launch),
+        launches=(*(search.launch(problem) for search in searches), *ways),
     )
+
+
+def launches(
+    name: str, args: tuple[str, ...], grid: tuple[Expression, ...], cut: Tuning, problem: Attention
+) -> tuple[Launch, ...]:
+    """The kernel for tensors on 16-byte boundaries and that for others; the latter alone where rows are not."""
+
+    def launch(function: str, takes: str) -> Launch:
+        aligned = takes == "aligned"
+        return Launch(function, args, grid, cut.num_warps, cut.num_stages, aligned, cut.most_registers, takes=takes)
+
+    return (launch(name, "aligned"), launch(f"{name}_any", "others")) if problem.aligned else (launch(name, "all"),)
 
 
 def heads_of(problem: Attention) -> tuple[TensorSpec, ...]:
@@ -230,7 +250,9 @@ def forward_arguments(problem: Attention) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Reach:
-    """The kernel that finds what each block can see: `tensor` i32 [B, blocks, 2], the first, and one after the last.
+    """The kernel that finds what each block can see: `tensor` i32 [B, blocks, 4]: the first and one after the last that
+    any of it sees, then the first and one after the last of those between which all see all; 0 and 0 where it finds
+    none.
 
     Blocks are of `size` queries, that see keys; or, for the gradient of keys, of keys, that are seen by queries
     (`of_keys`).
@@ -248,7 +270,7 @@ class Reach:
 
     def scratch(self) -> TensorSpec:
         """The tensor that is written."""
-        return TensorSpec(self.tensor, "i32", ("B", ("cdiv", self.extent, self.size), 2))
+        return TensorSpec(self.tensor, "i32", ("B", ("cdiv", self.extent, self.size), 4))
 
     def launch(self, problem: Attention) -> Launch:
         """A program for each block."""
@@ -256,19 +278,27 @@ class Reach:
         return Launch(self.function, args, (("mul", ("cdiv", self.extent, self.size), "B"),), 4, 1, aligned=False)
 
     def source(self, problem: Attention) -> str:
-        """Bounds by position; then the numbers of the block's segments from least to most, and who has such numbers."""
+        """Bounds by position; then the numbers of the block's segments from least to most, and who has such numbers.
+
+        A block of one number sees all that has it. If nothing lies between that has not, all see all, within what all
+        see by position.
+        """
         args = (*problem.marks, self.tensor, "S", "T")
         segments = [name for name in problem.marks if name != "keys"]
         which, at = ("known", "own") if self.of_keys else ("met", "other")
         padding = f"{which} = {which} & (tl.load(keys_ptr + batch * T + {at}, mask={which}, other=0) != 0)"
         padded = "keys" in problem.marks
-        block = [padding, "some = tl.max(known.to(tl.int32)) > 0"] if padded and self.of_keys else []
-        scan = [] if not padded else ["met = met & some"] if self.of_keys else [padding]
+        block, scan = ["alike = block >= 0"], [padding] if padded and not self.of_keys else []
+        if padded and self.of_keys:
+            block = ["real = known", padding, "some = tl.max(known.to(tl.int32)) > 0"]
+            block += ["alike = tl.max((real & ~known).to(tl.int32)) == 0"]
+            scan = ["met = met & some"]
         for name in segments:
             block += [
                 f"mine = tl.load({name}_ptr + batch * S + own, mask=known, other=0).to(tl.int64)",
                 f"{name}_least = tl.min(tl.where(known, mine, {LARGEST}))",
                 f"{name}_most = tl.max(tl.where(known, mine, {-LARGEST}))",
+                f"alike = alike & ({name}_least == {name}_most)",
             ]
             scan += [
                 f"theirs = tl.load({name}_ptr + batch * S + other, mask=met, other=0).to(tl.int64)",
@@ -284,6 +314,7 @@ class Reach:
             *(bounds_of_queries(problem, self.size) if self.of_keys else bounds_of_keys(problem, self.size)),
             f"first = tl.full([{SCANNED}], {FAR}, tl.int32)",
             f"last = tl.zeros([{SCANNED}], tl.int32)",
+            f"count = tl.zeros([{SCANNED}], tl.int32)",
             f"for start in range(low, high, {SCANNED}):",
         )
         loop = lines_of(
@@ -292,18 +323,28 @@ class Reach:
             *scan,
             f"first = tl.minimum(first, tl.where(met, other, {FAR}))",
             "last = tl.maximum(last, tl.where(met, other + 1, 0))",
+            "count += met.to(tl.int32)",
             depth=2,
         )
         store = lines_of(
-            f"tl.store({self.tensor}_ptr + tl.program_id(0) * 2, tl.min(first))",
-            f"tl.store({self.tensor}_ptr + tl.program_id(0) * 2 + 1, tl.max(last))",
+            "low, high = tl.min(first), tl.max(last)",
+            *(whole_of_queries if self.of_keys else whole_of_keys)(problem, self.size),
+            "alike = alike & (tl.sum(count) == high - low) & (begin < end)",
+            f"{self.tensor}_ptr += tl.program_id(0) * 4",
+            f"tl.store({self.tensor}_ptr, low)",
+            f"tl.store({self.tensor}_ptr + 1, high)",
+            f"tl.store({self.tensor}_ptr + 2, tl.where(alike, begin, 0))",
+            f"tl.store({self.tensor}_ptr + 3, tl.where(alike, end, 0))",
         )
         what = f"The queries that may see a key of a block of {self.size}" if self.of_keys else ""
         what = what or f"The keys that a query of a block of {self.size} may see"
         return f'''
 @triton.jit
 def {self.function}({signature(args, (*problem.marks, self.tensor)).strip().rstrip(",")}):
-    """{what}: the first, and one after the last."""
+    """{what}: the first and one after the last.
+
+    Then the same of those that all of it see.
+    """
 {body}{loop}{store}
 '''
 
@@ -326,40 +367,116 @@ def bounds_of_queries(problem: Attention, size: int) -> list[str]:
     ]
 
 
-def reached(problem: Attention, size: int, *, step: int) -> list[str]:
-    """`low` and `high` of the keys of a block of queries, `low` at the beginning of a block of `step` keys."""
-    if not problem.marks:
-        return [*bounds_of_keys(problem, size), f"low = low // {step} * {step}"]
+def whole_of_keys(problem: Attention, size: int) -> list[str]:
+    """`begin` and `end`: of the keys from `low` to `high`, those that all queries of a block see by their position."""
+    window = problem.window
     return [
-        "reach_ptr += (batch * blocks + block) * 2",
-        f"low = tl.load(reach_ptr) // {step} * {step}",
-        "high = tl.load(reach_ptr + 1)",
+        f"begin = tl.maximum(block * {size} + {size - window}, low)" if window is not None else "begin = low",
+        f"end = tl.minimum(block * {size} + 1, high)" if problem.causal else "end = high",
     ]
 
 
+def whole_of_queries(problem: Attention, size: int) -> list[str]:
+    """`begin` and `end`: of the queries from `low` to `high`, those that see all keys of a block by their position."""
+    window = problem.window
+    return [
+        f"begin = tl.maximum(block * {size} + {size - 1}, low)" if problem.causal else "begin = low",
+        f"end = tl.minimum(block * {size} + {window}, high)" if window is not None else "end = high",
+    ]
+
+
+def reached(problem: Attention, size: int, *, step: int, of_keys: bool = False) -> list[str]:
+    """`low` and `high` of what a block sees, or is seen by, and `begin` and `end` of what it sees whole; `low` at the
+    beginning of a block of `step`."""
+    if problem.marks:
+        reach = "seen_by" if of_keys else "reach"
+        lines = [
+            f"{reach}_ptr += (batch * blocks + block) * 4",
+            f"low, high = tl.load({reach}_ptr), tl.load({reach}_ptr + 1)",
+            f"begin, end = tl.load({reach}_ptr + 2), tl.load({reach}_ptr + 3)",
+        ]
+    elif of_keys:
+        lines = [*bounds_of_queries(problem, size), *whole_of_queries(problem, size)]
+    else:
+        lines = [*bounds_of_keys(problem, size), *whole_of_keys(problem, size)]
+    return [*lines, f"low = low // {step} * {step}"]
+
+
 def block_lines(cut: Tuning, *, last_first: bool) -> list[str]:
-    """Which block of queries, head and batch a program has."""
+    """Which block of queries, head and batch a program has.
+
+    Heads are next to each other, so that those of a group read the same keys at the same time, and programs with equal
+    work run together; `last_first` begins with those that may have the most.
+    """
     return [
         f"blocks = tl.cdiv(S, {cut.queries})",
-        "block = " + ("blocks - 1 - " if last_first else "") + "tl.program_id(0) % blocks",
-        "head = tl.program_id(0) // blocks % H",
-        "batch = (tl.program_id(0) // blocks // H).to(tl.int64)",
+        "head = tl.program_id(0) % H",
+        "block = " + ("blocks - 1 - " if last_first else "") + "tl.program_id(0) // H % blocks",
+        "batch = (tl.program_id(0) // H // blocks).to(tl.int64)",
         "group = head // (H // G)",
     ]
 
 
-def to_head(tensor: str, head: str, row: str = "") -> list[str]:
-    """Moves a pointer to the first row of a head, or to another, by numbers of 64 bits."""
-    lines = [f"{tensor}_ptr += batch * {tensor}_stride_0 + {head}.to(tl.int64) * {tensor}_stride_1"]
-    return [*lines, f"{tensor}_ptr += ({row}).to(tl.int64) * {tensor}_stride_2"] if row else lines
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel reads and writes blocks of `size` rows of the heads of `tensor`, which has `extent` rows.
 
+    By descriptors (`described`), which know where a tensor ends and leave addresses to the copy engine, so that more
+    programs have room for their registers on a multiprocessor; or by addresses, where tensors lie anywhere. `head` is
+    the head of the program; without one, each block is of a head of its own.
+    """
 
-def inside(rows: str, width: int, columns: str = "feature", other: str = ", other=0.0") -> str:
-    """The mask of a tile [rows, columns of a head], as an argument; nothing where it is all inside."""
-    parts = [f"({rows})[:, None]"] if rows else []
-    if tile_columns(width) != width:
-        parts.append(f"({columns} < {width})[None, :]")
-    return f", mask={' & '.join(parts)}{other}" if parts else ""
+    tensor: str
+    extent: str
+    width: int
+    size: int
+    described: bool
+    head: str = ""
+
+    @property
+    def columns(self) -> int:
+        """`width`, rounded up to what a tile can have."""
+        return tile_columns(self.width)
+
+    def lines(self) -> list[str]:
+        """What comes before reads and writes."""
+        t, shape, block = self.tensor, f"{self.extent}, {self.width}", f"{self.size}, {self.columns}"
+        lines = [f"{t}_ptr += batch * {t}_stride_0"]
+        lines += [f"{t}_ptr += {self.head}.to(tl.int64) * {t}_stride_1"] if self.head else []
+        if not self.described:
+            column, inner = f"tl.arange(0, {self.columns})[None, :]", self.columns != self.width
+            return [
+                *lines,
+                f"{t}_step = tl.zeros([], tl.int64) + {t}_stride_2",
+                f"{t}_at = tl.arange(0, {self.size})[:, None] * {t}_stride_2 + {column}",
+                f"{t}_inner = {column} < {self.width}" if inner else "",
+            ]
+        strides = f"{t}_stride_2, 1"
+        if not self.head:
+            shape, strides, block = f"H, {shape}", f"{t}_stride_1, {strides}", f"1, {block}"
+        return [*lines, f"{t}_tiles = tl.make_tensor_descriptor({t}_ptr, [{shape}], [{strides}], [{block}])"]
+
+    def read(self, start: str, known: str, head: str = "") -> list[str]:
+        """Reads the rows from `start` into the tensor's name, of `head` where the tile has none; those that are not
+        `known` are 0."""
+        t = self.tensor
+        if self.described and self.head:
+            return [f"{t} = {t}_tiles.load([{start}, 0])"]
+        if self.described:
+            return [f"{t} = {t}_tiles.load([{head}, {start}, 0]).reshape({self.size}, {self.columns})"]
+        lines = [] if self.head else [f"{t}_head = {t}_ptr + {head}.to(tl.int64) * {t}_stride_1"]
+        place = f"{t}_{'ptr' if self.head else 'head'} + {start} * {t}_step + {t}_at"
+        return [*lines, f"{t} = tl.load({place}{self._mask(known)}, other=0.0)"]
+
+    def write(self, start: str, known: str, value: str) -> list[str]:
+        """Stores the rows from `start`, but for those that are not `known`."""
+        t = self.tensor
+        if self.described:
+            return [f"{t} = {value}", f"{t}_tiles.store([{start}, 0], {t})"]
+        return [f"{t} = {value}", f"tl.store({t}_ptr + {start} * {t}_step + {t}_at, {t}{self._mask(known)})"]
+
+    def _mask(self, known: str) -> str:
+        return f", mask=({known})[:, None]" + f" & {self.tensor}_inner" * (self.columns != self.width)
 
 
 def seen_lines(problem: Attention, *, transposed: bool = False, all_inside: bool = False) -> list[str]:
@@ -379,16 +496,17 @@ def seen_lines(problem: Attention, *, transposed: bool = False, all_inside: bool
 
 
 def marks_of_rows(problem: Attention) -> list[str]:
-    """Reads the segments of the queries `row`."""
+    """Reads the segments of the queries `row`; those after the last are as the last, which takes fewer registers than a
+    mask."""
     names = [name for name in problem.marks if name != "keys"]
-    return [f"{name}_row = tl.load({name}_ptr + batch * S + row, mask=row < S, other=0)" for name in names]
+    return [f"{name}_row = tl.load({name}_ptr + batch * S + tl.minimum(row, S - 1))" for name in names]
 
 
 def marks_of_columns(problem: Attention) -> list[str]:
-    """Reads the segments of the keys `column`, and which are no padding."""
+    """Reads the segments of the keys `column`, and which are no padding; those after the last are as the last."""
     lines = []
     for name in problem.marks:
-        read = f"tl.load({name}_ptr + batch * T + column, mask=column < T, other=0)"
+        read = f"tl.load({name}_ptr + batch * T + tl.minimum(column, T - 1))"
         lines.append(f"{name}_column = {read}" + (" != 0" if name == "keys" else ""))
     return lines
 
@@ -404,98 +522,72 @@ def score_lines(problem: Attention) -> tuple[list[str], str]:
     return [f"bent = 1.0 - 2.0 / (1.0 + tl.exp2(score * {turn!r}))", f"score = bent * {cap!r}"], ""
 
 
-def _loop_lines(problem: Attention, cut: Tuning, *, masked: bool) -> list[str]:
-    """A block of keys enters the sums. Not `masked`: all queries of the block see all of them."""
+def masked(problem: Attention, cut: Tuning, step: int, mask: list[str]) -> str:
+    """The lines of a mask in a loop, for blocks of `step` that are not seen whole; for all, where a window is hardly
+    longer than blocks."""
+    whole = problem.window is None or problem.window >= 2 * (cut.queries + cut.keys)
+    if not mask or not whole:
+        return lines_of(*mask, depth=2)
+    return lines_of(f"if (start < begin) | (start + {step} > end):", depth=2) + lines_of(*mask, depth=3)
+
+
+def sums_of(problem: Attention, cut: Tuning) -> list[str]:
+    """The largest score so far, `peak`, the sum of the weights relative to it, `total`, and that of the values, `sum`:
+    a sink is there from the beginning, or nothing."""
+    peak = f"peak = tl.full([{cut.queries}], {LOWEST!r}, tl.float32)"
+    lines = [peak, f"total = tl.zeros([{cut.queries}], tl.float32)"]
+    if "sinks" in problem.operands:
+        sink = f"sink = tl.load(sinks_ptr + head).to(tl.float32) * {LOG2E!r}"
+        lines = [sink, peak, "peak = tl.maximum(peak, sink)", "total = tl.exp2(sink - peak)"]
+    return [*lines, f"sum = tl.zeros([{cut.queries}, {problem.value_columns}], tl.float32)"]
+
+
+def _source(name: str, problem: Attention, cut: Tuning, args: tuple[str, ...], described: bool) -> str:
+    """The text of a kernel."""
     dtype, (bend, factor) = TRITON_LANGUAGE_DTYPES[problem.dtype], score_lines(problem)
-    rows = "column < T" if masked else ""
-    mask = seen_lines(problem) if masked else []
-    return [
+    width, like_q = problem.value_width, problem.width == problem.value_width
+    tensors = ("q", "k", "v", *problem.operands, "reach", "out", "lse")
+    q = Tile("q", "S", problem.width, cut.queries, False, "head")  # once: hardly worth a descriptor
+    k = Tile("k", "T", problem.width, cut.keys, described, "group")
+    v, out = replace(k, tensor="v", width=width), replace(q, tensor="out", width=width)
+    hide, first = seen_lines(problem), f"block * {cut.queries}"
+    start = [
+        *block_lines(cut, last_first=problem.causal),
+        f"row = {first} + tl.arange(0, {cut.queries})",
+        *reached(problem, cut.queries, step=cut.keys),
+        *marks_of_rows(problem),
+        *q.lines(),
+        *q.read(first, "row < S"),
+        *k.lines(),
+        *v.lines(),
+        *sums_of(problem, cut),
+        f"for start in range(low, high, {cut.keys}):",
+    ]
+    scores = [
         f"column = start + tl.arange(0, {cut.keys})",
-        "k_block = k_ptr + start * k_step",
-        "v_block = v_ptr + start * v_step",
-        f"k = tl.load(k_block + k_at{inside(rows, problem.width)})",
+        *k.read("start", "column < T"),
         "score = tl.dot(q, tl.trans(k))",
         *bend,
-        *(marks_of_columns(problem) if masked else []),
-        *mask,
-        'score = tl.where(seen, score, float("-inf"))' if mask else "",
+    ]
+    hide = [*marks_of_columns(problem), *hide, 'score = tl.where(seen, score, float("-inf"))'] if hide else []
+    weights = [
         f"above = tl.maximum(peak, tl.max(score, axis=1){factor})",
         f"weight = tl.exp2(score{factor} - above[:, None])",
         "shrink = tl.exp2(peak - above)",
         "total = total * shrink + tl.sum(weight, axis=1)",
-        f"v = tl.load(v_block + v_at{inside(rows, problem.value_width, 'value')})",
+        *v.read("start", "column < T"),
         f"sum = tl.dot(weight.to(tl.{dtype}), v, sum * shrink[:, None])",
         "peak = above",
     ]
-
-
-def loops(problem: Attention, cut: Tuning, masked: list[str], plain: list[str]) -> str:
-    """Loops over the blocks of keys from `low` to `high`: one; or three, of which the middle one has only keys that all
-    queries see, where that is most of the work."""
-
-    def loop(begin: str, end: str, lines: list[str]) -> str:
-        return lines_of(f"for start in range({begin}, {end}, {cut.keys}):") + lines_of(*lines, depth=2)
-
-    window, step = problem.window, cut.keys
-    if problem.marks or (window is not None and window < 2 * (cut.queries + cut.keys)):
-        return loop("low", "high", masked)
-    lines, first = "", "low"
-    if window is not None:
-        lines = lines_of(
-            f"begin = tl.maximum(tl.cdiv(block * {cut.queries} + {cut.queries - window}, {step}), 0) * {step}"
-        )
-        lines += loop("low", "tl.minimum(begin, high)", masked)
-        first = "begin"
-    end = f"tl.minimum(block * {cut.queries} + 1, T)" if problem.causal else "T"
-    lines += lines_of(f"end = {end} // {step} * {step}") + loop(first, "end", plain)
-    return lines + loop(f"tl.maximum({first}, end)", "high", masked)
-
-
-def _source(name: str, problem: Attention, cut: Tuning, args: tuple[str, ...]) -> str:
-    dtype, like_q = TRITON_LANGUAGE_DTYPES[problem.dtype], problem.width == problem.value_width
-    width = problem.value_width
-    tensors = ("q", "k", "v", *problem.operands, "reach", "out", "lse")
-    start = [
-        *block_lines(cut, last_first=problem.causal),
-        f"row = block * {cut.queries} + tl.arange(0, {cut.queries})",
-        f"feature = tl.arange(0, {problem.columns})",
-        f"value = tl.arange(0, {problem.value_columns})",
-        *to_head("q", "head", f"block * {cut.queries}"),
-        f"q_at = tl.arange(0, {cut.queries})[:, None] * q_stride_2 + feature[None, :]",
-        f"q = tl.load(q_ptr + q_at{inside('row < S', problem.width)})",
-        *to_head("k", "group"),
-        *to_head("v", "group"),
-        "k_step, v_step = k_stride_2.to(tl.int64), v_stride_2.to(tl.int64)",
-        f"k_at = tl.arange(0, {cut.keys})[:, None] * k_stride_2 + feature[None, :]",
-        f"v_at = tl.arange(0, {cut.keys})[:, None] * v_stride_2 + value[None, :]",
-        *marks_of_rows(problem),
-        *reached(problem, cut.queries, step=cut.keys),
-    ]
-    if "sinks" in problem.operands:
-        start += [
-            f"sink = tl.load(sinks_ptr + head).to(tl.float32) * {LOG2E!r}",
-            f"peak = tl.full([{cut.queries}], {LOWEST!r}, tl.float32)",
-            "peak = tl.maximum(peak, sink)",
-            "total = tl.exp2(sink - peak)",
-        ]
-    else:
-        start += [
-            f"peak = tl.full([{cut.queries}], {LOWEST!r}, tl.float32)",
-            f"total = tl.zeros([{cut.queries}], tl.float32)",
-        ]
-    start.append(f"sum = tl.zeros([{cut.queries}, {problem.value_columns}], tl.float32)")
     end = [
         "sum = sum / tl.where(total == 0.0, 1.0, total)[:, None]",
         f"lse = (peak + tl.log2(total)) * {LN2!r}",
         "tl.store(lse_ptr + (batch * H + head) * S + row, lse, mask=row < S)",
         "" if like_q else f"out_stride_0, out_stride_1, out_stride_2 = H * S * {width}, S * {width}, {width}",
-        *to_head("out", "head", f"block * {cut.queries}"),
-        f"out_at = tl.arange(0, {cut.queries})[:, None] * out_stride_2 + value[None, :]",
-        f"tl.store(out_ptr + out_at, sum.to(tl.{dtype}){inside('row < S', width, 'value', other='')})",
+        *out.lines(),
+        *out.write(first, "row < S", f"sum.to(tl.{dtype})"),
     ]
-    body = lines_of(*start) + loops(
-        problem, cut, _loop_lines(problem, cut, masked=True), _loop_lines(problem, cut, masked=False)
-    )
+    loop = lines_of(*scores, depth=2) + masked(problem, cut, cut.keys, hide) + lines_of(*weights, depth=2)
     return f'''
 @triton.jit
 def {name}(
@@ -504,9 +596,9 @@ def {name}(
     """{title(problem)}.
 
     lse = log sum exp of the scores; q [B, H, S, {problem.width}], k [B, G, T, {problem.width}], v [B, G, T, {width}];
-    {cut.queries} queries per program.
+    {cut.queries} queries per program{"; for tensors on 16-byte boundaries" * described}.
     """
-{body}{lines_of(*end)}'''
+{lines_of(*start)}{loop}{lines_of(*end)}'''
 
 
 def title(problem: Attention) -> str:

@@ -16,28 +16,27 @@ rounded to the dtype of q before their products.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mgraph.codegen.triton.attention import (
     LOG2E,
     LOWEST,
     Attention,
     Reach,
+    Tile,
     Tuning,
     block_lines,
-    bounds_of_queries,
     further_of,
     heads_of,
-    inside,
-    loops,
+    launches,
     marks_of_columns,
     marks_of_rows,
+    masked,
     reached,
     score_lines,
     seen_lines,
     strides_of,
     title,
-    to_head,
     twin,
 )
 from mgraph.codegen.triton.kernel import TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, TensorSpec
@@ -59,13 +58,12 @@ class GradTuning:
 
 
 def tuning(problem: Attention) -> GradTuning:
-    """Blocks of 128 whose sums stay in registers, and steps of 64; smaller for the widest heads."""
+    """Blocks of 64 and steps of 64, of which two programs or more have room on a multiprocessor; for the widest heads
+    one, of more warps."""
     widest = max(problem.columns, problem.value_columns)
     if widest > 128:
         return GradTuning(Tuning(64, 32, 8, 2), Tuning(32, 64, 8, 2))
-    if widest > 64:
-        return GradTuning(Tuning(128, 64, 8, 2), Tuning(64, 128, 8, 2))
-    return GradTuning(Tuning(128, 64, 8, 3), Tuning(64, 128, 8, 3))
+    return GradTuning(Tuning(64, 64, 4, 2), Tuning(64, 64, 4, 2))
 
 
 def backward(name: str, problem: Attention, cut: GradTuning | None = None) -> KernelSpec:
@@ -73,7 +71,7 @@ def backward(name: str, problem: Attention, cut: GradTuning | None = None) -> Ke
     k, v and sinks; further operands as in the op."""
     cut = cut or tuning(problem)
     parts = [_delta(name, problem), *_searches(name, problem, cut)]
-    parts += [_of_queries(name, problem, cut.of_queries), _of_keys(name, problem, cut.of_keys)]
+    parts += [_of_queries(name, problem, cut.of_queries), *_of_keys(name, problem, cut.of_keys)]
     if "sinks" in problem.operands:
         parts.append(_dsinks(name))
     q, k, v = heads_of(problem)
@@ -116,21 +114,19 @@ def _delta(name: str, problem: Attention) -> _Part:
     more = ("sinks", "shares") if sinks else ()
     tensors = ("dout", "out", "lse", "delta", "log_sums", *more)
     args = (*tensors, "H", "S", *strides_of("dout", "out"))
+    dout = Tile("dout", "S", problem.value_width, ROWS, False, "head")
+    out = replace(dout, tensor="out")
     lines = [
         f"blocks = tl.cdiv(S, {ROWS})",
-        f"row = tl.program_id(0) % blocks * {ROWS} + tl.arange(0, {ROWS})",
+        f"first = tl.program_id(0) % blocks * {ROWS}",
+        f"row = first + tl.arange(0, {ROWS})",
         "head = tl.program_id(0) // blocks % H",
         "batch = (tl.program_id(0) // blocks // H).to(tl.int64)",
-        f"value = tl.arange(0, {problem.value_columns})",
-        *to_head("dout", "head"),
-        *to_head("out", "head"),
-        "dout_at = row.to(tl.int64)[:, None] * dout_stride_2 + value[None, :]",
-        "out_at = row.to(tl.int64)[:, None] * out_stride_2 + value[None, :]",
-        *(
-            f"{t} = tl.load({t}_ptr + {t}_at{inside('row < S', problem.value_width, 'value')}).to(tl.float32)"
-            for t in ("dout", "out")
-        ),
-        "delta = tl.sum(dout * out, axis=1)",
+        *dout.lines(),
+        *out.lines(),
+        *dout.read("first", "row < S"),
+        *out.read("first", "row < S"),
+        "delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)",
         "at = (batch * H + head) * S + row",
         "lse = tl.load(lse_ptr + at, mask=row < S, other=0.0)",
         f"log_sum = tl.where(lse > {LOWEST!r}, lse * {LOG2E!r}, 0.0)",
@@ -183,157 +179,147 @@ def _bend(problem: Attention) -> str:
     return "" if problem.softcap is None else " * (1.0 - bent * bent)"
 
 
-def _key_lines(problem: Attention, cut: Tuning, *, masked: bool) -> list[str]:
-    """A block of keys enters dq. Not `masked`: all queries of the block see all of them."""
-    dtype, (bend, factor) = TRITON_LANGUAGE_DTYPES[problem.dtype], score_lines(problem)
-    rows = "column < T" if masked else ""
-    mask = seen_lines(problem) if masked else []
-    return [
-        f"column = start + tl.arange(0, {cut.keys})",
-        f"k = tl.load(k_ptr + start * k_step + k_at{inside(rows, problem.width)})",
-        f"v = tl.load(v_ptr + start * v_step + v_at{inside(rows, problem.value_width, 'value')})",
-        "score = tl.dot(q, tl.trans(k))",
-        *bend,
-        f"weight = tl.exp2(score{factor} - log_sum[:, None])",
-        *(marks_of_columns(problem) if masked else []),
-        *mask,
-        "weight = tl.where(seen, weight, 0.0)" if mask else "",
-        "dweight = tl.dot(dout, tl.trans(v))",
-        f"dscore = weight * (dweight - delta[:, None]){_bend(problem)}",
-        f"dq = tl.dot(dscore.to(tl.{dtype}), k, dq)",
-    ]
-
-
 def _of_queries(name: str, problem: Attention, cut: Tuning) -> _Part:
-    """dq."""
-    dtype, value_width = TRITON_LANGUAGE_DTYPES[problem.dtype], problem.value_width
+    """dq. Without descriptors: programs of this one have room side by side anyway, and addresses are sooner there."""
     reach = ("reach",) if problem.marks else ()
     tensors = ("dout", "q", "k", "v", "log_sums", "delta", *problem.marks, *reach, "dq")
     args = (*tensors, "H", "G", "S", "T", *strides_of("dout", "q", "k", "v", "dq"))
-    first = f"block * {cut.queries}"
-    lines = [
+    grid = (("mul", ("mul", ("cdiv", "S", cut.queries), "B"), "H"),)
+    more = (cut.num_warps, cut.num_stages, problem.aligned, cut.most_registers)
+    launch = Launch(f"{name}_queries", args, grid, *more)
+    return launch, _source_of_queries(launch, problem, cut, tensors), ()
+
+
+def _source_of_queries(launch: Launch, problem: Attention, cut: Tuning, tensors: tuple[str, ...]) -> str:
+    """The text of the kernel for dq."""
+    dtype, (bend, factor) = TRITON_LANGUAGE_DTYPES[problem.dtype], score_lines(problem)
+    q = Tile("q", "S", problem.width, cut.queries, False, "head")
+    k = Tile("k", "T", problem.width, cut.keys, False, "group")
+    v, dq = replace(k, tensor="v", width=problem.value_width), replace(q, tensor="dq")
+    dout = replace(q, tensor="dout", width=problem.value_width)
+    hide, first = seen_lines(problem), f"block * {cut.queries}"
+    start = [
         *block_lines(cut, last_first=problem.causal),
         f"row = {first} + tl.arange(0, {cut.queries})",
-        f"feature = tl.arange(0, {problem.columns})",
-        f"value = tl.arange(0, {problem.value_columns})",
-        *to_head("q", "head", first),
-        *to_head("dout", "head", first),
-        *to_head("dq", "head", first),
-        *to_head("k", "group"),
-        *to_head("v", "group"),
-        "k_step, v_step = k_stride_2.to(tl.int64), v_stride_2.to(tl.int64)",
-        f"q_at = tl.arange(0, {cut.queries})[:, None] * q_stride_2 + feature[None, :]",
-        f"dout_at = tl.arange(0, {cut.queries})[:, None] * dout_stride_2 + value[None, :]",
-        f"dq_at = tl.arange(0, {cut.queries})[:, None] * dq_stride_2 + feature[None, :]",
-        f"k_at = tl.arange(0, {cut.keys})[:, None] * k_stride_2 + feature[None, :]",
-        f"v_at = tl.arange(0, {cut.keys})[:, None] * v_stride_2 + value[None, :]",
-        f"q = tl.load(q_ptr + q_at{inside('row < S', problem.width)})",
-        f"dout = tl.load(dout_ptr + dout_at{inside('row < S', value_width, 'value')})",
+        *(line for tile in (q, dout, k, v) for line in tile.lines()),
+        *q.read(first, "row < S"),
+        *dout.read(first, "row < S"),
         "at = (batch * H + head) * S + row",
         "log_sum = tl.load(log_sums_ptr + at, mask=row < S, other=0.0)",
         "delta = tl.load(delta_ptr + at, mask=row < S, other=0.0)",
         *marks_of_rows(problem),
         *reached(problem, cut.queries, step=cut.keys),
         f"dq = tl.zeros([{cut.queries}, {problem.columns}], tl.float32)",
+        f"for start in range(low, high, {cut.keys}):",
     ]
-    stored = f"(dq * {problem.scale!r}).to(tl.{dtype}){inside('row < S', problem.width, other='')}"
-    masked, plain = (_key_lines(problem, cut, masked=masked) for masked in (True, False))
-    source = f'''
+    weights = [
+        f"column = start + tl.arange(0, {cut.keys})",
+        *k.read("start", "column < T"),
+        *v.read("start", "column < T"),
+        "score = tl.dot(q, tl.trans(k))",
+        *bend,
+        f"weight = tl.exp2(score{factor} - log_sum[:, None])",
+    ]
+    hide = [*marks_of_columns(problem), *hide, "weight = tl.where(seen, weight, 0.0)"] if hide else []
+    gradients = [
+        "dweight = tl.dot(dout, tl.trans(v))",
+        f"dscore = weight * (dweight - delta[:, None]){_bend(problem)}",
+        f"dq = tl.dot(dscore.to(tl.{dtype}), k, dq)",
+    ]
+    end = [*dq.lines(), *dq.write(first, "row < S", f"(dq * {problem.scale!r}).to(tl.{dtype})")]
+    loop = lines_of(*weights, depth=2) + masked(problem, cut, cut.keys, hide) + lines_of(*gradients, depth=2)
+    return f'''
 @triton.jit
-def {name}_queries(
-{signature(args, tensors)}
+def {launch.function}(
+{signature(launch.args, tensors)}
 ):
     """dq of {title(problem)}.
 
     {cut.queries} queries per program.
     """
-{lines_of(*lines)}{loops(problem, cut, masked, plain)}{lines_of(f"tl.store(dq_ptr + dq_at, {stored})")}'''
-    grid = (("mul", ("mul", ("cdiv", "S", cut.queries), "B"), "H"),)
-    return Launch(f"{name}_queries", args, grid, cut.num_warps, cut.num_stages, problem.aligned), source, ()
+{lines_of(*start)}{loop}{lines_of(*end)}'''
 
 
-def _query_lines(problem: Attention, cut: Tuning) -> list[str]:
-    """A block of queries of one head enters dk and dv. Tiles are [keys, queries]."""
-    dtype, (bend, factor) = TRITON_LANGUAGE_DTYPES[problem.dtype], score_lines(problem)
-    mask = seen_lines(problem, transposed=True, all_inside=True)
+def _of_keys(name: str, problem: Attention, cut: Tuning) -> list[_Part]:
+    """dk and dv."""
+    seen_by = ("seen_by",) if problem.marks else ()
+    tensors = ("dout", "q", "k", "v", "log_sums", "delta", *problem.marks, *seen_by, "dk", "dv")
+    args = (*tensors, "B", "H", "G", "S", "T", *strides_of("dout", "q", "k", "v", "dk", "dv"))
+    grid = (("mul", ("mul", ("cdiv", "T", cut.keys), "B"), "G"),)
     return [
-        "head = (group * heads + step // steps).to(tl.int64)",
-        f"start = (low + step % steps * {cut.queries}).to(tl.int64)",
-        f"row = low + step % steps * {cut.queries} + tl.arange(0, {cut.queries})",
-        "q_block = q_ptr + head * q_stride_1 + start * q_stride_2",
-        "dout_block = dout_ptr + head * dout_stride_1 + start * dout_stride_2",
-        f"q = tl.load(q_block + q_at{inside('row < S', problem.width)})",
-        f"dout = tl.load(dout_block + dout_at{inside('row < S', problem.value_width, 'value')})",
-        "at = (batch * H + head) * S + row",
-        "log_sum = tl.load(log_sums_ptr + at, mask=row < S, other=0.0)",
-        "delta = tl.load(delta_ptr + at, mask=row < S, other=0.0)",
-        "score = tl.dot(k, tl.trans(q))",
-        *bend,
-        f"weight = tl.exp2(score{factor} - log_sum[None, :])",
-        *marks_of_rows(problem),
-        *mask,
-        "weight = tl.where(seen, weight, 0.0)" if mask else "",
-        f"dv = tl.dot(weight.to(tl.{dtype}), dout, dv)",
-        "dweight = tl.dot(v, tl.trans(dout))",
-        f"dscore = weight * (dweight - delta[None, :]){_bend(problem)}",
-        f"dk = tl.dot(dscore.to(tl.{dtype}), q, dk)",
+        (way, _source_of_keys(way, problem, cut, tensors), ())
+        for way in launches(f"{name}_keys", args, grid, cut, problem)
     ]
 
 
-def _of_keys(name: str, problem: Attention, cut: Tuning) -> _Part:
-    """dk and dv."""
-    dtype, value_width = TRITON_LANGUAGE_DTYPES[problem.dtype], problem.value_width
-    seen_by = ("seen_by",) if problem.marks else ()
-    tensors = ("dout", "q", "k", "v", "log_sums", "delta", *problem.marks, *seen_by, "dk", "dv")
-    args = (*tensors, "H", "G", "S", "T", *strides_of("dout", "q", "k", "v", "dk", "dv"))
-    first, keys = f"block * {cut.keys}", f"tl.arange(0, {cut.keys})[:, None]"
-    key_mask, value_mask = (
-        inside("column < T", width, columns, other="")
-        for width, columns in ((problem.width, "feature"), (value_width, "value"))
-    )
-    queries = f"tl.arange(0, {cut.queries})[:, None]"
-    read = ["seen_by_ptr += (batch * blocks + block) * 2", "low, high = tl.load(seen_by_ptr), tl.load(seen_by_ptr + 1)"]
-    lines = [
+def _source_of_keys(way: Launch, problem: Attention, cut: Tuning, tensors: tuple[str, ...]) -> str:
+    """The text of the kernel for dk and dv. Those keys come first that most queries may see, if it is causal: a program
+    goes over all heads of a group, so that one that began last would be waited for."""
+    dtype = TRITON_LANGUAGE_DTYPES[problem.dtype]
+    described = way.takes == "aligned"
+    k = Tile("k", "T", problem.width, cut.keys, described, "group")
+    q = Tile("q", "S", problem.width, cut.queries, described)
+    v, dk = replace(k, tensor="v", width=problem.value_width), replace(k, tensor="dk")
+    dv, dout = replace(v, tensor="dv"), replace(q, tensor="dout", width=problem.value_width)
+    first = f"block * {cut.keys}"
+    start = [
         f"blocks = tl.cdiv(T, {cut.keys})",
-        "block = tl.program_id(0) % blocks",
-        "group = tl.program_id(0) // blocks % G",
-        "batch = (tl.program_id(0) // blocks // G).to(tl.int64)",
+        "group = tl.program_id(0) % G",
+        "batch = (tl.program_id(0) // G % B).to(tl.int64)",
+        "block = tl.program_id(0) // G // B",
         f"column = {first} + tl.arange(0, {cut.keys})",
-        f"feature = tl.arange(0, {problem.columns})",
-        f"value = tl.arange(0, {problem.value_columns})",
-        *(line for tensor in ("k", "v", "dk", "dv") for line in to_head(tensor, "group", first)),
-        "q_ptr += batch * q_stride_0",
-        "dout_ptr += batch * dout_stride_0",
-        f"q_at = {queries} * q_stride_2 + feature[None, :]",
-        f"dout_at = {queries} * dout_stride_2 + value[None, :]",
-        f"k_at = {keys} * k_stride_2 + feature[None, :]",
-        f"v_at = {keys} * v_stride_2 + value[None, :]",
-        f"k = tl.load(k_ptr + k_at{key_mask}, other=0.0)",
-        f"v = tl.load(v_ptr + v_at{value_mask}, other=0.0)",
+        *(line for tile in (k, v, q, dout) for line in tile.lines()),
+        *k.read(first, "column < T"),
+        *v.read(first, "column < T"),
         *marks_of_columns(problem),
-        *(read if problem.marks else bounds_of_queries(problem, cut.keys)),
-        f"low = low // {cut.queries} * {cut.queries}",
-        f"steps = tl.maximum(tl.cdiv(high - low, {cut.queries}), 0)",
+        *reached(problem, cut.keys, step=cut.queries, of_keys=True),
+        f"steps = tl.cdiv(tl.maximum(high - low, 0), {cut.queries})",
         "heads = H // G",
         f"dk = tl.zeros([{cut.keys}, {problem.columns}], tl.float32)",
         f"dv = tl.zeros([{cut.keys}, {problem.value_columns}], tl.float32)",
         "for step in range(0, heads * steps):",
     ]
     end = [
-        f"dk_at = {keys} * dk_stride_2 + feature[None, :]",
-        f"dv_at = {keys} * dv_stride_2 + value[None, :]",
-        f"tl.store(dk_ptr + dk_at, (dk * {problem.scale!r}).to(tl.{dtype}){key_mask})",
-        f"tl.store(dv_ptr + dv_at, dv.to(tl.{dtype}){value_mask})",
+        *dk.lines(),
+        *dk.write(first, "column < T", f"(dk * {problem.scale!r}).to(tl.{dtype})"),
+        *dv.lines(),
+        *dv.write(first, "column < T", f"dv.to(tl.{dtype})"),
     ]
-    source = f'''
+    return f'''
 @triton.jit
-def {name}_keys(
-{signature(args, tensors)}
+def {way.function}(
+{signature(way.args, tensors)}
 ):
     """dk and dv of {title(problem)}.
 
-    {cut.keys} keys per program, {cut.queries} queries at a time, of all heads of the group one after another.
+    {cut.keys} keys per program, {cut.queries} queries at a time, of all heads of the group one after
+    another{"; for tensors on 16-byte boundaries" * described}.
     """
-{lines_of(*lines)}{lines_of(*_query_lines(problem, cut), depth=2)}{lines_of(*end)}'''
-    grid = (("mul", ("mul", ("cdiv", "T", cut.keys), "B"), "G"),)
-    return Launch(f"{name}_keys", args, grid, cut.num_warps, cut.num_stages, problem.aligned), source, ()
+{lines_of(*start)}{_loop_of_keys(problem, cut, q, dout)}{lines_of(*end)}'''
+
+
+def _loop_of_keys(problem: Attention, cut: Tuning, q: Tile, dout: Tile) -> str:
+    """A block of queries of one head enters dk and dv. Tiles are [keys, queries]."""
+    dtype, (bend, factor) = TRITON_LANGUAGE_DTYPES[problem.dtype], score_lines(problem)
+    hide = seen_lines(problem, transposed=True, all_inside=True)
+    weights = [
+        "head = group * heads + step // steps",
+        f"start = low + step % steps * {cut.queries}",
+        f"row = start + tl.arange(0, {cut.queries})",
+        *q.read("start", "row < S", "head"),
+        *dout.read("start", "row < S", "head"),
+        "at = (batch * H + head) * S + row",
+        "log_sum = tl.load(log_sums_ptr + at, mask=row < S, other=0.0)",
+        "delta = tl.load(delta_ptr + at, mask=row < S, other=0.0)",
+        "score = tl.dot(k, tl.trans(q))",
+        *bend,
+        f"weight = tl.exp2(score{factor} - log_sum[None, :])",
+    ]
+    hide = [*marks_of_rows(problem), *hide, "weight = tl.where(seen, weight, 0.0)"] if hide else []
+    gradients = [
+        f"dv = tl.dot(weight.to(tl.{dtype}), dout, dv)",
+        "dweight = tl.dot(v, tl.trans(dout))",
+        f"dscore = weight * (dweight - delta[None, :]){_bend(problem)}",
+        f"dk = tl.dot(dscore.to(tl.{dtype}), q, dk)",
+    ]
+    return lines_of(*weights, depth=2) + masked(problem, cut, cut.queries, hide) + lines_of(*gradients, depth=2)

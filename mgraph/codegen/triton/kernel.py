@@ -91,7 +91,9 @@ class Launch:
     says that every row of every tensor starts on a 16-byte boundary if the tensor does and its strides are multiples
     of 16 elements, so that a variant for aligned pointers and strides pays. `most_registers` bounds those of a thread,
     so that several blocks share a multiprocessor; 0 leaves it to the compiler. Where `when` is 0, a call leaves the
-    launch out: so a site has several ways to do its work, chosen by shapes.
+    launch out: so a site has several ways to do its work, chosen by shapes. `takes` says which calls it is for: `all`,
+    those whose tensors are `aligned`, for which alone it is compiled then, or `others`: so a site has a way that only
+    such tensors can go.
     """
 
     function: str
@@ -102,6 +104,7 @@ class Launch:
     aligned: bool
     most_registers: int = 0
     when: Expression = 1
+    takes: str = "all"
 
 
 @dataclass(frozen=True)

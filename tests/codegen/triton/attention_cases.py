@@ -21,6 +21,7 @@ PROBLEMS: dict[str, Attention] = {
     "uneven": Attention("f16", 80, 16, 0.1, causal=True),
     "past": Attention("f16", 16, 16, 0.25, causal=True, square=False),
     "documents": Attention("bf16", 64, 64, 0.125, causal=True, more=(("segments", "i64"),)),
+    "long_documents": Attention("f16", 16, 16, 0.25, causal=True, more=(("segments", "i64"),)),
     "mixed": Attention("f16", 16, 16, 0.25, more=(("segments", "i32"), ("segments", "i64"))),
     "padding": Attention("f16", 16, 16, 0.25, causal=True, square=False, more=(("keys", "bool"),)),
     "sinks_in_a_window": Attention("bf16", 64, 64, 0.125, causal=True, window=33, more=(("sinks", "bf16"),)),
@@ -46,6 +47,7 @@ SIZES = {
     "uneven": (1, 1, 1, 129, 129),
     "past": (1, 2, 1, 70, 33),
     "documents": (2, 1, 1, 200, 200),
+    "long_documents": (1, 1, 1, 333, 333),
     "mixed": (1, 1, 1, 129, 129),
     "padding": (2, 2, 2, 33, 70),
     "sinks_in_a_window": (1, 2, 1, 129, 129),
@@ -75,7 +77,9 @@ def draw(name: str) -> tuple[Tensor, ...]:
             more.append(torch.randn(queries, generator=generator).to(DTYPES[wanted]))
         elif kind == "segments":
             more.append(
-                segments(generator, batch, rows, ordered=name != "mixed").to(getattr(torch, f"int{wanted[1:]}"))
+                segments(generator, batch, rows, ordered=name != "mixed", length=120 if "long" in name else 30).to(
+                    getattr(torch, f"int{wanted[1:]}")
+                )
             )
         else:
             keys = torch.rand(batch, columns, generator=generator) < 0.7
@@ -85,11 +89,27 @@ def draw(name: str) -> tuple[Tensor, ...]:
     return q, k, v, *more
 
 
-def segments(generator: torch.Generator, batch: int, rows: int, *, ordered: bool) -> Tensor:
-    """Numbers of documents one after another, of about 30 rows; or of four, shuffled."""
+def segments(generator: torch.Generator, batch: int, rows: int, *, ordered: bool, length: int = 30) -> Tensor:
+    """Numbers of documents one after another, of about `length` rows; or of four, shuffled."""
     if not ordered:
         return torch.randint(-2, 2, (batch, rows), generator=generator)
-    return (torch.rand(batch, rows, generator=generator) < 1 / 30).long().cumsum(1) - 1
+    return (torch.rand(batch, rows, generator=generator) < 1 / length).long().cumsum(1) - 1
+
+
+def displaced(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same with parts of projections one element further, where no 16-byte boundary is."""
+
+    def further(tensor: Tensor) -> Tensor:
+        if tensor.dim() < 4:
+            return tensor
+        whole = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size() + 1, dtype=tensor.dtype)
+        return whole.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
+
+    return tuple(map(further, inputs))
+
+
+DISPLACED = ("past", "all")
+"""Instances that are also run on displaced operands."""
 
 
 def wide(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -35,7 +35,7 @@ def main(directory: Path) -> None:
     import triton
 
     from mgraph.codegen.triton import KernelSpec
-    from mgraph.codegen.triton.aot import compile_launch, import_kernels
+    from mgraph.codegen.triton.aot import compile_launch, import_kernels, variants
     from mgraph.codegen.triton.kernel import kernels_text
 
     specs = [KernelSpec.from_data(data) for data in json.loads((directory / "specs.json").read_text())]
@@ -52,7 +52,7 @@ def main(directory: Path) -> None:
     texts = {}
     for spec in specs:
         for launch in spec.launches:
-            for aligned in (True, False) if launch.aligned else (False,):
+            for aligned in variants(launch):
                 compile_launch(module, spec, launch, "sm_90a", aligned)
                 texts[f"{launch.function}{'.aligned' * aligned}"] = compiled[-1].asm["ptx"]
     (directory / "ptx.json").write_text(json.dumps(texts))

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from mgraph.codegen.triton import build_kernels, rms_norm
-from mgraph.codegen.triton.aot import read_ptx
+from mgraph.codegen.triton.aot import read_ptx, variants
+from mgraph.codegen.triton.kernel import Launch
 from mgraph.codegen.triton.rms_norm import RmsNorm
 from mgraph.errors import MgraphError, OptionError
 
@@ -77,6 +78,16 @@ def test_aligned_variants_only_where_rows_keep_the_boundary(built: tuple[Path, d
     for name, alignments in (("rms_norm_fwd_0", {1, 16}), ("rms_norm_fwd_1", {1}), ("rms_norm_bwd_1", {1})):
         for launch in entries[name]["launches"]:
             assert {binary["alignment"] for binary in launch["binaries"]} == alignments
+
+
+@pytest.mark.parametrize(
+    ("aligned", "takes", "compiled"),
+    [(True, "all", (True, False)), (False, "all", (False,)), (True, "aligned", (True,)), (False, "others", (False,))],
+)
+def test_variants_are_those_of_the_calls_that_a_launch_takes(
+    aligned: bool, takes: str, compiled: tuple[bool, ...]
+) -> None:
+    assert variants(Launch("f", (), (1,), 4, 1, aligned, takes=takes)) == compiled
 
 
 def test_unsupported_problem_has_twin_and_no_launch(built: tuple[Path, dict[str, Any]]) -> None:

@@ -49,11 +49,11 @@ def spilled(ptx: str, directory: Path) -> int:
     ],
 )
 def test_binaries(spec: KernelSpec, most: int, tmp_path: Path) -> None:
-    """Aligned kernels with products use wgmma, copy ahead in vectors, and spill at most some bytes."""
+    """Aligned kernels with products use wgmma, copy tiles ahead by descriptors, and spill at most some bytes."""
     for function, text in ptx_of([spec], tmp_path).items():
         assert "mma.sync" not in text
         if function.startswith((f"{spec.name}_queries", f"{spec.name}_keys")) or function == f"{spec.name}.aligned":
             assert "wgmma.mma_async" in text
         if function.endswith(".aligned"):
             assert spilled(text, tmp_path) <= most, function
-            assert "wgmma" not in text or "cp.async.cg.shared.global" in text
+            assert "wgmma" not in text or "cp.async.bulk.tensor" in text

@@ -13,7 +13,17 @@ from torch import Tensor
 from mgraph.codegen.triton import attention_grad, kernels_text, reference_text
 from mgraph.codegen.triton.attention import Tuning
 from mgraph.codegen.triton.attention_grad import GradTuning
-from tests.codegen.triton.attention_cases import DTYPES, PROBLEMS, draw, error, gradients, heads, results
+from tests.codegen.triton.attention_cases import (
+    DISPLACED,
+    DTYPES,
+    PROBLEMS,
+    displaced,
+    draw,
+    error,
+    gradients,
+    heads,
+    results,
+)
 from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
 
 CUT = GradTuning(Tuning(64, 64, 4, 2), Tuning(64, 64, 4, 2))
@@ -42,10 +52,9 @@ def check(name: str, found: tuple[Tensor, ...], want: tuple[Tensor, ...], bound:
 )
 def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     """All masks alone and together, odd sizes, heads that share keys, permuted parts of projections."""
-    specs = [
-        attention_grad.backward(n, problem, SMALL if n == "long_window" else CUT) for n, problem in PROBLEMS.items()
-    ]
+    specs = [attention_grad.backward(n, problem, SMALL if "long" in n else CUT) for n, problem in PROBLEMS.items()]
     cases: list[Case] = [(name, operands(name)) for name in PROBLEMS]
+    cases += [(name, displaced(operands(name))) for name in DISPLACED]
     for (name, inputs), (found, _) in zip(cases, interpret(specs, cases, tmp_path), strict=True):
         bound = {"f16": 2e-3, "bf16": 2e-2}[PROBLEMS[name].dtype]  # The interpreter cuts to bf16 where a GPU rounds.
         for got, like in zip(found, inputs[1:4], strict=False):
