@@ -147,6 +147,9 @@ class Options(Settings):
         default=False, metadata=about("name what the step does for profilers, by line and origin; without CUDA graphs")
     )
     no_cuda_graphs: bool = field(default=False, metadata=about("a GPU launches each kernel by itself"))
+    tune_products: bool = field(
+        default=False, metadata=about("time cuBLAS's kernels in the first step, and take the fastest; rounds otherwise")
+    )
 
 
 def flag(name: str) -> str:

@@ -33,6 +33,7 @@ from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.poison import Poison
 from mgraph.runtime.ranges import CALLED, compiled, range_of
 from mgraph.runtime.shards import Factors, Share, Split, share_of
+from mgraph.runtime.tuned_products import TunedProducts, tuned_entry
 from mgraph.step_order import order_text, read_step_order
 
 SCHEMA = 1
@@ -252,19 +253,23 @@ def load_package(
     poisoned: bool = False,
     ranges: str | bool = False,
     sizes: Mapping[str, int] | None = None,
+    tuned: bool = False,
 ) -> Package:
     """Load the package at `path` for `device`; `sizes` gives named dims of states (the blocks of a cache).
 
     With `strict` a kernel without a binary for the device is an error instead of a warning; `jit` allows compiling it.
     Without `cuda_graphs` a GPU launches every op by itself; so it does with `poisoned`, and
-    with `ranges` of a kind, which name what the step does for profilers (`ranges.py`).
+    with `ranges` of a kind, which name what the step does for profilers (`ranges.py`). `tuned`: products of matrices
+    run by the fastest kernels of a GPU (`tuned_products.py`).
     """
     path = Path(path).resolve()
     device = torch.device(device)
+    if tuned and device.type != "cuda":
+        raise OptionError("products are tuned on a GPU", "--tune-products", "leave it out, or --device cuda")
     manifest = read_manifest(path)
     kernels.set_device(device, strict=strict, jit=jit)
     module = _execute(path / "step.py", ranges)
-    entries = {}
+    entries, products = {}, TunedProducts()
     for name in manifest["entries"]:
         function = getattr(module, name, None)
         if not callable(function):
@@ -273,7 +278,7 @@ def load_package(
                 where=f"{path / 'step.py'}:1",
                 hint="put the function back, or compile the package again",
             )
-        entries[name] = function
+        entries[name] = tuned_entry(function, products) if tuned else function
     listed = manifest["entries"].items()
     replayed = device.type == "cuda" and cuda_graphs and not ranges
     graphs = EntryGraphs([name for name, entry in listed if replayed and entry.get("captured")])

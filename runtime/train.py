@@ -157,7 +157,8 @@ def _bring_up(package: Package) -> Thread:
 def _open(path: Path, device: torch.device, options: Options) -> Package:
     ranges = ("nvtx" if device.type == "cuda" else "record") if options.nvtx else False
     graphs = not options.no_cuda_graphs
-    package = load_package(path, device, options.strict, options.jit, graphs, options.poison, ranges)
+    tuned = options.tune_products
+    package = load_package(path, device, options.strict, options.jit, graphs, options.poison, ranges, tuned=tuned)
     absent = [name for name in ENTRIES if name not in package.entries]
     if absent:
         raise PackageError(

@@ -42,10 +42,10 @@ MODES = ("eager", "default", "max-autotune-no-cudagraphs")
 PEERS = (*MODES, "transformers", "liger")
 
 
-def packaged(path: Path, device: torch.device, weights: dict[str, Tensor]) -> peers.Step:
-    """The step of a package; `weights` takes its parameters as they were drawn, in f32."""
+def packaged(path: Path, device: torch.device, weights: dict[str, Tensor], tuned: bool = False) -> peers.Step:
+    """The step of a package, its products `tuned` or not; `weights` takes its parameters as they were drawn, in f32."""
     mesh._current = mesh.Mesh(0, 1, device, {})
-    package = load_package(path, device.type)
+    package = load_package(path, device.type, tuned=tuned)
     state = create_state(package.state_specs, 0, device)
     for name, tensor in state.items():
         if name.endswith(".master"):
@@ -112,7 +112,14 @@ def released() -> None:
 
 
 def compare(
-    rows: list[dict[str, Any]], name: str, shape: Shape, path: Path, wanted: Sequence[str], steps: int, checked: bool
+    rows: list[dict[str, Any]],
+    name: str,
+    shape: Shape,
+    path: Path,
+    wanted: Sequence[str],
+    steps: int,
+    checked: bool,
+    tuned: bool = False,
 ) -> list[str]:
     """Add the rows of a model to those given, each as soon as it is measured; complaints."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -150,6 +157,8 @@ def compare(
         return losses
 
     row("ours", lambda: packaged(path, device, weights))
+    if tuned:
+        row("ours, tuned", lambda: packaged(path, device, {}, tuned))
     kinds: dict[str, Callable[[], peers.Step]] = {
         mode: lambda m=mode: peers.plain(shape, weights, torch.bfloat16, device, "" if m == "eager" else m)  # type: ignore[misc]
         for mode in MODES
@@ -162,7 +171,7 @@ def compare(
         except Exception as error:  # a peer that does not run is a result, and the others go on
             complaints.append(f"{name}, {kind}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
     if checked:
-        found, noise = gate(shape, path, weights, device)
+        found, noise = gate(shape, path, weights, device, tuned)
         print(f"{name}: from f32 by {found:.2e}, eager bf16 by {noise:.2e}", flush=True)
         rows[0] |= {"distance_from_f32": found, "distance_of_eager": noise}
         if not found <= 1.5 * noise:
@@ -171,13 +180,15 @@ def compare(
     return complaints
 
 
-def gate(shape: Shape, path: Path, weights: dict[str, Tensor], device: torch.device) -> tuple[float, float]:
+def gate(
+    shape: Shape, path: Path, weights: dict[str, Tensor], device: torch.device, tuned: bool = False
+) -> tuple[float, float]:
     """How far the losses of the package and of eager bf16 are from eager f32, over steps on shorter batches: f32 has no
     fused attention for grouped heads, and would not fit."""
     torch.backends.cuda.matmul.allow_tf32 = False
     batches = [(t[:1, :CHECKED_LENGTH], s[:1, :CHECKED_LENGTH]) for t, s in shape.batches(0, CHECKED, device)]
     makers: list[Callable[[], peers.Step]] = [
-        lambda: packaged(path, device, {}),
+        lambda: packaged(path, device, {}, tuned),
         lambda: peers.plain(shape, weights, torch.bfloat16, device, ""),
         lambda: peers.plain(shape, weights, torch.float32, device, ""),
     ]
@@ -189,16 +200,19 @@ def gate(shape: Shape, path: Path, weights: dict[str, Tensor], device: torch.dev
 
 
 def write(rows: Sequence[dict[str, Any]], results: Path, card: dict[str, Any], matmul: float) -> None:
-    """Append the rows of a model, of which the first is ours, and say how it compares."""
+    """Append the rows of a model, of which the first are ours, and say how these compare."""
     if not rows:
         return
-    best = min(rows[1:], key=lambda r: r["seconds"], default=rows[0])
+    others = [row for row in rows if not row["variant"].startswith("ours")]
+    best = min(others, key=lambda r: r["seconds"], default=rows[0])
     with results.open("a", encoding="utf-8") as file:
         for item in rows:
             item["fraction"] = item["flops_per_second"] / matmul
             item |= {"ratio": best["seconds"] / item["seconds"], "best_peer": best["variant"]}
             file.write(json.dumps({**item, **card}) + "\n")
-    print(f"{rows[0]['id']}: {best['seconds'] / rows[0]['seconds']:.3f} x {best['variant']}", flush=True)
+    for item in (row for row in rows if row not in others):
+        ratio = best["seconds"] / item["seconds"]
+        print(f"{item['id']}, {item['variant']}: {ratio:.3f} x {best['variant']}", flush=True)
 
 
 def main() -> int:
@@ -210,6 +224,7 @@ def main() -> int:
     parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--unchecked", action="store_true", help="leave out the f32 run")
+    parser.add_argument("--tune-products", action="store_true", help="measure ours with tuned products, too")
     options = parser.parse_intermixed_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is measured then is written
     limits = ceilings(torch.device("cuda"))
@@ -222,7 +237,9 @@ def main() -> int:
         rows: list[dict[str, Any]] = []
         package = options.packages / name
         try:
-            complaints += compare(rows, name, SHAPES[name], package, wanted, options.steps, not options.unchecked)
+            complaints += compare(
+                rows, name, SHAPES[name], package, wanted, options.steps, not options.unchecked, options.tune_products
+            )
         finally:
             write(rows, options.results, card, limits["matmul"])
     print("\n".join(complaints) or "all losses agree", flush=True)

@@ -1,0 +1,163 @@
+"""cuBLASLt's products of two matrices, with the kernel chosen among those that its heuristic proposes.
+
+torch asks cuBLAS for one kernel and takes it. Which of the proposed ones is fastest depends on the shapes, the card and
+how warm it runs, so `Product` offers all of them: `run(i, …)` multiplies by the i-th. The library is the one that torch
+has loaded; its types and functions are those of cublasLt.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mgraph.errors import PackageError
+
+MOST = 16
+"""Kernels that are asked for."""
+WORKSPACE = 32 << 20
+"""Bytes that a kernel may use beside its operands, as torch gives it on Hopper."""
+
+_COMPUTE_32F, _R_32F = 68, 0
+_TYPES = {torch.bfloat16: 14, torch.float16: 2}
+_TRANSPOSE_A, _TRANSPOSE_B, _MOST_WORKSPACE = 3, 4, 1
+
+
+class _Candidate(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+@dataclass(frozen=True)
+class Lie:
+    """How a matrix lies in memory: `turned` if its columns are contiguous, `stride` from one of its rows, or columns,
+    to the next."""
+
+    turned: bool
+    stride: int
+
+    @staticmethod
+    def of(matrix: Tensor) -> Lie | None:
+        """That of a matrix; None where neither rows nor columns are contiguous and apart."""
+        rows, columns = matrix.shape
+        across, along = matrix.stride()
+        if along == 1 and across >= columns:
+            return Lie(False, across)
+        return Lie(True, along) if across == 1 and along >= rows else None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a product is chosen by: left [rows, depth] @ right [depth, columns], and how they lie; out is contiguous."""
+
+    rows: int
+    columns: int
+    depth: int
+    left: Lie
+    right: Lie
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(left: Tensor, right: Tensor) -> Shape | None:
+        """That of a product; None where the library is not asked for it."""
+        lies = Lie.of(left), Lie.of(right)
+        if lies[0] is None or lies[1] is None or left.dtype not in _TYPES or right.dtype is not left.dtype:
+            return None
+        return Shape(left.shape[0], right.shape[1], left.shape[1], lies[0], lies[1], left.dtype)
+
+
+class Product:
+    """The `count` kernels for a product. The library thinks in columns, so it is handed out^T = right^T left^T."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._lib, self._handle = _library()
+        kind = _TYPES[shape.dtype]
+        self._how = self._made("MatmulDescCreate", _COMPUTE_32F, _R_32F)
+        for attribute, lie in ((_TRANSPOSE_A, shape.right), (_TRANSPOSE_B, shape.left)):
+            value = ctypes.c_int32(lie.turned)
+            _check(self._lib.cublasLtMatmulDescSetAttribute(self._how, attribute, ctypes.byref(value), _size(4)))
+        self._right = self._layout(kind, shape.depth, shape.columns, shape.right)
+        self._left = self._layout(kind, shape.rows, shape.depth, shape.left)
+        self._out = self._layout(kind, shape.rows, shape.columns, Lie(False, shape.columns))
+        preference = self._made("MatmulPreferenceCreate")
+        most = ctypes.c_uint64(WORKSPACE)
+        _check(
+            self._lib.cublasLtMatmulPreferenceSetAttribute(preference, _MOST_WORKSPACE, ctypes.byref(most), _size(8))
+        )
+        self._candidates, found = (_Candidate * MOST)(), ctypes.c_int(0)
+        layouts = self._right, self._left, self._out, self._out
+        _check(
+            self._lib.cublasLtMatmulAlgoGetHeuristic(
+                self._handle, self._how, *layouts, preference, MOST, self._candidates, ctypes.byref(found)
+            )
+        )
+        self.count = found.value
+
+    def run(self, index: int, left: Tensor, right: Tensor, out: Tensor) -> bool:
+        """Write left @ right over out, on the current stream; False where the kernel refuses it."""
+        one, zero = ctypes.c_float(1), ctypes.c_float(0)
+        space = _workspace(out.device)
+        code = self._lib.cublasLtMatmul(
+            self._handle, self._how, ctypes.byref(one), _pointer(right), self._right, _pointer(left), self._left,
+            ctypes.byref(zero), _pointer(out), self._out, _pointer(out), self._out,
+            ctypes.byref(self._candidates[index].algorithm), _pointer(space), _size(WORKSPACE),
+            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+        )  # fmt: skip
+        return bool(code == 0)
+
+    def _made(self, name: str, *arguments: int) -> ctypes.c_void_p:
+        made = ctypes.c_void_p()
+        _check(getattr(self._lib, f"cublasLt{name}")(ctypes.byref(made), *arguments))
+        return made
+
+    def _layout(self, kind: int, rows: int, columns: int, lie: Lie) -> ctypes.c_void_p:
+        """A matrix [rows, columns] as the library names it: by columns, so that contiguous rows are its columns."""
+        extents = (rows, columns) if lie.turned else (columns, rows)
+        numbers = *map(ctypes.c_uint64, extents), ctypes.c_int64(lie.stride)
+        made = ctypes.c_void_p()
+        _check(self._lib.cublasLtMatrixLayoutCreate(ctypes.byref(made), kind, *numbers))
+        return made
+
+
+def _size(number: int) -> ctypes.c_size_t:
+    return ctypes.c_size_t(number)
+
+
+def _pointer(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _check(code: int) -> None:
+    if code:
+        raise PackageError(f"cuBLASLt gives status {code}", hint="run without --tune-products")
+
+
+@functools.cache
+def _workspace(device: torch.device) -> Tensor:
+    """Memory of the kernels: products of a device run one after the other."""
+    return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+
+
+@functools.cache
+def _library() -> tuple[Any, ctypes.c_void_p]:
+    """The library that torch has loaded, and a handle."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text(encoding="utf-8").splitlines() if maps.is_file() else []
+    path = next((line.split()[-1] for line in lines if "libcublasLt.so" in line), None)
+    if path is None:
+        raise PackageError("torch has not loaded cuBLASLt", hint="run without --tune-products")
+    library, handle = ctypes.CDLL(path), ctypes.c_void_p()
+    _check(library.cublasLtCreate(ctypes.byref(handle)))
+    return library, handle

@@ -1,0 +1,114 @@
+"""Tuned products: which kernel wins, what is never taken, and which products are asked for. The kernels are stand-ins
+where there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from mgraph.runtime.cublas_lt import Lie, Product, Shape
+from mgraph.runtime.tuned_products import TunedProducts, tuned_entry
+
+
+class Kernels:
+    """Three kernels: one is wrong, one refuses, all others multiply; `ran` has those that were run."""
+
+    def __init__(self, wrong: int = -1, refuses: int = -1) -> None:
+        self.count, self.wrong, self.refuses = 3, wrong, refuses
+        self.ran: list[int] = []
+
+    def run(self, index: int, left: Tensor, right: Tensor, out: Tensor) -> bool:
+        self.ran.append(index)
+        if index == self.refuses:
+            return False
+        torch.mm(left, right, out=out)
+        if index == self.wrong:
+            out[0, 0] += 1
+        return True
+
+
+def tuned(kernels: Kernels, seconds: dict[int, float], usual: float) -> tuple[TunedProducts, Any]:
+    """Tuning with a clock by which kernel i takes seconds[i] and torch the usual."""
+
+    def timer(run: Callable[[], Any]) -> float:
+        before = len(kernels.ran)
+        run()
+        return seconds[kernels.ran[-1]] if len(kernels.ran) > before else usual
+
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(6, 4, generator=generator), torch.randn(4, 5, generator=generator)
+    modes = TunedProducts(timer)
+    shape = Shape(6, 5, 4, Lie(False, 4), Lie(False, 5), torch.float32)
+    run = modes.tune(shape, cast(Product, kernels), left, right)
+    return modes, run
+
+
+def test_the_fastest_wins() -> None:
+    kernels = Kernels()
+    modes, run = tuned(kernels, {0: 3.0, 1: 1.0, 2: 2.0}, usual=4.0)
+    assert list(modes.chosen.values()) == [1]
+    kernels.ran.clear()
+    out = torch.empty(6, 5)
+    left, right = torch.ones(6, 4), torch.ones(4, 5)
+    run(left, right, out)
+    assert kernels.ran == [1] and torch.equal(out, left @ right)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "usual", "chosen"),
+    [
+        (Kernels(), 0.5, None),  # torch is faster
+        (Kernels(), 1.0, None),  # as fast
+        (Kernels(wrong=1), 4.0, 2),
+        (Kernels(refuses=1), 4.0, 2),
+        (Kernels(wrong=1, refuses=2), 3.0, None),
+    ],
+)
+def test_what_is_not_taken(kernels: Kernels, usual: float, chosen: int | None) -> None:
+    modes, run = tuned(kernels, {0: 3.0, 1: 1.0, 2: 2.0}, usual)
+    assert list(modes.chosen.values()) == [chosen] and (run is None) == (chosen is None)
+
+
+def test_how_matrices_lie() -> None:
+    whole = torch.empty(6, 8, dtype=torch.bfloat16)
+    assert Lie.of(whole) == Lie(False, 8) and Lie.of(whole.t()) == Lie(True, 8)
+    assert Lie.of(whole[:, :4]) == Lie(False, 8) and Lie.of(whole[:, ::2]) is None
+    right = torch.empty(5, 8, dtype=torch.bfloat16).t()
+    assert Shape.of(whole, right) == Shape(6, 5, 8, Lie(False, 8), Lie(True, 8), torch.bfloat16)
+    assert Shape.of(whole.float(), right.float()) is None and Shape.of(whole[:, ::2], right[:4]) is None
+
+
+def test_other_products_are_torch_s() -> None:
+    """On the CPU all are; an entry gives what it gave."""
+    modes = TunedProducts()
+    left, right = torch.ones(6, 4, dtype=torch.bfloat16), torch.ones(4, 5, dtype=torch.bfloat16)
+
+    def entry(state: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
+        out = torch.empty(6, 5, dtype=x.dtype)
+        torch.mm(x, state["w"], out=out)
+        return x @ state["w"], torch.nn.functional.linear(x[None], state["w"].t()), out
+
+    found = tuned_entry(entry, modes)({"w": right}, left)
+    assert all(torch.equal(f.view(6, 5), left @ right) for f in found) and not modes.chosen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
+def test_every_kernel_multiplies(turned: tuple[bool, bool]) -> None:
+    sides = [torch.randn(512, 1024), torch.randn(1024, 256)]
+    left, right = (
+        (x.t().contiguous().t() if turn else x).cuda().bfloat16() for x, turn in zip(sides, turned, strict=True)
+    )
+    shape = Shape.of(left, right)
+    assert shape is not None
+    product = Product(shape)
+    want, out = left.double() @ right.double(), left.new_empty(512, 256)
+    assert product.count
+    for index in range(product.count):
+        out.zero_()
+        if product.run(index, left, right, out):
+            assert float((out.double() - want).norm()) < 1e-2 * float(want.norm()), index
