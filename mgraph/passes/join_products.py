@@ -100,11 +100,11 @@ def _with_joined_linear(function: Function, linears: Sequence[Node], made_by: st
     given = first.result.tensor
     extents = [node.result.tensor.shape[-1] for node in linears]
     whole = make(
-        _LINEAR, (first.operands[0], weight), replace(given, shape=(*given.shape[:-1], sum(extents))), "joined"
+        _LINEAR, (first.operands[0], weight), replace(given, shape=(*given.shape[:-1], sum(extents))), "projected"
     )
     turned = turning(function, linears)
     if turned is not None:
-        whole = make("rope_joined", (whole, *turned.tables), whole.type, "joined", **turned.attrs)
+        whole = make("rope_joined", (whole, *turned.tables), whole.type, "turned", **turned.attrs)
     start, dim = 0, len(given.shape) - 1
     for node, extent in zip(linears, extents, strict=True):
         attrs = {"dim": dim, "start": start, "end": start + extent}
