@@ -132,8 +132,8 @@ class Sum:
 
 
 def sums_of(function: Function, root: Node) -> Iterator[Sum]:
-    """The sum that a `matmul_add` ends, where its parts come from one gated unit or from attention. Raises `Miss` where
-    they do, and something is in the way."""
+    """The sum that a `matmul_add` ends, if it ends one. Raises `Miss` unless its parts come from one gated unit or from
+    attention, and where something is in the way."""
     view = _View(function)
     chain = view.chain(root)
     if not chain:
@@ -141,7 +141,7 @@ def sums_of(function: Function, root: Node) -> Iterator[Sum]:
     by_left = {node.operands[-2]: node for node in chain}
     made = _of_unit(view, by_left) or _of_heads(view, by_left)
     if made is None:
-        return
+        raise Miss("parts", "its parts come neither from one gated unit nor from attention, two of them turned")
     terms, emit, makers = made
     gradients = [view.weight_gradient(term.left, by_left[term.left]) for term in terms]
     known = [g for g in gradients if g is not None]

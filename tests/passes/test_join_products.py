@@ -115,6 +115,17 @@ def test_what_turns_differently_stays() -> None:
     assert misses(changed(before(), "layer.bwd", change)) == [("rope", "and k turn differently")]
 
 
+def test_what_comes_from_elsewhere_stays() -> None:
+    """As where queries and keys have norms of their own."""
+
+    def change(node: Node) -> Node:
+        turns = node.op == "rope"
+        return replace(node, op="aten.neg.default", operands=node.operands[:1], attrs={}) if turns else node
+
+    ((guard, detail),) = misses(changed(before(), "layer.bwd", change))
+    assert guard == "parts" and "two of them turned" in detail
+
+
 def test_what_is_read_elsewhere_stays() -> None:
     module = before()
     function = module.functions["layer.bwd"]
