@@ -292,9 +292,9 @@ def test_twins(case: str) -> None:
 
 
 def test_few_rows_take_low_tiles() -> None:
-    """Up to 12 rows for each expert on average 16, up to 48 of them 64; one way runs, never two."""
+    """Up to 20 rows for each expert on average 16, up to 56 of them 64; one way runs, never two."""
     spec = grouped.product("product", Product(8, 64, 32, "bf16"))
-    for rows, way in ((1, 16), (96, 16), (97, 64), (384, 64), (385, 128), (4096, 128)):
+    for rows, way in ((1, 16), (160, 16), (161, 64), (448, 64), (449, 128), (4096, 128)):
         dims = {"R": rows, "sms": 132}
         for name, expression in spec.dims.items():
             dims[name] = evaluate(expression, dims)
