@@ -5,7 +5,8 @@ from __future__ import annotations
 from mgraph.cli.app import command
 
 SURFACE = {
-    "compile": "MODEL --for --mesh --dispatch --ep-chunks --expert-extent --expert-budget --pad-to-capacity/--no-pad-to-capacity --place "
+    "compile": "MODEL --for --mesh --dispatch --ep-chunks --expert-extent --expert-budget "
+    "--pad-to-capacity/--no-pad-to-capacity --place "
     "--sequence-parallel/--no-sequence-parallel --pad "
     "--zero "
     "--keep-gathered/--no-keep-gathered --overlap/--no-overlap --wide-sums/--no-wide-sums --precision --grad-dtype "
