@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.passes.base import Pass, Report, Stage, Tier
-from mgraph.passes.joining import Chains, Miss, Sum, sums_of, turning
+from mgraph.passes.joining import Chains, Miss, Sum, sums_of, turning, uneven_states
 
 _LINEAR, _MATMUL, _MM, _T = "aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.t.default"
 
@@ -41,10 +41,17 @@ class JoinProducts(Pass):
     tier: ClassVar[Tier] = Tier.REASSOCIATING
     conflicts: ClassVar[frozenset[str]] = frozenset({"in-place"})
 
+    def on_twin(self, real: Module) -> Pass:
+        """With the matrices of `real` for uneven, whatever their sizes are."""
+        return _OnTwin(uneven_states(real))
+
+    def _uneven(self, module: Module) -> frozenset[str]:
+        return uneven_states(module)
+
     def run(self, module: Module, report: Report) -> Module:
         """Join in the backward functions, then the projections of the same weights; a module without a match is
         returned as it is."""
-        chains = Chains(module)
+        chains = Chains(module, self._uneven(module))
         functions = dict(module.functions)
         for name, function in module.functions.items():
             functions[name] = self._backward(function, chains, report)
@@ -174,3 +181,13 @@ class _Maker:
             elif node not in gone:
                 nodes.append(node)
         return replace(self._function, nodes=tuple(nodes))
+
+
+@dataclass(frozen=True)
+class _OnTwin(JoinProducts):
+    """As on the model whose twin it runs on, of which these are uneven."""
+
+    uneven: frozenset[str] = frozenset()
+
+    def _uneven(self, module: Module) -> frozenset[str]:
+        return self.uneven

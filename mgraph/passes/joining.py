@@ -66,11 +66,19 @@ def joined_states(module: Module) -> dict[str, str]:
     return after
 
 
-class Chains:
-    """The states that are joined so far."""
+def uneven_states(module: Module) -> frozenset[str]:
+    """The matrices behind which another would not begin at a multiple of `ALIGNMENT` bytes."""
+    sizes = {name: [e for e in state.type.shape if isinstance(e, int)] for name, state in module.state.items()}
+    types = {name: state.type.dtype for name, state in module.state.items()}
+    matrices = {name: extents[0] * extents[1] for name, extents in sizes.items() if len(extents) == 2}
+    return frozenset(name for name, n in matrices.items() if n * types[name].bits // 8 % ALIGNMENT)
 
-    def __init__(self, module: Module) -> None:
-        self._module, self._bound = module, bound_states(module)
+
+class Chains:
+    """The states that are joined so far; none that is `uneven` has another behind it."""
+
+    def __init__(self, module: Module, uneven: frozenset[str]) -> None:
+        self._module, self._bound, self._uneven = module, bound_states(module), uneven
         self.of_state: dict[str, tuple[str, ...]] = {}
 
     def add(self, *joined: Sequence[Value]) -> None:
@@ -90,7 +98,7 @@ class Chains:
                 sizes = [extent for extent in state.type.shape if isinstance(extent, int)]
                 check(len(sizes) == len(state.type.shape) == 2, "shape", f"{name} is no matrix of known size")
                 size = sizes[0] * sizes[1] * state.type.dtype.bits // 8
-                check(name == chain[-1] or size % ALIGNMENT == 0, "alignment", f"{name} has {size} bytes")
+                check(name == chain[-1] or name not in self._uneven, "alignment", f"{name} has {size} bytes")
             types = {(state.type.dtype, state.type.shape[1]) for state in map(self._module.state.__getitem__, chain)}
             check(len(types) == 1, "type", f"{', '.join(chain)} differ in type")
             check(len(set(chain)) == len(chain), "chain", f"{chain[0]} is joined with itself")

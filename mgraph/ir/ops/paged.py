@@ -80,7 +80,7 @@ def paged_attention(
 
     q [T, H, D], keys [C, G, D], values [C, G, E], starts i32 [R + 1], lengths i32 [R], blocks i32 [R, W], optional
     sinks [H] → [T, H, E]. The last of a request's n new tokens sits at position lengths[r] - 1. Tokens of no request
-    give 0. Nothing else of the cache is read than the filled rows of requests, and with a window none before that of the
+    give 0. Nothing else of the cache is read than the filled rows of requests, with a window none before that of the
     first new token.
     """
     out = q.new_zeros(*q.shape[:2], values.shape[2])
