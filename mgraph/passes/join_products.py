@@ -11,8 +11,8 @@
 
 Likewise q, k and v: `rope_joined` turns q and k where they were projected, and `rope_join` makes all three gradients
 beside each other, of what attention's backward gives. The weights, and their gradients, then lie one after another in
-memory (`joined_states` of `joining.py` says which), so that nothing is copied for it; only the gradient of v is, and
-this must be less than what the sums of the products would have moved. It pays because a product of few columns, or of a
+memory (`joined_states` of `joining.py` says which), so that nothing is copied for it; only the gradient of v is, which
+moves less than the sums did unless v is twice as wide as the input. It pays because a product of few columns, or of a
 short sum, runs slower than a large one: it fills the multiprocessors less evenly, and adds to what it must read first.
 
 What is joined must be state in every call, whole on each rank. Where the backward cannot be joined, the forward is not.

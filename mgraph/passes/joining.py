@@ -214,8 +214,6 @@ def _of_heads(view: _View, by_left: dict[Value, Node]) -> Found | None:
         view.check_sole(node.result)
     q, k, v = (term.source.tensor.shape for term in terms)
     check((q[0], *q[2:]) == (k[0], *k[2:]) == (v[0], *v[2:]), "heads", "q, k and v differ in more than heads")
-    columns = terms[0].weight.tensor.shape[1]
-    check(v[1] * v[3] <= 2 * columns, "cost", "copying the gradient of v would move more than the sums do")
     first = terms[0].left.tensor
     type_ = replace(first, shape=(*first.shape[:-1], (q[1] + k[1] + v[1]) * q[3]))
     turning = [view.made[term.source].operands[0] for term in terms[:2]]
