@@ -105,9 +105,9 @@ def test_tokens_of_no_request() -> None:
         assert int(offsets[-1]) == 2 * end and order[2 * end :].tolist() == list(range(2 * end, 18))
         rows, weight, biases = numbers(18, 4), numbers(6, 4, 5), numbers(6, 5)
         rows[2 * end :] = torch.nan
-        given, options = (rows, weight, weights, order, offsets), {"dtype": torch.float32, "ended": True}
+        given = rows, weight, weights, order, offsets
         expected = op_def("expert_sum").body(*given, biases, dtype=DType.F32, ended=True)
-        torch.testing.assert_close(rt.expert_sum(*given, bias=biases, **options), expected)
+        torch.testing.assert_close(rt.expert_sum(*given, bias=biases, dtype=torch.float32, ended=True), expected)
         assert bool((expected[end:] == 0).all())
 
 
