@@ -91,7 +91,9 @@ class FuseExperts(Pass):
 
 
 class _Rewriting:
-    """A function of which some nodes go, and behind some of which others come."""
+    """A function of which some nodes go, and behind some of which others come: each node of the op `root` is tried."""
+
+    root: ClassVar[str]
 
     def __init__(self, function: Function, report: Report) -> None:
         self.function, self.report = function, report
@@ -100,6 +102,20 @@ class _Rewriting:
         self._gone: set[Node] = set()
         self._after: dict[Node, list[Node]] = {}
         self._names = FunctionBuilder(function.name, "", function.names())
+
+    def rewritten(self) -> Function:
+        """The function with what matches rewritten."""
+        for node in self.function.nodes:
+            if node.op == self.root:
+                try:
+                    self._fuse(node)
+                except _Miss as miss:
+                    self.report.near_miss(self.function.name, node.id, FuseExperts.name, *miss.args)
+        return self.result()
+
+    def _fuse(self, node: Node) -> None:
+        """Rewrite what begins at a node. Raises `_Miss` where that cannot be."""
+        raise NotImplementedError(f"{type(self).__name__} says what begins at {self.root}")
 
     def fresh(self, name: str, like: Value) -> Value:
         """A new value of the type of another."""
@@ -192,15 +208,7 @@ _PACKED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {"halves": ((0, 1)
 class _Forward(_Rewriting):
     """Dispatches, with the products and units of their rows."""
 
-    def rewritten(self) -> Function:
-        """The function with what matches rewritten."""
-        for node in self.function.nodes:
-            if node.op == "moe_dispatch":
-                try:
-                    self._fuse(node)
-                except _Miss as miss:
-                    self.report.near_miss(self.function.name, node.id, FuseExperts.name, *miss.args)
-        return self.result()
+    root = "moe_dispatch"
 
     def _fuse(self, dispatch: Node) -> None:
         x, indices = dispatch.operands
@@ -290,15 +298,7 @@ class _Forward(_Rewriting):
 class _Sums(_Rewriting):
     """Products of experts whose rows are summed by token."""
 
-    def rewritten(self) -> Function:
-        """The function with what matches rewritten."""
-        for node in self.function.nodes:
-            if node.op == "moe_combine":
-                try:
-                    self._fuse(node)
-                except _Miss as miss:
-                    self.report.near_miss(self.function.name, node.id, FuseExperts.name, *miss.args)
-        return self.result()
+    root = "moe_combine"
 
     def _fuse(self, combine: Node) -> None:
         out, weights, order, *others = combine.operands
@@ -331,15 +331,7 @@ class _Backward(_Rewriting):
         self.sources, self.module = Sources(module, function), module
         self.exchanges: list[Exchange] = []
 
-    def rewritten(self) -> Function:
-        """The function with what matches rewritten."""
-        for node in self.function.nodes:
-            if node.op == "moe_combine_grad":
-                try:
-                    self._fuse(node)
-                except _Miss as miss:
-                    self.report.near_miss(self.function.name, node.id, FuseExperts.name, *miss.args)
-        return self.result()
+    root = "moe_combine_grad"
 
     def _fuse(self, combine: Node) -> None:
         dy, out, weights, order = combine.operands[:4]
