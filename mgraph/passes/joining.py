@@ -68,10 +68,14 @@ def joined_states(module: Module) -> dict[str, str]:
 
 def uneven_states(module: Module) -> frozenset[str]:
     """The matrices behind which another would not begin at a multiple of `ALIGNMENT` bytes."""
-    sizes = {name: [e for e in state.type.shape if isinstance(e, int)] for name, state in module.state.items()}
-    types = {name: state.type.dtype for name, state in module.state.items()}
-    matrices = {name: extents[0] * extents[1] for name, extents in sizes.items() if len(extents) == 2}
-    return frozenset(name for name, n in matrices.items() if n * types[name].bits // 8 % ALIGNMENT)
+    sizes = {name: _matrix_bytes(state.type) for name, state in module.state.items()}
+    return frozenset(name for name, size in sizes.items() if size is not None and size % ALIGNMENT)
+
+
+def _matrix_bytes(type_: TensorType) -> int | None:
+    """The size of a matrix whose extents are known; None for all else."""
+    extents = [extent for extent in type_.shape if isinstance(extent, int)]
+    return extents[0] * extents[1] * type_.dtype.bits // 8 if len(extents) == len(type_.shape) == 2 else None
 
 
 class Chains:
@@ -95,9 +99,8 @@ class Chains:
                 check(not split, "placement", f"{name} is split over ranks")
                 check(not state.host, "place", f"{name} lies in the memory of the host")
                 check(self.of_state.get(name, chain) == chain, "chain", f"{name} is joined with others, too")
-                sizes = [extent for extent in state.type.shape if isinstance(extent, int)]
-                check(len(sizes) == len(state.type.shape) == 2, "shape", f"{name} is no matrix of known size")
-                size = sizes[0] * sizes[1] * state.type.dtype.bits // 8
+                size = _matrix_bytes(state.type)
+                check(size is not None, "shape", f"{name} is no matrix of known size")
                 check(name == chain[-1] or name not in self._uneven, "alignment", f"{name} has {size} bytes")
             types = {(state.type.dtype, state.type.shape[1]) for state in map(self._module.state.__getitem__, chain)}
             check(len(types) == 1, "type", f"{', '.join(chain)} differ in type")
