@@ -115,7 +115,7 @@ class _Rewriting:
 
     def _fuse(self, node: Node) -> None:
         """Rewrite what begins at a node. Raises `_Miss` where that cannot be."""
-        raise NotImplementedError(f"{type(self).__name__} says what begins at {self.root}")
+        raise NotImplementedError(type(self).__name__)
 
     def fresh(self, name: str, like: Value) -> Value:
         """A new value of the type of another."""
