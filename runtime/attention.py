@@ -293,6 +293,9 @@ class _Efficient(_Form):
         lse = F.pad(lse, (0, -lse.shape[2] % _LSE_ROWS), value=float("inf"))
         unused = torch.empty((), dtype=torch.int64, device=q.device)
         keys, values = _repeated(q, k), _repeated(q, v)
+        # The kernel takes a row of all heads to lie in one piece, as its own forward leaves it, whatever strides say:
+        # another provider's out, with tokens behind heads, was read beyond its end.
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         state = (None, out, lse, unused, unused, 0.0, [True, True, True, False], block.causal)
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
             dout, q, keys, values, *state, scale=block.mask.scale
