@@ -86,7 +86,7 @@ def backward_liger(dy: Tensor, dsum: Tensor, total: Tensor, weight: Tensor, rstd
 
     block, warps = utils.calculate_settings(total.shape[-1])
     return fused_add_rms_norm.fused_add_rms_norm_backward(
-        dy, dsum, total, weight, rstd.flatten(), 0.0, 0, block, warps, False
+        dy, dsum, total, weight, rstd.flatten(), 0.0, 0, block, warps, 2, False
     )
 
 

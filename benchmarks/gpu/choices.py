@@ -36,7 +36,7 @@ SIZES = ((16, 256), (4, 1024), (4, 4096), (1, 8192), (4, 8192))
 """Sequences, tokens of each."""
 SLACK = 0.97
 """Two times of one thing are as far apart."""
-MOST_MATH = 4096
+MOST_MATH = 256
 """Tokens of a sequence up to which attention by products of matrices, which keeps all scores, is run."""
 
 
