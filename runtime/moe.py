@@ -281,17 +281,18 @@ def grouped_sum(rows: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def grouped_outer_(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """Add to total [E, N, F] the products `left[group e]' @ right[group e]`, in place.
+def grouped_outer_(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor, *, fresh: bool = False) -> Tensor:
+    """Add to total [E, N, F] the products `left[group e]' @ right[group e]`, in place; `fresh`: as if it were zeros.
 
     left [R, N], right [R, F]; `offsets` i32 [E] holds the cumulative end of each group of rows.
     """
     if total.is_cuda or total.dtype != left.dtype:
-        return total.add_(grouped_mm(left.t(), right, offsets))
+        made = grouped_mm(left.t(), right, offsets)
+        return total.copy_(made) if fresh else total.add_(made)
     start = 0
     for product, end in zip(total, offsets.tolist(), strict=True):
-        if end > start:
-            product.addmm_(left[start:end].t(), right[start:end])
+        if fresh or end > start:
+            product.addmm_(left[start:end].t(), right[start:end], beta=0 if fresh else 1)
         start = end
     return total
 

@@ -54,10 +54,10 @@ class Template(NamedTuple):
 
 
 class SumTemplate(NamedTuple):
-    """As `Template`, for the sum of a node to a total; `problem` takes both."""
+    """As `Template`, for the sum of a node to a total; `problem` takes both, and whether the total counts as zeros."""
 
     stem: str
-    problem: Callable[[Node, Value], Any]
+    problem: Callable[[Node, Value, bool], Any]
     build: Callable[[str, Any], KernelSpec]
 
 
@@ -191,13 +191,14 @@ class KernelSites:
     def _is_for_others(self, node: Node, total: Value | None = None) -> bool:
         return self._chosen is not None and self._chosen(node, total) != TRITON
 
-    def name_of_sum(self, part: Node, total: Value) -> str | None:
-        """The name of the site that adds what a node makes to a total in place, or None if that is for torch."""
+    def name_of_sum(self, part: Node, total: Value, fresh: bool = False) -> str | None:
+        """The name of the site that adds what a node makes to a total in place, or writes it there if the total is
+        `fresh`; None if that is for torch."""
         template = self._sums.get(part.op)
         if template is None or self._is_for_others(part, total):
             return None
         local = localized(part, self._division), _local_value(total, self._division)
-        return self._named(template, template.problem(*local), part)
+        return self._named(template, template.problem(*local, fresh), part)
 
     def _named(self, template: Template | SumTemplate, problem: Any, node: Node) -> str | None:
         if isinstance(problem, str):
@@ -237,5 +238,5 @@ def kernel_sites(module: Module, *, gpu: bool = False, fixed: bool = False) -> K
         for node in function.nodes:
             sites.name(node)
             if node.op == "accumulate_" and node.operands[1] in makers:
-                sites.name_of_sum(makers[node.operands[1]], node.operands[0])
+                sites.name_of_sum(makers[node.operands[1]], node.operands[0], bool(node.attrs.get("fresh")))
     return sites

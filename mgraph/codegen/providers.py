@@ -220,7 +220,7 @@ def refusal(provider: str, node: Node, total: Value | None = None) -> str | None
     if provider == TRITON and stem not in _KERNEL_ONLY:
         templates = {**ON_ALL_TARGETS, **ON_GPUS}
         if total is not None:
-            problem = SUMS_ON_GPUS[stem].problem(node, total)
+            problem = SUMS_ON_GPUS[stem].problem(node, total, False)
         elif stem in templates:
             problem = templates[stem].instance(node)
         else:

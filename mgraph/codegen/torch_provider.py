@@ -212,13 +212,13 @@ def _widens(part: Node, dtypes: tuple[DType, DType]) -> bool:
 def write_accumulated(part: Site, total: Value, text: str, *, fresh: bool = False) -> str:
     """The statement that adds an absorbable node to `total`, which is written `text`, or writes it there if `fresh`."""
     operands = ", ".join(part.operands)
-    if fresh:
-        assert part.node.op == "aten.mm.default", f"{part.node!r} is added to totals alone"
+    if fresh and part.node.op == "aten.mm.default":
         return f"rt.mm_({text}, {operands})"
-    if (kernel := part.kernels.name_of_sum(part.node, total)) is not None:
+    if (kernel := part.kernels.name_of_sum(part.node, total, fresh)) is not None:
         return f"K.{kernel}({text}, {operands})" if part.node.op in _OUTERS else _sum_by_token(part, kernel, text)
     if part.node.op in _OUTERS:
-        return f"rt.grouped_outer_({text}, {outer_operands(part)})"
+        return f"rt.grouped_outer_({text}, {outer_operands(part)}{', fresh=True' if fresh else ''})"
+    assert not fresh, f"{part.node!r} is added to totals alone"
     if part.node.op == "aten.mm.default" and part.node.result.tensor.dtype in (DType.BF16, DType.F16):
         return f"rt.addmm_({text}, {operands})"
     if part.node.op == "aten.mm.default":

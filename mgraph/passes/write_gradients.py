@@ -23,7 +23,7 @@ from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.calls import callee
 
 MICROBATCH, FINISH = "microbatch", "finish"
-_SCATTERED = ("aten.embedding_dense_backward.default", "embedding_part_grad", "grouped_outer", "gathered_outer")
+_SCATTERED = ("aten.embedding_dense_backward.default", "embedding_part_grad")
 """Gradients that kernels add to a total part by part."""
 
 Sum = tuple[str, Node]

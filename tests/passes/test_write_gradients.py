@@ -86,13 +86,21 @@ def test_another_entry_that_sums_is_refused() -> None:
         Recipe(model="dense-tiny", purpose="serve", one_microbatch=True)
 
 
-@pytest.mark.parametrize("grad_dtype", [pytest.param("fp32", marks=pytest.mark.full), "param"])
-def test_steps_of_a_package(grad_dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "grad_dtype"),
+    [
+        pytest.param("dense-tiny", "fp32", marks=pytest.mark.full),
+        ("dense-tiny", "param"),
+        pytest.param("moe-tiny", "fp32", marks=pytest.mark.full),
+        ("moe-tiny", "param"),
+    ],
+)
+def test_steps_of_a_package(model: str, grad_dtype: str, tmp_path: Path) -> None:
     """Two steps, so that the second meets what the first left: all is bitwise as in a package that sums."""
     made: list[list[torch.Tensor]] = []
     for one in (False, True):
         recipe = Recipe(
-            model="dense-tiny",
+            model=model,
             arch="none",
             mesh="dp=1",
             precision="bf16",
@@ -106,6 +114,7 @@ def test_steps_of_a_package(grad_dtype: str, tmp_path: Path) -> None:
         made.append(after_two_steps(package))
     text = (tmp_path / "True" / "step.py").read_text()
     assert "rt.mm_(" in text and "rt.addmm_(" not in text
+    assert text.count("rt.grouped_outer_(") == text.count(", fresh=True)") == (3 if model == "moe-tiny" else 0)
     assert len(made[0]) == len(made[1])
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 

@@ -85,6 +85,11 @@ def test_grouped_outer() -> None:
     made = rt.grouped_outer_(total, left, right, offsets)
     assert made is total
     torch.testing.assert_close(total, expected)
+    total[1] = torch.nan  # as memory may be that nobody cleared; no row is of expert 1
+    rt.grouped_outer_(total, left, right, offsets, fresh=True)
+    torch.testing.assert_close(total, op_def("grouped_outer").body(left, right, offsets))
+    rt.grouped_outer_(wide := torch.full_like(total, torch.nan, dtype=torch.float64), left, right, offsets, fresh=True)
+    torch.testing.assert_close(wide, total.double())
 
 
 def test_numbers_of_no_expert_are_not_counted() -> None:

@@ -48,10 +48,12 @@ def tuning(problem: EmbeddingGrad) -> Tuning:
     return Tuning(rows=min(32, 4096 // columns), columns=columns, window=64, num_warps=4)
 
 
-def problem_of(node: Node, total: Value) -> EmbeddingGrad | str:
+def problem_of(node: Node, total: Value, fresh: bool = False) -> EmbeddingGrad | str:
     """The instance that the sum of a node `aten.embedding_dense_backward` or `embedding_part_grad` to a total is, or
     why the kernel does not take it."""
     width, dtype = node.operands[0].tensor.shape[-1], node.operands[0].tensor.dtype.text
+    if fresh:
+        return "only the rows that tokens name are written"
     if not isinstance(width, int):
         return f"the width {width} of a row is not a known number"
     if dtype not in TRITON_LANGUAGE_DTYPES:

@@ -2,14 +2,14 @@
 
     y[e] = sum over the rows r of expert e of left[r]' right[r]
 
-in f32, of bf16 or f16, rounded once; or added to a total in place. Where one side is `taken` from tokens, its row r is
-that of the token of pair order[r], which is never copied. A program has a tile of one expert's result and goes over all
-of its rows, so that nothing is added twice and the order of the sum is fixed.
+in f32, of bf16 or f16, rounded once; or added to a total in place, or (`fresh`) written over it. Where one side is
+`taken` from tokens, its row r is that of the token of pair order[r], which is never copied. A program has a tile of one
+expert's result and goes over all of its rows, so that nothing is added twice and the order of the sum is fixed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mgraph.codegen.triton.grouped import Tuning, refusal
 from mgraph.codegen.triton.kernel import (
@@ -27,7 +27,8 @@ from mgraph.ir.graph import Node, Value
 @dataclass(frozen=True)
 class Outer:
     """One instance of `grouped_outer` or `gathered_outer`: experts, widths of left and right, dtype, which side is
-    taken from tokens ("": none) of so many rows each, and the dtype of the total ("": a result of its own)."""
+    taken from tokens ("": none) of so many rows each, the dtype of the total ("": a result of its own), and whether
+    what that holds is written over."""
 
     experts: int
     left: int
@@ -36,6 +37,7 @@ class Outer:
     taken: str = ""
     choices: int = 1
     total: str = ""
+    fresh: bool = False
 
 
 def problem_of(node: Node) -> Outer | str:
@@ -53,14 +55,14 @@ def problem_of(node: Node) -> Outer | str:
     return Outer(experts, widths[0], widths[1], left.tensor.dtype.text, taken, choices)
 
 
-def problem_of_sum(node: Node, total: Value) -> Outer | str:
-    """The instance that the sum of a node to a total is, or why there is no kernel for it."""
+def problem_of_sum(node: Node, total: Value, fresh: bool = False) -> Outer | str:
+    """The instance that the sum of a node to a total is, or to zeros if that is `fresh`; or why there is no kernel."""
     problem = problem_of(node)
     if isinstance(problem, str):
         return problem
     if total.tensor.dtype.text not in TRITON_LANGUAGE_DTYPES:
         return f"the total is {total.tensor.dtype.text}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
-    return Outer(**{**vars(problem), "total": total.tensor.dtype.text})
+    return replace(problem, total=total.tensor.dtype.text, fresh=fresh)
 
 
 def tuning(problem: Outer) -> Tuning:
@@ -142,21 +144,21 @@ def _source(name: str, problem: Outer, cut: Tuning, args: tuple[str, ...]) -> st
         f"element = tl.cast(expert, tl.int64) * {problem.left * problem.right}",
         f"element += line[:, None] * {problem.right} + column[None, :]",
     ]
-    if problem.total:
+    if problem.total and not problem.fresh:
         lines += [
             "if begin < end:",
             f"    old = tl.load(total_ptr + element{mask}).to(tl.float32)",
             f"    tl.store(total_ptr + element, (old + sum_){low}{mask})",
         ]
     else:
-        lines.append(f"tl.store(y_ptr + element, sum_{low}{mask})")
+        lines.append(f"tl.store({'total' if problem.total else 'y'}_ptr + element, sum_{low}{mask})")
     tiles = problem.experts * along * across
     if cut.programs:
         loop = lines_of(f"for tile in range(tl.program_id(0), {tiles}, tl.num_programs(0)):")
         body = loop + lines_of(*lines, depth=2)
     else:
         body = lines_of("tile = tl.program_id(0)", *lines)
-    what = "total[e] +=" if problem.total else "y[e] ="
+    what = f"total[e] {'' if problem.fresh else '+'}=" if problem.total else "y[e] ="
     return f'''
 @triton.jit
 def {name}({", ".join(f"{arg}_ptr" for arg in args)}):
@@ -172,8 +174,8 @@ def _twin(name: str, problem: Outer, args: tuple[str, ...]) -> str:
     left, right = sides["left"], sides["right"]
     call = f"rt.grouped_mm({left}.t(), {right}, offsets)"
     if problem.total:
-        call = f"rt.grouped_outer_(total, {left}, {right}, offsets)"
-    what = "Add to total[e]" if problem.total else "y[e]:"
+        call = f"rt.grouped_outer_(total, {left}, {right}, offsets{', fresh=True' if problem.fresh else ''})"
+    what = "total[e]:" if problem.fresh else "Add to total[e]" if problem.total else "y[e]:"
     return f'''
 def {name}({", ".join(names)}):
     """{what} the sum of left[r]' right[r] over the rows r of expert e."""

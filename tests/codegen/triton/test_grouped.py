@@ -75,6 +75,7 @@ OUTERS = {
     "plain": (Outer(3, 32, 48, "f16"), SMALL),
     "left": (Outer(3, 32, 16, "bf16", "left", 2, "f32"), LOOPED),
     "right": (Outer(3, 16, 80, "f16", "right", 3, "f16"), Tuning(16, 64, 16, 4, 3)),
+    "fresh": (Outer(3, 16, 48, "f16", "right", 2, "f32", fresh=True), SMALL),
 }
 
 
@@ -220,7 +221,11 @@ def outer_case(problem: Outer, case: str) -> tuple[tuple[Tensor, ...], list[Tens
     left = normal(1, sizes["left"], problem.left, dtype=problem.dtype)
     right = normal(2, sizes["right"], problem.right, dtype=problem.dtype)
     total = [normal(3, 3, problem.left, problem.right, dtype=problem.total)] if problem.total else []
-    want = total[0].double() if total else torch.zeros(3, problem.left, problem.right, dtype=torch.float64)
+    want = torch.zeros(3, problem.left, problem.right, dtype=torch.float64)
+    if problem.fresh:
+        total[0][:] = torch.nan  # as memory may be that nobody cleared
+    elif total:
+        want += total[0]
     rows = {"left": left, "right": right}
     if problem.taken:
         rows[problem.taken] = rows[problem.taken][order // problem.choices]
