@@ -1,29 +1,37 @@
 """A1: whether the provider that a profile chooses for plain attention is the fastest there is, over a sweep of shapes.
 
-    python3 -m benchmarks.gpu.choices RESULTS.jsonl [--profile h100]
+    python3 -m benchmarks.gpu.choices RESULTS.jsonl [--profile h200] [--heads h32_g8_d128,...] [--into PROFILE.json]
 
 Each provider that takes an attention, forward and backward, first has its results compared with the others', then is
-timed. `ratio` is the fastest provider's time over that of the chosen one: 1 where the choice is right.
+timed. `ratio` is the fastest provider's time over that of the chosen one: 1 where the choice is right. With `--into`
+the times of `SIZES` become rows of a profile, and those of `BETWEEN`, which it has no rows for, show whether it chooses
+rightly from the rows beside them.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
+import itertools
 import json
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mgraph import models
 from mgraph.cli.candidates import candidates, instances, largest_error
 from mgraph.cli.candidates import inputs as random_operands  # `inputs` would be those of the models here
 from mgraph.cli.tune import MOST_ERROR, opened, seconds_on_gpu
-from mgraph.codegen.profile import Profile, read_profile
+from mgraph.codegen.profile import Profile, Row, read_profile
 from mgraph.codegen.providers import TORCH, Providers
+from mgraph.ir.graph import Module
 from mgraph.passes.activations import extents
 
 HEADS = {
@@ -34,6 +42,10 @@ HEADS = {
 }
 SIZES = ((16, 256), (4, 1024), (4, 4096), (1, 8192), (4, 8192))
 """Sequences, tokens of each."""
+BETWEEN = ((8, 512), (2, 2048), (3, 3000), (2, 16384))
+"""Others, for which a profile has no rows."""
+FAR = 4.0
+"""A provider whose one call takes as many times as long as the fastest is not timed further."""
 SLACK = 0.97
 """Two times of one thing are as far apart."""
 MOST_MATH = 256
@@ -65,23 +77,48 @@ def h8_g4_d256() -> models.Decoder:
     return one_layer(*HEADS["h8_g4_d256"])
 
 
-def measure(name: str, sizes: tuple[int, int], profile: Profile, device: torch.device) -> list[dict[str, Any]]:
-    """A row for the attention of a model, and one for its gradient."""
-    module, given = opened(f"{__file__}:{name}", {"B": sizes[0], "S": sizes[1]}, "bf16")
-    found, _ = instances(Providers(module, profile, extents(module, given)))
+def once(call: Callable[..., Any], drawn: Sequence[Tensor]) -> float:
+    """Microseconds of one call."""
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begun.record()
+    call(*drawn)
+    ended.record()
+    ended.synchronize()
+    return float(1e3 * begun.elapsed_time(ended))
+
+
+@functools.cache
+def graph(name: str) -> Module:
+    """The final graph of a model above, for any sequences."""
+    return opened(f"{__file__}:{name}", {"B": 1, "S": 256}, "bf16")[0]
+
+
+def measure(
+    name: str, sizes: tuple[int, int], profile: Profile, device: torch.device
+) -> tuple[list[dict[str, Any]], list[Row]]:
+    """A row of results for the attention of a model, and one for its gradient; and rows of a profile."""
+    module = graph(name)
+    found, _ = instances(Providers(module, profile, extents(module, {"B": sizes[0], "S": sizes[1]})))
     plain = [(choice, node) for choice, node in found if node.op in ("attention", "attention_grad")]
-    rows = []
+    results, rows = [], []
+    source = f"benchmarks/gpu/choices.py B={sizes[0]}, S={sizes[1]}"
     with tempfile.TemporaryDirectory() as folder:
         for candidate in candidates(plain, Path(folder), profile.arch, device):
             runs = {k: v for k, v in candidate.runs.items() if k != TORCH or sizes[1] <= MOST_MATH}
-            drawn, microseconds, errors = random_operands(candidate.node, device), {}, {}
+            drawn = random_operands(candidate.node, device)
             expected = next(iter(runs.values()))(*drawn)
-            for provider, call in runs.items():
-                errors[provider] = largest_error(call(*drawn), expected)
-                if errors[provider] <= MOST_ERROR["bf16"]:
-                    microseconds[provider] = 1e6 * seconds_on_gpu(call, [drawn])
+            errors = {provider: largest_error(call(*drawn), expected) for provider, call in runs.items()}
+            roughly = {k: once(call, drawn) for k, call in runs.items() if errors[k] <= MOST_ERROR["bf16"]}
+            del expected
+            microseconds = {
+                provider: 1e6 * seconds_on_gpu(runs[provider], [drawn]) if time < FAR * min(roughly.values()) else time
+                for provider, time in roughly.items()
+            }
             chosen, best = candidate.choice.chosen.provider, min(microseconds, key=microseconds.__getitem__)
-            rows.append(
+            for provider, time in microseconds.items():
+                row = Row(**vars(candidate.instance), provider=provider, microseconds=round(time, 3), source=source)
+                rows.append(replace(row, card=profile.card, date=datetime.date.today().isoformat()))
+            results.append(
                 {
                     "id": "A1",
                     "workload": f"{candidate.node.op} causal bf16 {name} B{sizes[0]} S{sizes[1]}",
@@ -93,27 +130,31 @@ def measure(name: str, sizes: tuple[int, int], profile: Profile, device: torch.d
                 }
             )
             torch.cuda.empty_cache()
-    return rows
+    return results, rows
 
 
 def main() -> int:
     """Sweep; one line of JSON a shape and direction. Exit status 1 where a choice is not the fastest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
-    parser.add_argument("--profile", default="h100")
+    parser.add_argument("--profile", default="h200", help="whose choices are looked at")
+    parser.add_argument("--heads", default=",".join(HEADS), help="which of the attentions")
+    parser.add_argument("--into", type=Path, help="write the profile with the times as rows")
     options = parser.parse_args()
     device, profile = torch.device("cuda", torch.cuda.current_device()), read_profile(options.profile)
     card = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "date": datetime.date.today().isoformat()}
     wrong = 0
-    for name in HEADS:
-        for sizes in SIZES:
-            rows = measure(name, sizes, profile, device)
-            with options.results.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps({**row, **card}) + "\n" for row in rows)
-            for row in rows:
-                wrong += row["ratio"] < SLACK
-                times = " ".join(f"{k} {v:.0f}" for k, v in sorted(row["microseconds"].items(), key=lambda p: p[1]))
-                print(f"{row['workload']:55} {row['chosen']:9} {row['ratio']:.3f}  us: {times}", flush=True)
+    for sizes, name in itertools.product((*SIZES, *BETWEEN), options.heads.split(",")):
+        rows, measured = measure(name, sizes, profile, device)
+        if options.into and sizes in SIZES:
+            profile = profile.with_rows(measured)
+            options.into.write_text(profile.text(), encoding="utf-8")
+        with options.results.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({**row, **card}) + "\n" for row in rows)
+        for row in rows:
+            wrong += row["ratio"] < SLACK
+            times = " ".join(f"{k} {v:.0f}" for k, v in sorted(row["microseconds"].items(), key=lambda p: p[1]))
+            print(f"{row['workload']:55} {row['chosen']:9} {row['ratio']:.3f}  us: {times}", flush=True)
     print(f"{wrong} choices are not the fastest", flush=True)
     return bool(wrong)
 
