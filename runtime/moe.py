@@ -228,7 +228,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | Non
     if aligned and rows.dtype in _GROUPED_DTYPES.get(rows.device.type, set()):
         fused: Tensor = _grouped_mm(rows, weight, offs=offsets)
         return fused if bias is None else fused.add_(_spread(bias, offsets, rows.shape[0]))
-    ends = offsets.tolist()
+    ends = _on_host(offsets, rows.dtype)
     starts = [0, *ends[:-1]]
     if weight.dim() == 2:
         stacked = rows.new_empty(len(ends), rows.shape[0], weight.shape[1])
@@ -242,6 +242,18 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | Non
         else:
             torch.addmm(bias[index], rows[start:end], weight[index], out=out[start:end])
     return out
+
+
+def _on_host(offsets: Tensor, dtype: torch.dtype) -> list[int]:
+    """The ends of groups, for which the host waits. Raises PackageError where a CUDA graph is captured."""
+    if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise PackageError(
+            f"torch multiplies groups of {str(dtype).removeprefix('torch.')} one after the other, and the host reads"
+            " where each one ends",
+            hint="compile the package for this GPU, which has a kernel for them where widths are multiples of 16",
+        )
+    ends: list[int] = offsets.tolist()
+    return ends
 
 
 def _spread(bias: Tensor, offsets: Tensor, rows: int) -> Tensor:
@@ -268,8 +280,13 @@ def _is_aligned(operand: Tensor) -> bool:
 def grouped_sum(rows: Tensor, offsets: Tensor) -> Tensor:
     """Sums of consecutive groups of rows: rows [R, N] give [E, N], zero for a group without rows.
 
-    On a GPU it is a product with ones, which needs no atomics and no look at the offsets.
+    On a GPU nothing looks at the offsets, and nothing is added by atomics: it is a product with ones, where torch has
+    one for all groups.
     """
+    if rows.is_cuda and rows.dtype not in _GROUPED_DTYPES["cuda"]:
+        starts = F.pad(offsets, (1, 0))
+        sums: Tensor = torch.segment_reduce(rows, "sum", offsets=starts, axis=0, unsafe=True, initial=0)
+        return sums
     if rows.is_cuda:
         ones = rows.new_ones(rows.shape[0], _GROUPED_ALIGNMENT // rows.element_size())
         return grouped_mm(ones.t(), rows, offsets)[:, 0]

@@ -21,6 +21,8 @@ from mgraph.passes.base import Pass, Report, Stage, Tier
 CAPTURED = ("microbatch", "finish", "last")
 """Entries that are called again and again with the same shapes."""
 _GROUPED = ("grouped_matmul", "grouped_outer")
+_AT_ONCE = {DType.BF16: 8, DType.F16: 16, DType.F32: 16}
+"""What widths of operands are multiples of where one launch multiplies all groups: torch's of bf16, else a kernel's."""
 _WAITING = frozenset(
     {
         "aten._local_scalar_dense.default",
@@ -82,8 +84,9 @@ def _obstacle(function: Function, node: Node) -> str | None:
         return f"{place} waits for an extent that is a result"
     if node.op == "read_sizes":
         return f"{place} lets the host read how many rows ranks send (--expert-extent host)"
-    if node.op in _GROUPED and not all(map(_fused, node.operands[:2])):
-        return f"{place} reads the sizes of its groups on the host, as torch has grouped products of aligned bf16 alone"
+    if node.op in _GROUPED and not all(map(_multiplied_at_once, node.operands[:2])):
+        kinds = ", ".join(f"{dtype.text} (multiples of {width})" for dtype, width in _AT_ONCE.items())
+        return f"{place} reads the sizes of its groups on the host: all at once go widths of {kinds}"
     if node.op.removesuffix("_") in _LISTS:
         makers = function.producers()
         waits = [m for v in node.operands if (m := makers.get(v)) is not None and m.op == "wait"]
@@ -93,7 +96,8 @@ def _obstacle(function: Function, node: Node) -> str | None:
     return None
 
 
-def _fused(value: Value) -> bool:
-    """Whether torch's fused grouped product takes an operand: bf16, with rows on 16 bytes either way round."""
+def _multiplied_at_once(value: Value) -> bool:
+    """Whether there is one product for all groups that takes an operand."""
     extents = [n for n in value.tensor.shape[-2:] if isinstance(n, int)]
-    return value.tensor.dtype is DType.BF16 and all(n % 8 == 0 for n in extents)
+    width = _AT_ONCE.get(value.tensor.dtype)
+    return width is not None and all(n % width == 0 for n in extents)

@@ -14,6 +14,7 @@ Which graph a step takes follows from its `Key`, and so does why it takes none, 
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -139,6 +140,10 @@ class StepGraphs:
         self._biased = 0  # rows of it that may be other than 0
 
     @property
+    def _failed(self) -> str:
+        return f"{Why.FAILED}: {self.failure}"
+
+    @property
     def launches(self) -> Counter[str]:
         """Steps by how they were launched: `graph`, or why not."""
         return Counter({"graph": self.replayed}) + self.eager
@@ -148,7 +153,7 @@ class StepGraphs:
         there is no row), or None where it is to run without a graph."""
         key = Key.of(batch, sampling)
         decision = choose(self.buckets, key)
-        why = Why.FAILED if self.failure else decision.why
+        why = self._failed if self.failure else decision.why
         if why is not None:
             self.eager[why] += 1
         if self.failure or decision.bucket is None:
@@ -179,6 +184,12 @@ class StepGraphs:
         """What the rows of the step before sampled."""
         return self._last
 
+    def replay_of(self, name: _Name) -> Callable[[], None]:
+        """What replays a bucket's step, or what samples so many rows, as it ran last. It has to be captured."""
+        replay = self._held[name].part.replay
+        assert replay is not None, f"{name} was not captured"
+        return replay
+
     def _replay_step(self, bucket: Bucket, batch: Batch, counted: bool) -> None:
         held = self._held.get(bucket) or self._make(bucket, self._step_inputs(bucket))
         held.inputs.fill(self.padded(batch, bucket))
@@ -186,7 +197,7 @@ class StepGraphs:
         if counted and launched:
             self.replayed += 1
         elif counted:
-            self.eager[Why.FAILED if self.failure else Why.FIRST] += 1
+            self.eager[self._failed if self.failure else Why.FIRST] += 1
 
     def _replay_sampler(self, rows: int, sampler: Sampler, text: int, sampling: Sampling) -> Sequence[Tensor]:
         name = rows, sampler, text
@@ -267,6 +278,7 @@ class StepGraphs:
                 part.replay, part.results = self._capture(run)
             except (RuntimeError, PackageError) as error:  # nothing has run, so nothing has to be undone
                 self.failure = str(error).strip().splitlines()[0]
+                warnings.warn(f"all steps run without CUDA graphs: {self.failure}", RuntimeWarning, stacklevel=2)
                 run()
                 return False
         part.replay()

@@ -37,7 +37,9 @@ def test_entries_that_train_are_captured(moe: dict[str, Module]) -> None:
 
 def test_what_reads_on_the_host_is_not(moe: dict[str, Module]) -> None:
     report = Report()
-    module = CudaGraphs().run(moe["fp32"], report)
+    wide = moe["fp32"]
+    assert CudaGraphs().run(wide, Report()).entries["microbatch"].captured, "a kernel multiplies all groups at once"
+    module = CudaGraphs().run(parse_module(print_module(wide).replace("f32", "f64")), report)
     assert not module.entries["microbatch"].captured and module.entries["finish"].captured
     (miss,) = report.near_misses
     assert any(miss.node == node.id for node in module.functions[miss.function].nodes)
@@ -55,14 +57,17 @@ def test_lists_of_new_tensors_keep_finish_from_it() -> None:
 
 
 GROUPED = """
-func @f(%rows: bf16[B, 8], %w: bf16[4, 8, N], %offsets: i32[4]) {
+func @f(%rows: bf16[B, 16], %w: bf16[4, 16, N], %offsets: i32[4]) {
   %y: bf16[B, N] = grouped_matmul(%rows, %w, %offsets)
   return %y
 }
 """
 
 
-@pytest.mark.parametrize(("width", "found"), [(16, False), (100, True)])
-def test_unaligned_groups_are_multiplied_on_the_host(width: int, found: bool) -> None:
-    function = module_of(GROUPED.replace("N", str(width))).functions["f"]
+@pytest.mark.parametrize(
+    ("dtype", "width", "found"),
+    [("bf16", 24, False), ("bf16", 100, True), ("f32", 32, False), ("f32", 24, True), ("f64", 32, True)],
+)
+def test_groups_that_nothing_multiplies_at_once(dtype: str, width: int, found: bool) -> None:
+    function = module_of(GROUPED.replace("bf16", dtype).replace("N", str(width))).functions["f"]
     assert (_obstacle(function, function.nodes[0]) is not None) is found

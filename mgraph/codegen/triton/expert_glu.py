@@ -24,6 +24,7 @@ from typing import Any
 
 from mgraph.codegen.triton.glu import Glu, backward_lines, forward_lines
 from mgraph.codegen.triton.grouped import (
+    LOW,
     Cuts,
     Factor,
     Tiles,
@@ -100,7 +101,7 @@ def problem_of(node: Node) -> ExpertGlu | str:
                 f"the biases are {' and '.join(sorted(biases))}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
             )
     experts, inner, width = w.tensor.shape[0], tokens.tensor.shape[1], node.results[0].tensor.shape[1]
-    if why := refusal(roles, experts, (inner, width)):
+    if why := refusal(roles, experts, (inner, width), LOW):
         return why
     choices = node.attrs["top_k"]
     if not isinstance(choices, int):

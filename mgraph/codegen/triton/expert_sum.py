@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 from mgraph.codegen.triton import grouped, moe_rows
 from mgraph.codegen.triton.grouped import (
+    EXACT,
     Cuts,
     Factor,
     Product,
     Tiles,
     bias_lines,
-    low_cuts,
+    cuts_of,
     one_cut,
     product_lines,
     ways,
@@ -67,7 +68,7 @@ def build(name: str, problem: ExpertSum, cuts: Cuts = ()) -> KernelSpec:
     """The site `y = name(rows, w, weights, order, offsets[, bias])`: rows [R, inner], w [E, inner, width] ([E, width,
     inner] if transposed), weights [T, K], order i64 [R], offsets i32 [E], bias [E, width] → y [T, width]."""
     product = problem.product
-    cuts = cuts or low_cuts(product.inner, product.width, grouped.tuning(product))
+    cuts = cuts or cuts_of(product)
     all_, dims = ways(name, product.experts, product.width, cuts)
     matrix = (product.width, product.inner) if product.transposed else (product.inner, product.width)
     bias = ("bias",) if product.bias else ()
@@ -105,13 +106,14 @@ def build(name: str, problem: ExpertSum, cuts: Cuts = ()) -> KernelSpec:
 
 def fixed(name: str, problem: ExpertSum) -> KernelSpec:
     """The site of `build` in one cut."""
-    product = problem.product
-    return build(name, problem, one_cut(low_cuts(product.inner, product.width, grouped.tuning(product))))
+    return build(name, problem, one_cut(cuts_of(problem.product)))
 
 
 def _product_source(problem: ExpertSum, tiles: Tiles, args: Sequence[str]) -> str:
     product = problem.product
-    lines = product_lines([Factor("rows", "w", product.inner, product.width, product.transposed)], ["total"], tiles)
+    exact = product.dtype == EXACT
+    factor = Factor("rows", "w", product.inner, product.width, product.transposed, exact=exact)
+    lines = product_lines([factor], ["total"], tiles)
     if product.bias:
         lines += bias_lines(tiles, "total", "bias", product.width)
     lines += [

@@ -3,10 +3,10 @@
     product       y[r] = rows[r] @ w[e] (+ bias[e])                 e: the expert of row r, by `offsets`
     product_sum   y[r] = first[r] @ wa[e] + second[r] @ wb[e]
 
-Sums are in f32, of bf16 or f16. Rows past the last offset are of no expert: nothing is computed for them, and what they
-hold is undefined. A small launch lists the tiles: some rows of one expert each, as many as there are. What then runs
-takes tiles in an order in which those that run at a time share rows and matrices, so that both come from the cache; it
-has as many programs as there may be tiles, or some for each multiprocessor, which take one tile after the other. A call
+Sums are in f32, of bf16, f16 or f32. Rows past the last offset are of no expert: nothing is computed for them, and what
+they hold is undefined. A small launch lists the tiles: some rows of one expert each, as many as there are. What then
+runs takes tiles in an order in which those that run at a time share rows and matrices, so that both come from the
+cache; it has as many programs as there may be tiles, or some for each multiprocessor, which take one tile after the other. A call
 with few rows for each expert, as a step that writes has, takes lower tiles: each reads only its part of the matrix of
 an expert that was chosen. The lowest find their rows by themselves, since a launch would cost more than that.
 
@@ -16,7 +16,7 @@ Other templates make their sources of the same parts: `Tiles`, and the lines of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mgraph.codegen.triton.kernel import (
     TRITON_LANGUAGE_DTYPES,
@@ -39,7 +39,10 @@ MOST_EXPERTS = 1024
 """Experts, up to which each program of the small launch reads all offsets at once."""
 
 LOW = ("bf16", "f16")
-"""What the kernels multiply."""
+"""What tensor cores multiply."""
+
+EXACT = "f32"
+"""What is multiplied beside them, since they would round it."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +252,7 @@ def ways(name: str, experts: int, width: int, cuts: Cuts) -> tuple[tuple[Tiles, 
 @dataclass(frozen=True)
 class Factor:
     """One product of a tile: `source` is the row of `rows` that each row of the tile takes, `matrix` of w [E, inner,
-    width], or [E, width, inner] if `transposed`.
+    width], or [E, width, inner] if `transposed`; `exact` where both are f32.
 
     Where matrices lie packed in one `tensor`, that has `whole` columns for each expert, those of w from `start` on and
     `apart` from each other. With `pairs` a tile has twice its columns, all that lie beside one another.
@@ -266,6 +269,7 @@ class Factor:
     start: int = 0
     apart: int = 1
     pairs: bool = False
+    exact: bool = False
 
     @property
     def of_all(self) -> int:
@@ -323,10 +327,16 @@ def _loop_lines(pairs: Sequence[tuple[Factor, str]], tiles: Tiles) -> list[str]:
         name = factor.weight
         lines += [
             f"    {name}_part = tl.load({name}_tile{mask})",
-            f"    {total} = tl.dot({rows}_part, {name}_part, {total})",
+            f"    {total} = {dot(f'{rows}_part', f'{name}_part', total, factor.exact)}",
             f"    {name}_tile += {cut.depth if factor.transposed else cut.depth * factor.of_all}",
         ]
     return [*lines, f"    {rows}_tile += {cut.depth}"]
+
+
+def dot(left: str, right: str, total: str, exact: bool) -> str:
+    """The product of two tiles, added to `total`; of f32 it is `exact`."""
+    precision = ', input_precision="ieee"' if exact else ""
+    return f"tl.dot({left}, {right}, {total}{precision})"
 
 
 def store_lines(tiles: Tiles, *stores: tuple[str, str]) -> list[str]:
@@ -356,12 +366,15 @@ def bias_lines(tiles: Tiles, total: str, tensor: str, width: int, column: str = 
     ]
 
 
-def refusal(roles: dict[str, Value], experts: object, widths: Sequence[object]) -> str:
-    """Why products of these operands, of so many experts and such widths, are not for the kernels; "" if they are."""
+def refusal(
+    roles: dict[str, Value], experts: object, widths: Sequence[object], taken: Sequence[str] = (*LOW, EXACT)
+) -> str:
+    """Why products of these operands, of so many experts and such widths, are not for the kernels that multiply what is
+    `taken`; "" if they are."""
     dtypes = {value.tensor.dtype.text for value in roles.values()}
-    if len(dtypes) > 1 or not dtypes <= set(LOW):
+    if len(dtypes) > 1 or not dtypes <= set(taken):
         found = ", ".join(f"{role} {value.tensor.dtype.text}" for role, value in roles.items())
-        return f"{found}; the kernel takes {' or '.join(LOW)} for all"
+        return f"{found}; the kernel takes {' or '.join(taken)} for all"
     if not isinstance(experts, int) or experts > MOST_EXPERTS:
         return f"there are {experts} experts; the kernel takes a known number up to {MOST_EXPERTS}"
     for width in widths:
@@ -407,8 +420,24 @@ def problem_of(node: Node) -> Product | str:
 
 def tuning(problem: Product) -> Tuning:
     """128 by 256, four steps of 64 on the way: the largest tile whose sum 8 warps have in registers."""
+    if problem.dtype == EXACT:
+        return exact_tuning(128, problem.width)
     columns = next((n for n in (256, 128) if problem.width % n == 0), min(128, max(16, power(problem.width))))
     return Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns >= 128 else 4, 4 if columns >= 128 else 3)
+
+
+def exact_tuning(rows: int, width: int) -> Tuning:
+    """Of f32: each thread has its parts of what is multiplied in registers, so steps of the sum are short."""
+    return Tuning(rows, min(64, max(16, power(width))), 16, 8 if rows > 64 else 4, 3)
+
+
+def cuts_of(problem: Product) -> Cuts:
+    """The ways to cut a product."""
+    many = tuning(problem)
+    if problem.dtype == EXACT:
+        low = replace(exact_tuning(16, problem.width), listed=False)
+        return (FEW, low), (SOME, exact_tuning(64, problem.width)), (0, many)
+    return low_cuts(problem.inner, problem.width, many)
 
 
 def low_cuts(inner: int, width: int, many: Tuning, factors: int = 1) -> Cuts:
@@ -446,7 +475,7 @@ def product(name: str, problem: Product, cuts: Cuts = ()) -> KernelSpec:
     """The site `y = name(rows, w, offsets[, bias])`: rows [R, inner], w [E, inner, width] ([E, width, inner] if
     transposed), offsets i32 [E], bias [E, width] → y [R, width]. With `second`, `y = name(first, wa, second, wb,
     offsets)`."""
-    cuts = cuts or low_cuts(problem.inner, problem.width, tuning(problem))
+    cuts = cuts or cuts_of(problem)
     all_, dims = ways(name, problem.experts, problem.width, cuts)
     matrix = (problem.width, problem.inner) if problem.transposed else (problem.inner, problem.width)
     pairs = (("first", "wa"), ("second", "wb")) if problem.second else (("rows", "w"),)
@@ -476,7 +505,8 @@ def product(name: str, problem: Product, cuts: Cuts = ()) -> KernelSpec:
 
 
 def _product_source(problem: Product, tiles: Tiles, pairs: Sequence[tuple[str, str]], args: Sequence[str]) -> str:
-    factors = [Factor(rows, w, problem.inner, problem.width, problem.transposed) for rows, w in pairs]
+    exact = problem.dtype == EXACT
+    factors = [Factor(rows, w, problem.inner, problem.width, problem.transposed, exact=exact) for rows, w in pairs]
     lines = product_lines(factors, ["total"] * len(factors), tiles)
     if problem.bias:
         lines += bias_lines(tiles, "total", "bias", problem.width)
@@ -511,4 +541,4 @@ def {name}({names}):
 
 def fixed(name: str, problem: Product) -> KernelSpec:
     """The site of `product` in one cut."""
-    return product(name, problem, one_cut(low_cuts(problem.inner, problem.width, tuning(problem))))
+    return product(name, problem, one_cut(cuts_of(problem)))

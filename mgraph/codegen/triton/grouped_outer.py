@@ -2,7 +2,7 @@
 
     y[e] = sum over the rows r of expert e of left[r]' right[r]
 
-in f32, of bf16 or f16, rounded once; or added to a total in place, or (`fresh`) written over it. Where one side is
+in f32, of bf16, f16 or f32, rounded once; or added to a total in place, or (`fresh`) written over it. Where one side is
 `taken` from tokens, its row r is that of the token of pair order[r], which is never copied. A program has a tile of one
 expert's result and goes over all of its rows, so that nothing is added twice and the order of the sum is fixed.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mgraph.codegen.triton.grouped import Tuning, refusal
+from mgraph.codegen.triton.grouped import EXACT, Tuning, dot, exact_tuning, refusal
 from mgraph.codegen.triton.kernel import (
     TRITON_LANGUAGE_DTYPES,
     Expression,
@@ -66,7 +66,9 @@ def problem_of_sum(node: Node, total: Value, fresh: bool = False) -> Outer | str
 
 
 def tuning(problem: Outer) -> Tuning:
-    """Large tiles, as the sum is long: 128 by 256 with 64 rows at a time."""
+    """Large tiles, as the sum is long: 128 by 256 with 64 rows at a time; of f32 smaller ones."""
+    if problem.dtype == EXACT:
+        return exact_tuning(min(64, max(16, power(problem.left))), problem.right)
     rows = min(128, max(16, power(problem.left)))
     columns = min(256 if problem.right % 256 == 0 else 128, max(16, power(problem.right)))
     return Tuning(rows, columns, 64, 8 if rows * columns >= 128 * 128 else 4, 4)
@@ -138,7 +140,7 @@ def _source(name: str, problem: Outer, cut: Tuning, args: tuple[str, ...]) -> st
                 *_load(problem, "left", problem.left, "line", cut.rows),
                 *_load(problem, "right", problem.right, "column", cut.columns),
                 *(ahead if problem.taken else []),
-                "sum_ = tl.dot(tl.trans(left), right, sum_)",
+                f"sum_ = {dot('tl.trans(left)', 'right', 'sum_', problem.dtype == EXACT)}",
             ]
         ),
         f"element = tl.cast(expert, tl.int64) * {problem.left * problem.right}",
