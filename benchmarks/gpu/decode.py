@@ -1,12 +1,14 @@
 """Milliseconds per token of one request through `LLM.generate` (E3).
 
-    python3 -m benchmarks.gpu.decode PACKAGE RESULTS.jsonl [--peers]
+    python3 -m benchmarks.gpu.decode PACKAGE RESULTS.jsonl [--peers [NAME ...]]
 
-PACKAGE is a serve package for GPUs; its parameters are drawn anew. With --peers those of decode_peers.py are timed in
-the same run, on the shape that the package's config.json has, a row each. `fraction` is the time that reading all
-weights once takes at the rate of a copy on this card, over the time of a token. The prompt has 512 tokens. The time of
-a token is the difference between long and short continuations over their difference in length, so that the prompt's own
-time is not in it. That graphs give what steps give is what tests/runtime/serving/test_gpu.py shows.
+PACKAGE is a serve package for GPUs; its parameters are drawn anew. With --peers those of decode_peers.py, or the named
+ones, are timed in the same run, on the shape that the package's config.json has, a row each. `fraction` is the time
+that reading all weights once takes at the rate of a copy on this card, over the time of a token. The prompt has 512
+tokens. The time of a token is the difference between long and short continuations over their difference in length, so
+that the prompt's own time is not in it. `bare_ms_per_token` is that of the last token's graphs, of the step and of what
+samples, replayed one after the other with nothing of `LLM.generate` around them, as the peers' loops are timed. That
+graphs give what steps give is what tests/runtime/serving/test_gpu.py shows.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import datetime
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch
 from benchmarks.gpu.decode_peers import PEERS, ms_per_token
 from benchmarks.gpu.kernels import copy_rate
 from mgraph.runtime.kernels import DTYPES
+from mgraph.runtime.serving.choices import Sampler
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.serving.package_stepper import PackageStepper
@@ -38,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", type=Path)
     parser.add_argument("results", type=Path)
-    parser.add_argument("--peers", action="store_true", help="time others' loops as well")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="time others' loops as well; all if none is named")
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     copy = copy_rate(device)
@@ -62,6 +65,7 @@ def main() -> None:
         "package": options.package.name,
         "context": CONTEXT,
         "ms_per_token": ours,
+        "bare_ms_per_token": bare_ms(stepper, LONG - SHORT),
         "fraction": weights / copy * 1e3 / ours,
         "ready_seconds": ready,
         "copy": copy,
@@ -70,10 +74,27 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
     }
     record(row, options.results)
-    if options.peers:
-        del llm, stepper
+    if options.peers is not None:
+        del llm
+        stepper.release()
+        stepper.state.clear()
         torch.cuda.empty_cache()
-        compare(row, options.package, options.results, device)
+        compare(row, options.peers or list(PEERS), options.package, options.results, device)
+
+
+def bare_ms(stepper: PackageStepper, steps: int) -> float:
+    """Milliseconds of a step of one request that has been replayed before, and of its sampling, as graphs alone."""
+    assert stepper.graphs is not None
+    bucket = min(bucket for bucket in stepper.graphs.buckets if bucket.writing)
+    replays = [stepper.graphs.replay_of(name) for name in (bucket, (bucket.requests, Sampler.LIKELIEST, 0))]
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(steps):
+        for replay in replays:
+            replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / steps
 
 
 def weight_bytes(package: Path) -> int:
@@ -84,13 +105,13 @@ def weight_bytes(package: Path) -> int:
     return sum(math.prod(item["shape"]) * DTYPES[item["dtype"]].itemsize for item in params)
 
 
-def compare(row: Mapping[str, Any], package: Path, results: Path, device: torch.device) -> None:
+def compare(row: Mapping[str, Any], peers: Sequence[str], package: Path, results: Path, device: torch.device) -> None:
     """A row for each peer: its time, and over ours. One that does not run is told of, and the others go on."""
     config = json.loads((package / "config.json").read_text(encoding="utf-8"))
-    for name, peer in PEERS.items():
+    for name in peers:
         torch._dynamo.reset()
         try:
-            step = peer(config, 2 * CONTEXT, device, torch.bfloat16)
+            step = PEERS[name](config, 2 * CONTEXT, device, torch.bfloat16)
             taken = ms_per_token(step, CONTEXT, LONG - SHORT, device)
         except Exception as error:
             print(f"{name}: {type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)
