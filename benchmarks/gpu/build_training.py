@@ -1,11 +1,11 @@
-"""Compiles the packages that `benchmarks.gpu.training` runs: `python3 -m benchmarks.gpu.build_training DIRECTORY`.
+"""Compiles the packages that `benchmarks.gpu.training` runs. Needs no GPU.
 
-Needs no GPU.
+python3 -m benchmarks.gpu.build_training DIRECTORY [dense] [llama8] [moe] [qwen30]
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from benchmarks.gpu import training_models
@@ -13,10 +13,18 @@ from mgraph.compiler import compile_package
 from mgraph.recipe import Recipe
 
 
+MODELS = ("dense", "llama8", "moe", "qwen30")
+
+
 def main() -> None:
     """Compile what the command line names after the directory, or all."""
-    directory, *names = sys.argv[1:]
-    for name in names or ("dense", "llama8", "moe", "qwen30"):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; all without one")
+    options = parser.parse_args()
+    if unknown := set(options.models) - set(MODELS):
+        parser.error(f"no model {', '.join(sorted(unknown))}: there are {', '.join(MODELS)}")
+    for name in options.models or MODELS:
         recipe = Recipe(
             model=f"{training_models.__file__}:{name}",
             mesh="dp=1",
@@ -26,7 +34,7 @@ def main() -> None:
             grad_dtype="param",  # theirs are bf16
             one_microbatch=True,
             target="h100",
-            output=str(Path(directory) / name),
+            output=str(options.directory / name),
         )
         compile_package(recipe)
         print(recipe.directory, flush=True)

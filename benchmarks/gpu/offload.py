@@ -10,6 +10,7 @@ and norms equal those of the package without offloading.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import sys
@@ -107,8 +108,11 @@ def run(directory: Path) -> None:
 
 def main() -> None:
     """`build` or `run`, with a directory."""
-    what, directory = sys.argv[1:]
-    {"build": build, "run": run}[what](Path(directory))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("build", "run"))
+    parser.add_argument("directory", type=Path)
+    options = parser.parse_args()
+    {"build": build, "run": run}[options.what](options.directory)
 
 
 if __name__ == "__main__":
