@@ -12,7 +12,6 @@ from benchmarks.gpu import training_models
 from mgraph.compiler import compile_package
 from mgraph.recipe import Recipe
 
-
 MODELS = ("dense", "llama8", "moe", "qwen30")
 
 
