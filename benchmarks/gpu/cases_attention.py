@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.gpu.kernel_case import Case
 from mgraph.codegen.triton import attention, attention_grad
-from mgraph.codegen.triton.attention import Attention
+from mgraph.codegen.triton.attention_problem import Attention
 from mgraph.ir.ops.attention import attention as body
 from mgraph.ir.ops.attention import attention_grad as gradient_body
 

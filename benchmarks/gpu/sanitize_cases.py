@@ -22,7 +22,7 @@ from benchmarks.gpu import cases_region as region
 from benchmarks.gpu import cases_rope as rope
 from benchmarks.gpu.kernel_case import Case
 from mgraph.codegen.triton import RmsNorm, rms_norm
-from mgraph.codegen.triton.attention import Attention
+from mgraph.codegen.triton.attention_problem import Attention
 from mgraph.codegen.triton.moe_rows import MoeRows
 
 LAYER = experts.Layer(37, 136, 72, 16, 4)

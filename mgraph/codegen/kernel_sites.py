@@ -10,6 +10,7 @@ from mgraph.codegen.triton import (
     adamw,
     attention,
     attention_grad,
+    attention_problem,
     cross_entropy,
     embedding_grad,
     exchange,
@@ -74,8 +75,12 @@ ON_GPUS: dict[str, Template] = {
     "square_sum": Template("square_sum", square_sum.problem_of, square_sum.build),
     "add_rms_norm": Template("add_rms_norm_fwd", residual_norm.problem_of, residual_norm.forward),
     "add_rms_norm_grad": Template("add_rms_norm_bwd", residual_norm.problem_of, residual_norm.backward),
-    "attention": Template("attention_fwd", attention.problem_of, attention.forward, attention.instance_of),
-    "attention_grad": Template("attention_bwd", attention.problem_of, attention_grad.backward, attention.instance_of),
+    "attention": Template(
+        "attention_fwd", attention_problem.problem_of, attention.forward, attention_problem.instance_of
+    ),
+    "attention_grad": Template(
+        "attention_bwd", attention_problem.problem_of, attention_grad.backward, attention_problem.instance_of
+    ),
     "cross_entropy": Template("cross_entropy_fwd", cross_entropy.problem_of, cross_entropy.forward),
     "cross_entropy_grad": Template("cross_entropy_bwd", cross_entropy.problem_of, cross_entropy.backward),
     "cross_entropy_with_grad": Template("cross_entropy", cross_entropy.problem_of, cross_entropy.forward_backward),

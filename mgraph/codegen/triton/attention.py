@@ -2,11 +2,13 @@
 
     out = softmax(cap(scale * q k^T) + mask) v,   lse = log sum exp of the scores that are seen, and of the sink
 
-A program has a block of queries of one head and goes over blocks of keys; sums are kept relative to the largest score
-so far (Milakov and Gimelshein 2018, arXiv:1805.02867), as in FlashAttention-2 (Dao 2023, arXiv:2307.08691). Inside,
-scores are to the base 2. Keys that no query of the block can see, by position, are not read. Where segments or padding
-hide more, a first kernel finds for each block the first and the last key that it may see, and the keys between which
-all are seen by all its queries: for documents one after another these are the documents' own. Only blocks of keys that
+A program has a block of queries and goes over blocks of keys; sums are kept relative to the largest score so far
+(Milakov and Gimelshein 2018, arXiv:1805.02867), as in FlashAttention-2 (Dao 2023, arXiv:2307.08691). Inside, scores are
+to the base 2. A block has the heads that share a key head, at few positions: so its queries see nearly the same keys,
+and little is computed to be hidden. Keys that no query of the block can see, by position, are not read. Where segments
+or padding hide more, a first kernel finds for each block the first and the last key that it may see, and the keys
+between which all are seen by all its queries: for documents one after another these are the documents' own. A second
+one puts the blocks in order, those with the most keys first, so that no long one begins last. Only blocks of keys that
 some query does not see whole are masked.
 
 There are two kernels, see `Tile`: one for tensors that lie on 16-byte boundaries, and one for any.
@@ -19,8 +21,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from mgraph.codegen.triton.attention_problem import Attention, tile_columns
+from mgraph.codegen.triton.attention_reach import Reach, reached
 from mgraph.codegen.triton.kernel import (
-    TRITON_DTYPES,
     TRITON_LANGUAGE_DTYPES,
     Expression,
     KernelSpec,
@@ -28,132 +31,14 @@ from mgraph.codegen.triton.kernel import (
     TensorSpec,
 )
 from mgraph.codegen.triton.rope import lines_of, signature
-from mgraph.ir.graph import Node
 
-LARGEST_WIDTH = 256
-"""Above this a block of queries and one of keys do not fit in shared memory together."""
-
-SCANNED = 1024
-"""Positions that the search for what a block can see reads at a time."""
+LEAST_POSITIONS = 16
+"""A block of queries has at least so many positions."""
 
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 
 LOWEST = -3.0e38
 """A largest score of nothing: minus infinity would give no number where it is subtracted from itself."""
-
-FAR = 2**31 - 1
-"""Above all positions."""
-
-LARGEST = 2**63 - 1
-"""The largest number of a segment."""
-
-
-@dataclass(frozen=True)
-class Attention:
-    """One instance of `attention` or `attention_grad`.
-
-    `width` is that of q and k, `value_width` that of v. `more` has the name and the dtype of each further operand.
-    `square`: there are as many queries as keys.
-    """
-
-    dtype: str
-    width: int
-    value_width: int
-    scale: float
-    causal: bool = False
-    window: int | None = None
-    softcap: float | None = None
-    more: tuple[tuple[str, str], ...] = ()
-    square: bool = True
-
-    @property
-    def extra(self) -> tuple[str, ...]:
-        """The attribute `extra` of the op."""
-        return tuple(name for name, _ in self.more)
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """Names of the further operands in the source: a second `segments` is `segments_2`."""
-        return tuple(
-            f"{name}_{before + 1}" if (before := self.extra[:i].count(name)) else name
-            for i, name in enumerate(self.extra)
-        )
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """The operands that hide keys: segments and padding."""
-        return tuple(name for name in self.operands if name != "sinks")
-
-    @property
-    def columns(self) -> int:
-        """`width`, rounded up to what a tile can have."""
-        return tile_columns(self.width)
-
-    @property
-    def value_columns(self) -> int:
-        """`value_width`, rounded up to what a tile can have."""
-        return tile_columns(self.value_width)
-
-    @property
-    def aligned(self) -> bool:
-        """Whether rows begin on 16-byte boundaries when their strides do."""
-        return self.width % 8 == 0 and self.value_width % 8 == 0
-
-
-def tile_columns(width: int) -> int:
-    """A power of two, of at least the 16 columns that a matrix product takes."""
-    return max(16, 1 << (width - 1).bit_length())
-
-
-def problem_of(node: Node) -> Attention | str:
-    """The instance that a node `attention` or `attention_grad` is, or why no kernel of ours should run it."""
-    problem = instance_of(node)
-    fused = isinstance(problem, Attention) and has_fused_kernel(problem)
-    return "cuDNN's kernel is faster" if fused else problem
-
-
-def instance_of(node: Node) -> Attention | str:
-    """The instance that a node `attention` or `attention_grad` is, or why no kernel of ours can run it."""
-    first, further = (1, 6) if node.op == "attention_grad" else (0, 3)
-    q, k, v = (value.tensor for value in node.operands[first : first + 3])
-    attrs, extra = node.attrs, node.attrs.get("extra", ())
-    assert isinstance(extra, tuple), node
-    width, value_width, dtype = q.shape[3], v.shape[3], q.dtype.text
-    scale, window, softcap = attrs["scale"], attrs.get("window"), attrs.get("softcap")
-    if not isinstance(width, int) or not isinstance(value_width, int):
-        return f"the widths {width} and {value_width} of heads are not known numbers"
-    if max(width, value_width) > LARGEST_WIDTH:
-        return f"heads are {max(width, value_width)} wide; the kernel takes up to {LARGEST_WIDTH}"
-    if dtype not in ("bf16", "f16") or any(t.dtype is not q.dtype for t in (k, v)):
-        return f"q is {dtype}, k {k.dtype.text} and v {v.dtype.text}; the kernel takes bf16 or f16 for all"
-    for name, value in zip(extra, node.operands[further:], strict=True):
-        if value.tensor.dtype.text not in TRITON_DTYPES:
-            return f"{name} is {value.tensor.dtype.text}; the kernel takes {', '.join(TRITON_DTYPES)}"
-    if "start" in extra:
-        return "the queries start somewhere in a longer sequence"
-    if extra.count("keys") > 1 or extra.count("sinks") > 1:
-        return "the kernel takes one keys and one sinks"
-    if not isinstance(scale, float | int) or not scale > 0:
-        return f"the scale {scale} is not positive"
-    return Attention(
-        dtype=dtype,
-        width=width,
-        value_width=value_width,
-        scale=float(scale),
-        causal=bool(attrs.get("causal", False)),
-        window=window if isinstance(window, int) else None,
-        softcap=float(softcap) if isinstance(softcap, float | int) else None,
-        more=tuple(
-            (str(name), value.tensor.dtype.text) for name, value in zip(extra, node.operands[further:], strict=True)
-        ),
-        square=bool(q.shape[2] == k.shape[2]),
-    )
-
-
-def has_fused_kernel(problem: Attention) -> bool:
-    """Whether the runtime's attention runs a fused kernel of torch."""
-    even = problem.width == problem.value_width and problem.width % 8 == 0 and problem.softcap is None
-    return even and problem.window is None and not problem.marks and (problem.square or not problem.causal)
 
 
 @dataclass(frozen=True)
@@ -167,6 +52,14 @@ class Tuning:
     num_warps: int
     num_stages: int
     most_registers: int = 0
+
+    def together(self, problem: Attention) -> int:
+        """Heads that a block of queries has."""
+        return max(1, min(problem.share, self.queries // LEAST_POSITIONS))
+
+    def positions(self, problem: Attention) -> int:
+        """Positions that a block of queries has, each with all its heads."""
+        return self.queries // self.together(problem)
 
 
 def tuning(problem: Attention) -> Tuning:
@@ -182,11 +75,11 @@ def forward(name: str, problem: Attention, cut: Tuning | None = None) -> KernelS
     """The site `out, lse = name(q, k, v, ...)`: q [B, H, S, D], k [B, G, T, D], v [B, G, T, E] → out [B, H, S, E] like
     q, lse f32 [B, H, S]; further operands as in the op."""
     cut = cut or tuning(problem)
-    searches = (Reach(f"{name}_reach", "reach", cut.queries),) if problem.marks else ()
+    search = Reach(f"{name}_reach", "reach", cut.positions(problem))
+    before = found_before(search, f"{name}_order", "order", problem)
     args = forward_arguments(problem)
-    grid: tuple[Expression, ...] = (("mul", ("mul", ("cdiv", "S", cut.queries), "B"), "H"),)
-    ways = launches(name, args, grid, cut, problem)
-    sources = [search.source(problem) for search in searches]
+    ways = launches(name, args, grid_of_queries(problem, cut), cut, problem)
+    sources = [source for _, source, _ in before]
     sources += [_source(launch.function, problem, cut, args, launch.takes == "aligned") for launch in ways]
     return KernelSpec(
         name=name,
@@ -194,9 +87,29 @@ def forward(name: str, problem: Attention, cut: Tuning | None = None) -> KernelS
         twin=twin(name, "attention", ("q", "k", "v"), problem),
         inputs=(*heads_of(problem), *further_of(problem)),
         outputs=(out_of(problem), TensorSpec("lse", "f32", ("B", "H", "S"))),
-        scratch=tuple(search.scratch() for search in searches),
-        launches=(*(search.launch(problem) for search in searches), *ways),
+        scratch=tuple(tensor for _, _, tensors in before for tensor in tensors),
+        launches=(*(launch for launch, _, _ in before), *ways),
     )
+
+
+Part = tuple[Launch, str, tuple[TensorSpec, ...]]
+"""A launch, its source, and the scratch that it writes."""
+
+
+def found_before(search: Reach, function: str, order: str, problem: Attention) -> list[Part]:
+    """What is launched before a kernel whose blocks marks hide something from: what they see, and their order."""
+    if not problem.marks:
+        return []
+    return [
+        (search.launch(problem), search.source(problem), (search.scratch(),)),
+        (search.order_launch(function, order), search.order_source(function, order), (search.order(order),)),
+    ]
+
+
+def grid_of_queries(problem: Attention, cut: Tuning) -> tuple[Expression, ...]:
+    """A program for each block of queries; the heads that it has divide H."""
+    blocks: Expression = ("mul", ("cdiv", "S", cut.positions(problem)), "B")
+    return (("mul", blocks, ("cdiv", "H", cut.together(problem))),)
 
 
 def launches(
@@ -243,177 +156,34 @@ def strides_of(*tensors: str) -> tuple[str, ...]:
 def forward_arguments(problem: Attention) -> tuple[str, ...]:
     """Tensors, extents, strides."""
     out = ("out",) if problem.width == problem.value_width else ()
-    reach = ("reach",) if problem.marks else ()
+    reach = ("reach", "order") if problem.marks else ()
     tensors = ("q", "k", "v", *problem.operands, *reach, "out", "lse")
     return (*tensors, "H", "G", "S", "T", *strides_of("q", "k", "v", *out))
 
 
-@dataclass(frozen=True)
-class Reach:
-    """The kernel that finds what each block can see: `tensor` i32 [B, blocks, 4]: the first and one after the last that
-    any of it sees, then the first and one after the last of those between which all see all; 0 and 0 where it finds
-    none.
-
-    Blocks are of `size` queries, that see keys; or, for the gradient of keys, of keys, that are seen by queries
-    (`of_keys`).
-    """
-
-    function: str
-    tensor: str
-    size: int
-    of_keys: bool = False
-
-    @property
-    def extent(self) -> str:
-        """The dim that is cut into blocks."""
-        return "T" if self.of_keys else "S"
-
-    def scratch(self) -> TensorSpec:
-        """The tensor that is written."""
-        return TensorSpec(self.tensor, "i32", ("B", ("cdiv", self.extent, self.size), 4))
-
-    def launch(self, problem: Attention) -> Launch:
-        """A program for each block."""
-        args = (*problem.marks, self.tensor, "S", "T")
-        return Launch(self.function, args, (("mul", ("cdiv", self.extent, self.size), "B"),), 4, 1, aligned=False)
-
-    def source(self, problem: Attention) -> str:
-        """Bounds by position; then the numbers of the block's segments from least to most, and who has such numbers.
-
-        A block of one number sees all that has it. If nothing lies between that has not, all see all, within what all
-        see by position.
-        """
-        args = (*problem.marks, self.tensor, "S", "T")
-        segments = [name for name in problem.marks if name != "keys"]
-        which, at = ("known", "own") if self.of_keys else ("met", "other")
-        padding = f"{which} = {which} & (tl.load(keys_ptr + batch * T + {at}, mask={which}, other=0) != 0)"
-        padded = "keys" in problem.marks
-        block, scan = ["alike = block >= 0"], [padding] if padded and not self.of_keys else []
-        if padded and self.of_keys:
-            block = ["real = known", padding, "some = tl.max(known.to(tl.int32)) > 0"]
-            block += ["alike = tl.max((real & ~known).to(tl.int32)) == 0"]
-            scan = ["met = met & some"]
-        for name in segments:
-            block += [
-                f"mine = tl.load({name}_ptr + batch * S + own, mask=known, other=0).to(tl.int64)",
-                f"{name}_least = tl.min(tl.where(known, mine, {LARGEST}))",
-                f"{name}_most = tl.max(tl.where(known, mine, {-LARGEST}))",
-                f"alike = alike & ({name}_least == {name}_most)",
-            ]
-            scan += [
-                f"theirs = tl.load({name}_ptr + batch * S + other, mask=met, other=0).to(tl.int64)",
-                f"met = met & (theirs >= {name}_least) & (theirs <= {name}_most)",
-            ]
-        body = lines_of(
-            f"blocks = tl.cdiv({self.extent}, {self.size})",
-            "block = tl.program_id(0) % blocks",
-            "batch = (tl.program_id(0) // blocks).to(tl.int64)",
-            f"own = block * {self.size} + tl.arange(0, {self.size})",
-            f"known = own < {self.extent}",
-            *block,
-            *(bounds_of_queries(problem, self.size) if self.of_keys else bounds_of_keys(problem, self.size)),
-            f"first = tl.full([{SCANNED}], {FAR}, tl.int32)",
-            f"last = tl.zeros([{SCANNED}], tl.int32)",
-            f"count = tl.zeros([{SCANNED}], tl.int32)",
-            f"for start in range(low, high, {SCANNED}):",
-        )
-        loop = lines_of(
-            f"other = start + tl.arange(0, {SCANNED})",
-            "met = other < high",
-            *scan,
-            f"first = tl.minimum(first, tl.where(met, other, {FAR}))",
-            "last = tl.maximum(last, tl.where(met, other + 1, 0))",
-            "count += met.to(tl.int32)",
-            depth=2,
-        )
-        store = lines_of(
-            "low, high = tl.min(first), tl.max(last)",
-            *(whole_of_queries if self.of_keys else whole_of_keys)(problem, self.size),
-            "alike = alike & (tl.sum(count) == high - low) & (begin < end)",
-            f"{self.tensor}_ptr += tl.program_id(0) * 4",
-            f"tl.store({self.tensor}_ptr, low)",
-            f"tl.store({self.tensor}_ptr + 1, high)",
-            f"tl.store({self.tensor}_ptr + 2, tl.where(alike, begin, 0))",
-            f"tl.store({self.tensor}_ptr + 3, tl.where(alike, end, 0))",
-        )
-        what = f"The queries that may see a key of a block of {self.size}" if self.of_keys else ""
-        what = what or f"The keys that a query of a block of {self.size} may see"
-        return f'''
-@triton.jit
-def {self.function}({signature(args, (*problem.marks, self.tensor)).strip().rstrip(",")}):
-    """{what}: the first and one after the last.
-
-    Then the same of those that all of it see.
-    """
-{body}{loop}{store}
-'''
-
-
-def bounds_of_keys(problem: Attention, size: int) -> list[str]:
-    """`low` and `high`: keys that queries of a block may see by their position."""
-    window = problem.window
-    return [
-        f"low = tl.maximum(block * {size} - {window - 1}, 0)" if window is not None else "low = block * 0",
-        f"high = tl.minimum(block * {size} + {size}, T)" if problem.causal else "high = T",
-    ]
-
-
-def bounds_of_queries(problem: Attention, size: int) -> list[str]:
-    """`low` and `high`: queries that may see keys of a block by their position."""
-    window = problem.window
-    return [
-        f"low = block * {size}" if problem.causal else "low = block * 0",
-        f"high = tl.minimum(block * {size} + {size - 1 + window}, S)" if window is not None else "high = S",
-    ]
-
-
-def whole_of_keys(problem: Attention, size: int) -> list[str]:
-    """`begin` and `end`: of the keys from `low` to `high`, those that all queries of a block see by their position."""
-    window = problem.window
-    return [
-        f"begin = tl.maximum(block * {size} + {size - window}, low)" if window is not None else "begin = low",
-        f"end = tl.minimum(block * {size} + 1, high)" if problem.causal else "end = high",
-    ]
-
-
-def whole_of_queries(problem: Attention, size: int) -> list[str]:
-    """`begin` and `end`: of the queries from `low` to `high`, those that see all keys of a block by their position."""
-    window = problem.window
-    return [
-        f"begin = tl.maximum(block * {size} + {size - 1}, low)" if problem.causal else "begin = low",
-        f"end = tl.minimum(block * {size} + {window}, high)" if window is not None else "end = high",
-    ]
-
-
-def reached(problem: Attention, size: int, *, step: int, of_keys: bool = False) -> list[str]:
-    """`low` and `high` of what a block sees, or is seen by, and `begin` and `end` of what it sees whole; `low` at the
-    beginning of a block of `step`."""
-    if problem.marks:
-        reach = "seen_by" if of_keys else "reach"
-        lines = [
-            f"{reach}_ptr += (batch * blocks + block) * 4",
-            f"low, high = tl.load({reach}_ptr), tl.load({reach}_ptr + 1)",
-            f"begin, end = tl.load({reach}_ptr + 2), tl.load({reach}_ptr + 3)",
-        ]
-    elif of_keys:
-        lines = [*bounds_of_queries(problem, size), *whole_of_queries(problem, size)]
-    else:
-        lines = [*bounds_of_keys(problem, size), *whole_of_keys(problem, size)]
-    return [*lines, f"low = low // {step} * {step}"]
-
-
-def block_lines(cut: Tuning, *, last_first: bool) -> list[str]:
-    """Which block of queries, head and batch a program has.
+def block_lines(problem: Attention, cut: Tuning) -> list[str]:
+    """Which block of queries a program has: its batch, its first head, `lead`, the key head of that, `group`, and the
+    head and the position of each row.
 
     Heads are next to each other, so that those of a group read the same keys at the same time, and programs with equal
-    work run together; `last_first` begins with those that may have the most.
+    work run together. Those come first that have the most.
     """
+    together, positions = cut.together(problem), cut.positions(problem)
+    rows = f"tl.arange(0, {cut.queries})"
+    last_first = "blocks - 1 - " * problem.causal
+    place = ["place = tl.load(order_ptr + tl.program_id(0) // parts)"]
+    place += ["block, batch = place % blocks, (place // blocks).to(tl.int64)"]
+    if not problem.marks:
+        place = ["place = tl.program_id(0) // parts", f"block = {last_first}place % blocks"]
+        place += ["batch = (place // blocks).to(tl.int64)"]
     return [
-        f"blocks = tl.cdiv(S, {cut.queries})",
-        "head = tl.program_id(0) % H",
-        "block = " + ("blocks - 1 - " if last_first else "") + "tl.program_id(0) // H % blocks",
-        "batch = (tl.program_id(0) // H // blocks).to(tl.int64)",
-        "group = head // (H // G)",
+        f"blocks = tl.cdiv(S, {positions})",
+        f"parts = H // {together}",
+        *place,
+        f"lead = tl.program_id(0) % parts * {together}",
+        "group = lead // (H // G)",
+        f"head = lead + {rows} % {together}" if together > 1 else "head = lead",
+        f"row = block * {positions} + {rows}" + f" // {together}" * (together > 1),
     ]
 
 
@@ -423,7 +193,8 @@ class Tile:
 
     By descriptors (`described`), which know where a tensor ends and leave addresses to the copy engine, so that more
     programs have room for their registers on a multiprocessor; or by addresses, where tensors lie anywhere. `head` is
-    the head of the program; without one, each block is of a head of its own.
+    the head of the program; without one, each block is of a head of its own. By addresses, a block may have rows of
+    `together` heads from `head` on, those of a position next to each other.
     """
 
     tensor: str
@@ -432,6 +203,7 @@ class Tile:
     size: int
     described: bool
     head: str = ""
+    together: int = 1
 
     @property
     def columns(self) -> int:
@@ -445,10 +217,13 @@ class Tile:
         lines += [f"{t}_ptr += {self.head}.to(tl.int64) * {t}_stride_1"] if self.head else []
         if not self.described:
             column, inner = f"tl.arange(0, {self.columns})[None, :]", self.columns != self.width
+            row, n = f"tl.arange(0, {self.size})[:, None]", self.together
+            of_heads = [f"{t}_at += ({row} % {n}).to(tl.int64) * {t}_stride_1"] if n > 1 else []
             return [
                 *lines,
                 f"{t}_step = tl.zeros([], tl.int64) + {t}_stride_2",
-                f"{t}_at = tl.arange(0, {self.size})[:, None] * {t}_stride_2 + {column}",
+                f"{t}_at = {row}{f' // {n}' if n > 1 else ''} * {t}_stride_2 + {column}",
+                *of_heads,
                 f"{t}_inner = {column} < {self.width}" if inner else "",
             ]
         strides = f"{t}_stride_2, 1"
@@ -546,15 +321,15 @@ def _source(name: str, problem: Attention, cut: Tuning, args: tuple[str, ...], d
     """The text of a kernel."""
     dtype, (bend, factor) = TRITON_LANGUAGE_DTYPES[problem.dtype], score_lines(problem)
     width, like_q = problem.value_width, problem.width == problem.value_width
-    tensors = ("q", "k", "v", *problem.operands, "reach", "out", "lse")
-    q = Tile("q", "S", problem.width, cut.queries, False, "head")  # once: hardly worth a descriptor
+    tensors = ("q", "k", "v", *problem.operands, "reach", "order", "out", "lse")
+    together, positions = cut.together(problem), cut.positions(problem)
+    q = Tile("q", "S", problem.width, cut.queries, False, "lead", together)  # once: hardly worth a descriptor
     k = Tile("k", "T", problem.width, cut.keys, described, "group")
     v, out = replace(k, tensor="v", width=width), replace(q, tensor="out", width=width)
-    hide, first = seen_lines(problem), f"block * {cut.queries}"
+    hide, first = seen_lines(problem), f"block * {positions}"
     start = [
-        *block_lines(cut, last_first=problem.causal),
-        f"row = {first} + tl.arange(0, {cut.queries})",
-        *reached(problem, cut.queries, step=cut.keys),
+        *block_lines(problem, cut),
+        *reached(problem, positions),
         *marks_of_rows(problem),
         *q.lines(),
         *q.read(first, "row < S"),
@@ -596,9 +371,14 @@ def {name}(
     """{title(problem)}.
 
     lse = log sum exp of the scores; q [B, H, S, {problem.width}], k [B, G, T, {problem.width}], v [B, G, T, {width}];
-    {cut.queries} queries per program{"; for tensors on 16-byte boundaries" * described}.
+    {described_block(cut, problem)} per program{"; for tensors on 16-byte boundaries" * described}.
     """
 {lines_of(*start)}{loop}{lines_of(*end)}'''
+
+
+def described_block(cut: Tuning, problem: Attention) -> str:
+    """A block of queries in words."""
+    return f"{cut.queries} queries: {cut.together(problem)} head(s) at {cut.positions(problem)} positions"
 
 
 def title(problem: Attention) -> str:

@@ -21,24 +21,27 @@ from dataclasses import dataclass, replace
 from mgraph.codegen.triton.attention import (
     LOG2E,
     LOWEST,
-    Attention,
-    Reach,
+    Part,
     Tile,
     Tuning,
     block_lines,
+    described_block,
+    found_before,
     further_of,
+    grid_of_queries,
     heads_of,
     launches,
     marks_of_columns,
     marks_of_rows,
     masked,
-    reached,
     score_lines,
     seen_lines,
     strides_of,
     title,
     twin,
 )
+from mgraph.codegen.triton.attention_problem import Attention
+from mgraph.codegen.triton.attention_reach import Reach, reached
 from mgraph.codegen.triton.kernel import TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, TensorSpec
 from mgraph.codegen.triton.rope import lines_of, signature
 
@@ -93,22 +96,17 @@ def backward(name: str, problem: Attention, cut: GradTuning | None = None) -> Ke
     )
 
 
-_Part = tuple[Launch, str, tuple[TensorSpec, ...]]
-"""A launch, its source, and the scratch that it writes."""
-
-
-def _searches(name: str, problem: Attention, cut: GradTuning) -> list[_Part]:
+def _searches(name: str, problem: Attention, cut: GradTuning) -> list[Part]:
     """What finds the keys that blocks of queries see, and the queries that see blocks of keys."""
-    if not problem.marks:
-        return []
-    searches = (
-        Reach(f"{name}_reach", "reach", cut.of_queries.queries),
-        Reach(f"{name}_seen_by", "seen_by", cut.of_keys.keys, of_keys=True),
-    )
-    return [(search.launch(problem), search.source(problem), (search.scratch(),)) for search in searches]
+    reach = Reach(f"{name}_reach", "reach", cut.of_queries.positions(problem))
+    seen_by = Reach(f"{name}_seen_by", "seen_by", cut.of_keys.keys, of_keys=True)
+    return [
+        *found_before(reach, f"{name}_order", "order", problem),
+        *found_before(seen_by, f"{name}_order_of_keys", "order_of_keys", problem),
+    ]
 
 
-def _delta(name: str, problem: Attention) -> _Part:
+def _delta(name: str, problem: Attention) -> Part:
     """Row sums, lse to the base 2, and parts of dsinks."""
     sinks = "sinks" in problem.operands
     more = ("sinks", "shares") if sinks else ()
@@ -155,7 +153,7 @@ def {name}_delta(
     return Launch(f"{name}_delta", args, grid, 4, 1, problem.value_width % 8 == 0), source, tuple(scratch)
 
 
-def _dsinks(name: str) -> _Part:
+def _dsinks(name: str) -> Part:
     """The sum of the parts of dsinks, in one order."""
     source = f'''
 @triton.jit
@@ -179,28 +177,27 @@ def _bend(problem: Attention) -> str:
     return "" if problem.softcap is None else " * (1.0 - bent * bent)"
 
 
-def _of_queries(name: str, problem: Attention, cut: Tuning) -> _Part:
+def _of_queries(name: str, problem: Attention, cut: Tuning) -> Part:
     """dq. Without descriptors: programs of this one have room side by side anyway, and addresses are sooner there."""
-    reach = ("reach",) if problem.marks else ()
+    reach = ("reach", "order") if problem.marks else ()
     tensors = ("dout", "q", "k", "v", "log_sums", "delta", *problem.marks, *reach, "dq")
     args = (*tensors, "H", "G", "S", "T", *strides_of("dout", "q", "k", "v", "dq"))
-    grid = (("mul", ("mul", ("cdiv", "S", cut.queries), "B"), "H"),)
     more = (cut.num_warps, cut.num_stages, problem.aligned, cut.most_registers)
-    launch = Launch(f"{name}_queries", args, grid, *more)
+    launch = Launch(f"{name}_queries", args, grid_of_queries(problem, cut), *more)
     return launch, _source_of_queries(launch, problem, cut, tensors), ()
 
 
 def _source_of_queries(launch: Launch, problem: Attention, cut: Tuning, tensors: tuple[str, ...]) -> str:
     """The text of the kernel for dq."""
     dtype, (bend, factor) = TRITON_LANGUAGE_DTYPES[problem.dtype], score_lines(problem)
-    q = Tile("q", "S", problem.width, cut.queries, False, "head")
+    together, positions = cut.together(problem), cut.positions(problem)
+    q = Tile("q", "S", problem.width, cut.queries, False, "lead", together)
     k = Tile("k", "T", problem.width, cut.keys, False, "group")
     v, dq = replace(k, tensor="v", width=problem.value_width), replace(q, tensor="dq")
     dout = replace(q, tensor="dout", width=problem.value_width)
-    hide, first = seen_lines(problem), f"block * {cut.queries}"
+    hide, first = seen_lines(problem), f"block * {positions}"
     start = [
-        *block_lines(cut, last_first=problem.causal),
-        f"row = {first} + tl.arange(0, {cut.queries})",
+        *block_lines(problem, cut),
         *(line for tile in (q, dout, k, v) for line in tile.lines()),
         *q.read(first, "row < S"),
         *dout.read(first, "row < S"),
@@ -208,7 +205,7 @@ def _source_of_queries(launch: Launch, problem: Attention, cut: Tuning, tensors:
         "log_sum = tl.load(log_sums_ptr + at, mask=row < S, other=0.0)",
         "delta = tl.load(delta_ptr + at, mask=row < S, other=0.0)",
         *marks_of_rows(problem),
-        *reached(problem, cut.queries, step=cut.keys),
+        *reached(problem, positions),
         f"dq = tl.zeros([{cut.queries}, {problem.columns}], tl.float32)",
         f"for start in range(low, high, {cut.keys}):",
     ]
@@ -235,14 +232,14 @@ def {launch.function}(
 ):
     """dq of {title(problem)}.
 
-    {cut.queries} queries per program.
+    {described_block(cut, problem)} per program.
     """
 {lines_of(*start)}{loop}{lines_of(*end)}'''
 
 
-def _of_keys(name: str, problem: Attention, cut: Tuning) -> list[_Part]:
+def _of_keys(name: str, problem: Attention, cut: Tuning) -> list[Part]:
     """dk and dv."""
-    seen_by = ("seen_by",) if problem.marks else ()
+    seen_by = ("seen_by", "order_of_keys") if problem.marks else ()
     tensors = ("dout", "q", "k", "v", "log_sums", "delta", *problem.marks, *seen_by, "dk", "dv")
     args = (*tensors, "B", "H", "G", "S", "T", *strides_of("dout", "q", "k", "v", "dk", "dv"))
     grid = (("mul", ("mul", ("cdiv", "T", cut.keys), "B"), "G"),)
@@ -262,17 +259,20 @@ def _source_of_keys(way: Launch, problem: Attention, cut: Tuning, tensors: tuple
     v, dk = replace(k, tensor="v", width=problem.value_width), replace(k, tensor="dk")
     dv, dout = replace(v, tensor="dv"), replace(q, tensor="dout", width=problem.value_width)
     first = f"block * {cut.keys}"
+    place = ["batch, block = (tl.program_id(0) // G % B).to(tl.int64), tl.program_id(0) // G // B"]
+    if problem.marks:
+        place = ["place = tl.load(order_of_keys_ptr + tl.program_id(0) // G)"]
+        place += ["block, batch = place % blocks, (place // blocks).to(tl.int64)"]
     start = [
         f"blocks = tl.cdiv(T, {cut.keys})",
         "group = tl.program_id(0) % G",
-        "batch = (tl.program_id(0) // G % B).to(tl.int64)",
-        "block = tl.program_id(0) // G // B",
+        *place,
         f"column = {first} + tl.arange(0, {cut.keys})",
         *(line for tile in (k, v, q, dout) for line in tile.lines()),
         *k.read(first, "column < T"),
         *v.read(first, "column < T"),
         *marks_of_columns(problem),
-        *reached(problem, cut.keys, step=cut.queries, of_keys=True),
+        *reached(problem, cut.keys, of_keys=True),
         f"steps = tl.cdiv(tl.maximum(high - low, 0), {cut.queries})",
         "heads = H // G",
         f"dk = tl.zeros([{cut.keys}, {problem.columns}], tl.float32)",

@@ -32,8 +32,9 @@ from mgraph.codegen.triton.kernel import (
 from mgraph.ir.graph import Node, Static
 from mgraph.ir.opdef import op_def
 
-PER_SM = 4
-"""Programs of the first launch that each multiprocessor should have, if need be by splits."""
+PER_SM, CHUNKS_PER_SM = 4, 2
+"""Programs of the first launch that each multiprocessor should have, if need be by splits: at least, of single tokens,
+and at most, of chunks, whose sums are large."""
 MOST_SPLITS = 128
 LEAST_KEYS = 64
 """A run of keys is not shorter than that, of the longest sequences there may be."""
@@ -44,6 +45,8 @@ SPAN = 32
 """Runs that are added at once, and starts of requests that are looked at at once."""
 WIDEST = 256
 LOG2_E = 1.4426950408889634
+LOWEST = -3.0e38
+"""A largest score of nothing: minus infinity would give no number where it is subtracted from itself."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class Tuning:
     keys: int
     num_warps: int = 4
     num_stages: int = 2
+    most_registers: int = 0
+    """The bound of a thread's registers, 0 for none, by which more than one program has room on a multiprocessor."""
 
 
 def problem_of(node: Node) -> PagedAttention | str:
@@ -164,6 +169,7 @@ def forward(name: str, problem: PagedAttention, cuts: tuple[Tuning, ...] | None 
                     cut.num_warps,
                     cut.num_stages,
                     aligned,
+                    cut.most_registers,
                     when=1 if problem.run else way,
                 )
                 for way, cut in ways
@@ -182,15 +188,20 @@ def _dims(problem: PagedAttention, cuts: tuple[Tuning, ...]) -> dict[str, Expres
         return {"splits": ("cdiv", ("mul", "W", problem.block_size), problem.run), "parts": "splits"}
     longest: Expression = ("cdiv", ("mul", "W", problem.block_size), LEAST_KEYS)
 
-    def splits(cut: Tuning) -> Expression:
+    def programs(cut: Tuning) -> Expression:
         tiles: Expression = ("max", "R", ("cdiv", "T", _tokens(problem, cut)))
-        busy: Expression = ("cdiv", ("mul", "sms", PER_SM), ("max", 1, ("mul", tiles, problem.groups)))
-        return ("max", 1, ("min", MOST_SPLITS, ("min", busy, longest)))
+        return ("max", 1, ("mul", tiles, problem.groups))
+
+    def bounded(splits: Expression) -> Expression:
+        return ("max", 1, ("min", MOST_SPLITS, ("min", splits, longest)))
+
+    single: Expression = ("cdiv", ("mul", "sms", PER_SM), programs(cuts[0]))
+    chunk: Expression = ("cdiv", ("add", 1, ("mul", "sms", CHUNKS_PER_SM)), programs(cuts[1]))
 
     return {
         "chunk": ("max", 0, ("min", 1, ("add", ("cdiv", "T", ("max", 1, ("mul", "R", 2))), -1))),
         "single": ("add", 1, ("mul", -1, "chunk")),
-        "splits": ("add", ("mul", "single", splits(cuts[0])), ("mul", "chunk", splits(cuts[1]))),
+        "splits": ("add", ("mul", "single", bounded(single)), ("mul", "chunk", bounded(("add", -1, chunk)))),
         "parts": ("mul", "splits", ("min", 1, ("add", "splits", -1))),
     }
 
@@ -222,7 +233,7 @@ def _score_lines(problem: PagedAttention, masked: bool) -> list[str]:
     """Scores of a tile of keys, as powers of two; all keys are seen unless `masked`."""
     precision = ', input_precision="ieee"' if problem.dtype == "f32" else ""
     scale = problem.scale if problem.softcap else problem.scale * LOG2_E
-    lines = [f"score = tl.dot(q, k{precision}) * {scale!r}"]
+    lines = [f"score = tl.dot(q, tl.trans(k){precision}) * {scale!r}"]
     if problem.softcap:  # cap * tanh(score / cap), by the exponential of a number that is not positive
         lines += [
             f"bent = tl.exp(-2.0 * tl.abs(score) / {problem.softcap!r})",
@@ -242,38 +253,57 @@ def _walk_lines(problem: PagedAttention, cut: Tuning, low: str, high: str, maske
     language = f"tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}"
     precision = ', input_precision="ieee"' if problem.dtype == "f32" else ""
     narrow, value_narrow = (width < _padded(width) for width in (problem.width, problem.value_width))
-    k_masks = ["inside[None, :]"] * masked + [f"(wide < {problem.width})[:, None]"] * narrow
+    k_masks = ["inside[:, None]"] * masked + [f"(wide < {problem.width})[None, :]"] * narrow
     v_masks = ["inside[:, None]"] * masked + [f"(across < {problem.value_width})[None, :]"] * value_narrow
 
     def mask(conditions: list[str]) -> str:
         return f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
 
-    # Whole tiles may begin before what is seen; there may be anything there.
-    inside = "(key < high) & (key >= lowest)" if problem.run and problem.window else "key < high"
+    # Blocks before the first that is seen whole may hold anything.
+    inside = "(key < high) & (key >= lowest)" if problem.window else "key < high"
     top = ["higher = tl.maximum(top, tl.max(score, 1))"]
     top += ['finite = tl.where(higher == float("-inf"), 0.0, higher)'] if masked else ["finite = higher"]
+    entry, offset = _places(problem.block_size, cut.keys)
+    rows = f"({offset} * {problem.groups} + group)"
+    size = problem.block_size * problem.groups
     lines = [
-        "key = place + tl.arange(0, {keys})",
+        f"key = place + tl.arange(0, {cut.keys})",
         *[f"inside = {inside}"] * masked,
-        "table = blocks_ptr + request * W + key // {block_size}",
-        "block = tl.load(table" + ", mask=inside, other=0" * masked + ").to(tl.int64)",
-        "slot = (block * {block_size} + key % {block_size}) * {groups} + group",
-        "k_place = slot[None, :] * {width} + wide[:, None]",
-        f"k = tl.load(keys_ptr + k_place{mask(k_masks)})",
+        f"entry = blocks_ptr + request * W + {entry}",
+        "block = tl.load(entry" + ", mask=inside, other=0" * masked + ").to(tl.int64)",
+        f"k_block = keys_ptr + (block * {size * problem.width})[:, None]",
+        f"k = tl.load(k_block + ({rows}[:, None] * {problem.width} + wide[None, :]){mask(k_masks)})",
         *_score_lines(problem, masked),
         *top,
         "weight = tl.exp2(score - finite[:, None])",
         "scale = tl.exp2(top - finite)",
         "total = total * scale + tl.sum(weight, 1)",
-        "v_place = slot[:, None] * {value_width} + across[None, :]",
-        f"v = tl.load(values_ptr + v_place{mask(v_masks)})",
+        f"v_block = values_ptr + (block * {size * problem.value_width})[:, None]",
+        f"v = tl.load(v_block + ({rows}[:, None] * {problem.value_width} + across[None, :]){mask(v_masks)})",
         f"part = part * scale[:, None] + tl.dot(weight.to({language}), v{precision})",
         "top = higher",
     ]
-    numbers = {"keys": cut.keys, "block_size": problem.block_size, "groups": problem.groups}
-    numbers |= {"width": problem.width, "value_width": problem.value_width}
     head = f"for place in tl.range({low}, {high}, {cut.keys}):"
-    return "\n        ".join([head, *("    " + line.format(**numbers) for line in lines)])
+    return "\n        ".join([head, *("    " + line for line in lines)])
+
+
+def _places(block_size: int, keys: int) -> tuple[str, str]:
+    """The entries in the block table of `keys` at `place`, and their rows in those blocks.
+
+    Places are multiples of `_step`. Where blocks have a whole number of tiles or tiles of blocks, rows of blocks are
+    the same for all tiles or differ by one number, which leaves the loop.
+    """
+    each = f"tl.arange(0, {keys})"
+    if keys % block_size == 0:
+        return f"place // {block_size} + {each} // {block_size}", f"{each} % {block_size}"
+    if block_size % keys == 0:
+        return f"(place // {block_size} + {each} * 0)", f"(place % {block_size} + {each})"
+    return f"key // {block_size}", f"key % {block_size}"
+
+
+def _step(block_size: int, keys: int) -> int:
+    """What the first key of a run is a multiple of."""
+    return min(block_size, keys) if max(block_size, keys) % min(block_size, keys) == 0 else 1
 
 
 def _walk_source(name: str, problem: PagedAttention, cut: Tuning, args: tuple[str, ...]) -> str:
@@ -288,8 +318,11 @@ def _walk_source(name: str, problem: PagedAttention, cut: Tuning, args: tuple[st
             f"seen = low + tl.maximum(0, tl.minimum(high, length - end + first + 1) - low) // {cut.keys} * {cut.keys}"
         )
         walk += f"\n        {bare}\n        {_walk_lines(problem, cut, 'seen', 'high', masked=True)}"
-    runs = f"""run = tl.cdiv(tl.cdiv(last - lowest, splits), {cut.keys}) * {cut.keys}
-        low = lowest + split * run
+    step = _step(problem.block_size, cut.keys)
+    whole = f"lowest // {step} * {step}" if problem.window else "0"
+    runs = f"""begin_keys = {whole}
+        run = tl.cdiv(tl.cdiv(last - begin_keys, splits), {cut.keys}) * {cut.keys}
+        low = begin_keys + split * run
         high = tl.minimum(last, low + run)"""
     if problem.run:  # what lies before all windows of the tile adds nothing, and is skipped by whole tiles of keys
         runs = f"""low = tl.maximum(split * {problem.run}, lowest // {cut.keys} * {cut.keys})
@@ -304,19 +337,22 @@ def {name}(
     score = {problem.scale!r} * q k
     """
     tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    request = -1
-    for base in tl.range(0, R, {SPAN}):
+    request, begin, end, length = -1, 0, 0, 0
+    for base in tl.range(0, R, {SPAN}):  # all at once: a load that waits for another takes longer than it all
         one = base + tl.arange(0, {SPAN})
         start = tl.load(starts_ptr + one, mask=one < R, other=1 << 30)
-        request += tl.sum((start // {tokens} + one <= tile).to(tl.int32), 0)
-    begin = tl.load(starts_ptr + request)
-    end = tl.load(starts_ptr + request + 1)
+        stop = tl.load(starts_ptr + one + 1, mask=one < R, other=0)
+        rows = tl.load(lengths_ptr + one, mask=one < R, other=0)
+        reached = start // {tokens} + one <= tile
+        request += tl.sum(reached.to(tl.int32), 0)
+        begin = tl.maximum(begin, tl.max(tl.where(reached, start, 0), 0))
+        end = tl.maximum(end, tl.max(tl.where(reached, stop, 0), 0))
+        length = tl.where(request >= base, tl.sum(tl.where(one == request, rows, 0), 0), length)
     first = begin + (tile - begin // {tokens} - request) * {tokens}
     row = tl.arange(0, {cut.rows})
     head = group * {repeat} + row % {repeat}
     across = tl.arange(0, {value_width})
     if first < end:
-        length = tl.load(lengths_ptr + request)
         token = first + row // {repeat}
         real = (token < end) & (row < {tokens * repeat})
         position = length - end + token
@@ -372,8 +408,7 @@ def _end_lines(problem: PagedAttention, cut: Tuning) -> str:
 def _ends_source(name: str, problem: PagedAttention, args: tuple[str, ...]) -> str:
     value_width = _padded(problem.value_width)
     sink = f"tl.load(sinks_ptr + head).to(tl.float32) * {LOG2_E!r}"
-    begin = [f"sink = {sink}", "largest = sink"] if problem.sinks else ['largest = float("-inf")']
-    total = "tl.exp2(sink - largest)" if problem.sinks else "0.0"
+    begin = [f"sink = {sink}", "largest, sum = sink, 1.0"] if problem.sinks else [f"largest, sum = {LOWEST!r}, 0.0"]
     language = f"tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}"
     return f'''
 @triton.jit
@@ -385,26 +420,24 @@ def {name}_ends(
     across = tl.arange(0, {value_width})
     inside = across < {problem.value_width}
     row = token.to(tl.int64) * {problem.heads} + head
+    tokens = tl.load(starts_ptr + R)
     made = tl.zeros([{value_width}], dtype=tl.float32)
-    if token < tl.load(starts_ptr + R):
-        {(chr(10) + "        ").join(begin)}
-        for base in tl.range(0, splits, {SPAN}):
-            run = base + tl.arange(0, {SPAN})
-            place = row + run.to(tl.int64) * T * {problem.heads}
-            tops = tl.load(top_ptr + place, mask=run < splits, other=float("-inf"))
-            largest = tl.maximum(largest, tl.max(tops, 0))
-        sum = {total}
-        for base in tl.range(0, splits, {SPAN}):
-            run = base + tl.arange(0, {SPAN})
-            place = row + run.to(tl.int64) * T * {problem.heads}
-            tops = tl.load(top_ptr + place, mask=run < splits, other=float("-inf"))
-            read = tops > float("-inf")
-            scale = tl.exp2(tops - largest)
-            sum += tl.sum(scale * tl.load(total_ptr + place, mask=read, other=0.0), 0)
-            part_place = place[:, None] * {problem.value_width} + across[None, :]
-            part = tl.load(part_ptr + part_place, mask=read[:, None] & inside[None, :], other=0.0)
-            made += tl.sum(scale[:, None] * part, 0)
-        made = made / sum
+    {(chr(10) + "    ").join(begin)}
+    for base in tl.range(0, splits, {SPAN}):  # what is not there is read as well: loads then wait for none
+        run = base + tl.arange(0, {SPAN})
+        place = row + run.to(tl.int64) * T * {problem.heads}
+        tops = tl.load(top_ptr + place, mask=run < splits, other=float("-inf"))
+        totals = tl.load(total_ptr + place, mask=run < splits, other=0.0)
+        part_place = place[:, None] * {problem.value_width} + across[None, :]
+        part = tl.load(part_ptr + part_place, mask=(run < splits)[:, None] & inside[None, :], other=0.0)
+        read = tops > float("-inf")
+        higher = tl.maximum(largest, tl.max(tops, 0))
+        scale = tl.where(read, tl.exp2(tops - higher), 0.0)
+        shrink = tl.exp2(largest - higher)
+        sum = sum * shrink + tl.sum(tl.where(read, scale * totals, 0.0), 0)
+        made = made * shrink + tl.sum(tl.where(read[:, None], scale[:, None] * part, 0.0), 0)
+        largest = higher
+    made = tl.where(token < tokens, made / sum, 0.0)
     tl.store(out_ptr + row * {problem.value_width} + across, made.to({language}), mask=inside)
 '''
 

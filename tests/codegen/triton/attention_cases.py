@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mgraph.codegen.triton.attention import Attention
+from mgraph.codegen.triton.attention_problem import Attention
 from mgraph.ir.ops.attention import attention, attention_grad
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 PROBLEMS: dict[str, Attention] = {
-    "window": Attention("bf16", 16, 16, 0.25, causal=True, window=40),
+    "window": Attention("bf16", 16, 16, 0.25, causal=True, window=40, share=2),
     "long_window": Attention("f16", 16, 16, 0.25, causal=True, window=140),
     "window_of_one": Attention("f16", 16, 16, 0.25, causal=True, window=1),
     "window_ahead": Attention("f16", 16, 16, 0.3, window=2),
@@ -19,12 +19,12 @@ PROBLEMS: dict[str, Attention] = {
     "softcap_of_all": Attention("bf16", 16, 16, 0.5, softcap=2.0, square=False),
     "narrow": Attention("bf16", 20, 20, 0.3, causal=True),
     "uneven": Attention("f16", 80, 16, 0.1, causal=True),
-    "past": Attention("f16", 16, 16, 0.25, causal=True, square=False),
-    "documents": Attention("bf16", 64, 64, 0.125, causal=True, more=(("segments", "i64"),)),
+    "past": Attention("f16", 16, 16, 0.25, causal=True, square=False, share=2),
+    "documents": Attention("bf16", 64, 64, 0.125, causal=True, more=(("segments", "i64"),), share=2),
     "long_documents": Attention("f16", 16, 16, 0.25, causal=True, more=(("segments", "i64"),)),
     "mixed": Attention("f16", 16, 16, 0.25, more=(("segments", "i32"), ("segments", "i64"))),
     "padding": Attention("f16", 16, 16, 0.25, causal=True, square=False, more=(("keys", "bool"),)),
-    "sinks_in_a_window": Attention("bf16", 64, 64, 0.125, causal=True, window=33, more=(("sinks", "bf16"),)),
+    "sinks_in_a_window": Attention("bf16", 64, 64, 0.125, causal=True, window=33, more=(("sinks", "bf16"),), share=2),
     "all": Attention(
         "f16",
         80,
@@ -34,6 +34,7 @@ PROBLEMS: dict[str, Attention] = {
         window=50,
         softcap=3.0,
         more=(("keys", "i64"), ("sinks", "f32"), ("segments", "i64")),
+        share=2,
     ),
 }
 SIZES = {
@@ -46,7 +47,7 @@ SIZES = {
     "narrow": (1, 3, 1, 40, 40),
     "uneven": (1, 1, 1, 129, 129),
     "past": (1, 2, 1, 70, 33),
-    "documents": (2, 1, 1, 200, 200),
+    "documents": (2, 4, 2, 200, 200),
     "long_documents": (1, 1, 1, 333, 333),
     "mixed": (1, 1, 1, 129, 129),
     "padding": (2, 2, 2, 33, 70),

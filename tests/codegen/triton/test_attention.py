@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from mgraph.codegen.triton import KernelSpec, attention, kernels_text, reference_text
-from mgraph.codegen.triton.attention import Attention, Reach, Tuning, further_of
+from mgraph.codegen.triton.attention import Tuning, further_of
+from mgraph.codegen.triton.attention_problem import Attention, problem_of
+from mgraph.codegen.triton.attention_reach import Reach
 from mgraph.ir.graph import Node
 from mgraph.ir.ops import attention as op
 from tests.codegen.triton.attention_cases import DISPLACED, PROBLEMS, displaced, draw, error, results
@@ -132,9 +134,9 @@ ALONE = ("%v, %ids, %sinks)", "%v)"), ('"segments", "sinks"', "")
 
 
 def test_problem_of_a_node() -> None:
-    want = Attention("bf16", 64, 64, 0.125, True, 128, None, (("segments", "i64"), ("sinks", "bf16")))
-    assert attention.problem_of(node()) == want
-    fused = attention.problem_of(node(*ALONE, (", window = 128", ""), ("64]", "72]")))
+    want = Attention("bf16", 64, 64, 0.125, True, 128, None, (("segments", "i64"), ("sinks", "bf16")), share=4)
+    assert problem_of(node()) == want
+    fused = problem_of(node(*ALONE, (", window = 128", ""), ("64]", "72]")))
     assert fused == "cuDNN's kernel is faster"
 
 
@@ -152,7 +154,7 @@ def test_problem_of_a_node() -> None:
     ],
 )
 def test_refusals_name_the_reason(changes: list[tuple[str, str]], reason: str) -> None:
-    assert reason in str(attention.problem_of(node(*changes)))
+    assert reason in str(problem_of(node(*changes)))
 
 
 def test_emitted_lines_fit() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mgraph.codegen.triton import KernelSpec, attention, attention_grad
-from mgraph.codegen.triton.attention import Attention
+from mgraph.codegen.triton.attention_problem import Attention
 from tests.codegen.triton.ptx_of import ptx_of
 
 SINKS = Attention("bf16", 64, 64, 0.125, True, 128, more=(("sinks", "bf16"),))
