@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +17,6 @@ from mgraph.codegen.triton.attention_problem import Attention
 from mgraph.ir.ops.attention import attention as body
 from mgraph.ir.ops.attention import attention_grad as gradient_body
 
-DOCUMENT = 512
-"""The mean length of a document."""
-
 
 @functools.cache
 def flex() -> Any:
@@ -28,9 +26,20 @@ def flex() -> Any:
     return module
 
 
-def draw(problem: Attention, sizes: tuple[int, int, int, int], device: torch.device) -> tuple[Tensor, ...]:
-    """q, k, v [B, H, S, D], in memory [B, S, H, D], and the further operands, for sizes B, H, G, S."""
-    batch, queries, keys, rows = sizes
+@dataclass(frozen=True)
+class Sizes:
+    """B, H, G and S, and the mean length of a document."""
+
+    batch: int
+    queries: int
+    keys: int
+    rows: int
+    document: int = 0
+
+
+def draw(problem: Attention, sizes: Sizes, device: torch.device) -> tuple[Tensor, ...]:
+    """q, k, v [B, H, S, D], in memory [B, S, H, D], and the further operands."""
+    batch, rows = sizes.batch, sizes.rows
 
     def heads(number: int) -> Tensor:
         made = torch.randn(batch, rows, number, problem.width, device=device, dtype=torch.bfloat16)
@@ -39,36 +48,37 @@ def draw(problem: Attention, sizes: tuple[int, int, int, int], device: torch.dev
     more = []
     for name in problem.extra:
         if name == "sinks":
-            more.append(torch.randn(queries, device=device, dtype=torch.bfloat16))
+            more.append(torch.randn(sizes.queries, device=device, dtype=torch.bfloat16))
         else:
-            more.append((torch.rand(batch, rows, device=device) < 1 / DOCUMENT).long().cumsum(1))
-    return heads(queries), heads(keys), heads(keys), *more
+            more.append((torch.rand(batch, rows, device=device) < 1 / sizes.document).long().cumsum(1))
+    return heads(sizes.queries), heads(sizes.keys), heads(sizes.keys), *more
 
 
-def by_heads(
+def by_parts(
     run: Callable[..., tuple[Tensor, ...]], problem: Attention, heads: tuple[int, ...], groups: tuple[int, ...]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """The op's body for one batch and one head of the keys at a time, whose scores fit in memory.
+    """The op's body for one batch, one head of the keys and one document at a time, whose scores fit in memory.
 
     `heads` and `groups` say which operands have a dim of query heads and which of key heads; sinks have the former.
     """
 
     def whole(*operands: Tensor) -> tuple[Tensor, ...]:
         number, count = operands[groups[0]].shape[1], operands[heads[0]].shape[0]
-        first = len(operands) - len(problem.extra)
+        given = operands[: len(operands) - len(problem.extra)]
+        more = dict(zip(problem.extra, operands[len(given) :], strict=True))
         rows = []
         for batch in range(count):
             parts = []
             for group in range(number):
-                cut = []
-                for index, operand in enumerate(operands):
-                    name = problem.extra[index - first] if index >= first else ""
-                    if name == "sinks":
-                        cut.append(operand.chunk(number)[group])
-                        continue
-                    row = operand[batch : batch + 1]
-                    cut.append(row.chunk(number, 1)[group] if index in (*heads, *groups) else row)
-                parts.append(run(*cut, **options(problem)))
+                of_group = [operand[batch : batch + 1].chunk(number, 1)[group] for operand in given]
+                sinks = [more["sinks"].chunk(number)[group]] if "sinks" in more else []
+                found = [
+                    run(*(operand[:, :, begin:end] for operand in of_group), *sinks, **options(problem))
+                    for begin, end in documents(more.get("segments"), batch, given[0].shape[2])
+                ]
+                parts.append(
+                    [torch.cat(same, 2) if same[0].dim() > 1 else same[0] for same in zip(*found, strict=True)]
+                )
             rows.append([torch.cat(same, 1 if same[0].dim() > 1 else 0) for same in zip(*parts, strict=True)])
         return tuple(
             torch.cat(same) if same[0].dim() > 1 else torch.stack(same).sum(0) for same in zip(*rows, strict=True)
@@ -77,14 +87,20 @@ def by_heads(
     return whole
 
 
+def documents(ids: Tensor | None, batch: int, rows: int) -> list[tuple[int, int]]:
+    """Where the documents of a row begin and end; all is one without."""
+    inner = [] if ids is None else (ids[batch].diff().nonzero().flatten() + 1).tolist()
+    return list(itertools.pairwise([0, *inner, rows]))
+
+
 def options(problem: Attention) -> dict[str, Any]:
-    """The attributes of the op."""
+    """The attributes of the op, of one document."""
     return {
         "scale": problem.scale,
         "causal": problem.causal,
         "window": problem.window,
         "softcap": problem.softcap,
-        "extra": problem.extra,
+        "extra": tuple(name for name in problem.extra if name != "segments"),
     }
 
 
@@ -162,22 +178,24 @@ def flex_backward(problem: Attention) -> Callable[..., tuple[Tensor, ...]]:
     return gradient
 
 
-def traffic(problem: Attention, sizes: tuple[int, int, int, int], backward: bool) -> int:
+def traffic(problem: Attention, sizes: Sizes, backward: bool) -> int:
     """Bytes of operands and results, each moved once."""
-    batch, queries, keys, rows = sizes
-    of_queries, of_keys = (2 * batch * number * rows * problem.width for number in (queries, keys))
-    sums = 4 * batch * queries * rows
+    batch, rows = sizes.batch, sizes.rows
+    of_queries, of_keys = (2 * batch * number * rows * problem.width for number in (sizes.queries, sizes.keys))
+    sums = 4 * batch * sizes.queries * rows
     return 4 * of_queries + 4 * of_keys + sums if backward else 2 * of_queries + 2 * of_keys + sums
 
 
-def cases(name: str, what: str, problem: Attention, sizes: tuple[int, int, int, int]) -> list[Case]:
+def cases(name: str, what: str, problem: Attention, sizes: Sizes) -> list[Case]:
     """Forward and backward."""
     site = name.replace("-", "_")
-    workload = f"{what}: B {sizes[0]}, H {sizes[1]}, G {sizes[2]}, S {sizes[3]}, D {problem.width}, bf16"
+    problem = replace(problem, share=sizes.queries // sizes.keys)
+    about = f"B {sizes.batch}, H {sizes.queries}, G {sizes.keys}, S {sizes.rows}, D {problem.width}, bf16"
+    workload = f"{what}: {about}"
 
     def saved(device: torch.device) -> tuple[Tensor, ...]:
         q, k, v, *more = draw(problem, sizes, device)
-        out, lse = by_heads(body, problem, (0,), (1, 2))(q, k, v, *more)
+        out, lse = by_parts(body, problem, (0,), (1, 2))(q, k, v, *more)
         like_q = torch.empty_like(q).copy_(out)
         return torch.randn_like(q), q, k, v, like_q, lse, *more
 
@@ -187,7 +205,7 @@ def cases(name: str, what: str, problem: Attention, sizes: tuple[int, int, int, 
             workload=f"attention, {workload}",
             spec=attention.forward(f"attention_{site}", problem),
             inputs=lambda device: draw(problem, sizes, device),
-            reference=by_heads(body, problem, (0,), (1, 2)),
+            reference=by_parts(body, problem, (0,), (1, 2)),
             peers={"flex": flex_forward(problem)},
             bytes=traffic(problem, sizes, backward=False),
             bound=6e-3,
@@ -197,7 +215,7 @@ def cases(name: str, what: str, problem: Attention, sizes: tuple[int, int, int, 
             workload=f"gradient of attention, {workload}",
             spec=attention_grad.backward(f"attention_{site}_grad", problem),
             inputs=saved,
-            reference=by_heads(gradient_body, problem, (1, 0, 4, 5), (2, 3)),
+            reference=by_parts(gradient_body, problem, (1, 0, 4, 5), (2, 3)),
             peers={"flex": flex_backward(problem)},
             bytes=traffic(problem, sizes, backward=True),
             bound=1e-2,
@@ -205,19 +223,22 @@ def cases(name: str, what: str, problem: Attention, sizes: tuple[int, int, int, 
     ]
 
 
+SQUARE = Sizes(4, 32, 8, 4096)
+PACKED = Attention("bf16", 128, 128, 128**-0.5, True, more=(("segments", "i64"),))
 CASES = [
-    *cases("window", "window 1024", Attention("bf16", 128, 128, 128**-0.5, True, 1024), (4, 32, 8, 4096)),
+    *cases("window", "window 1024", Attention("bf16", 128, 128, 128**-0.5, True, 1024), SQUARE),
     *cases(
         "sinks",
         "sinks and window 128",
         Attention("bf16", 64, 64, 0.125, True, 128, more=(("sinks", "bf16"),)),
-        (4, 64, 8, 4096),
+        Sizes(4, 64, 8, 4096),
     ),
-    *cases("softcap", "softcap 50", Attention("bf16", 128, 128, 128**-0.5, True, softcap=50.0), (4, 32, 8, 4096)),
-    *cases(
-        "documents",
-        f"documents of about {DOCUMENT}",
-        Attention("bf16", 128, 128, 128**-0.5, True, more=(("segments", "i64"),)),
-        (4, 32, 8, 4096),
+    *cases("softcap", "softcap 50", Attention("bf16", 128, 128, 128**-0.5, True, softcap=50.0), SQUARE),
+    *(
+        case
+        for name, batch, rows, document in (("", 4, 4096, 512), ("-8k", 2, 8192, 1024), ("-32k", 1, 32768, 2048))
+        for case in cases(
+            f"documents{name}", f"documents of about {document}", PACKED, Sizes(batch, 32, 8, rows, document)
+        )
     ),
 ]
