@@ -120,7 +120,7 @@ def tunings(problem: PagedAttention) -> tuple[Tuning, Tuning]:
     single = Tuning(least, 64 if wide <= 256 else 32)
     if problem.dtype == "f32":
         return single, Tuning(max(32, least), 32)
-    return single, Tuning(max(128, least), 128, 8) if wide <= 256 else Tuning(max(64, least), 32)
+    return single, Tuning(max(128, least), 64, 8, 3, 128) if wide <= 256 else Tuning(max(64, least), 32)
 
 
 def fixed_tuning(problem: PagedAttention) -> Tuning:
