@@ -68,7 +68,7 @@ def problem_of_sum(node: Node, total: Value, fresh: bool = False) -> Outer | str
 def tuning(problem: Outer) -> Tuning:
     """Large tiles, as the sum is long: 128 by 256 with 64 rows at a time; of f32 smaller ones."""
     if problem.dtype == EXACT:
-        return exact_tuning(min(64, max(16, power(problem.left))), problem.right)
+        return exact_tuning(problem.right, min(64, max(16, power(problem.left))))
     rows = min(128, max(16, power(problem.left)))
     columns = min(256 if problem.right % 256 == 0 else 128, max(16, power(problem.right)))
     return Tuning(rows, columns, 64, 8 if rows * columns >= 128 * 128 else 4, 4)

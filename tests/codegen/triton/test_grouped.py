@@ -51,7 +51,7 @@ PRODUCTS = {
     "sum": (Product(3, 16, 32, "bf16", transposed=True, second=True), LOOPED),
     "alone": (Product(3, 32, 48, "f16"), ALONE),
     "alone_looped": (Product(3, 16, 48, "bf16"), replace(ALONE, programs=1)),
-    "exact": (Product(3, 48, 80, "f32", bias="f32"), replace(grouped.exact_tuning(16, 80), listed=False)),
+    "exact": (Product(3, 48, 80, "f32", bias="f32"), replace(grouped.exact_tuning(80, 16), listed=False)),
     "exact_sum": (Product(3, 32, 48, "f32", transposed=True, second=True), SMALL),
 }
 SUMS = {
@@ -79,7 +79,7 @@ OUTERS = {
     "plain": (Outer(3, 32, 48, "f16"), SMALL),
     "left": (Outer(3, 32, 16, "bf16", "left", 2, "f32"), LOOPED),
     "right": (Outer(3, 16, 80, "f16", "right", 3, "f16"), Tuning(16, 64, 16, 4, 3)),
-    "exact": (Outer(3, 16, 80, "f32", total="f32"), grouped.exact_tuning(16, 80)),
+    "exact": (Outer(3, 16, 80, "f32", total="f32"), grouped.exact_tuning(80, 16)),
     "fresh": (Outer(3, 16, 48, "f16", "right", 2, "f32", fresh=True), SMALL),
 }
 

@@ -86,7 +86,8 @@ def test_graphs_and_steps(model: str, precision: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("model", "precision"), [("dense-tiny", "fp32"), *((model, "bf16") for model in MODELS)])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_bits_do_not_depend_on_the_batch(model: str, precision: str, tmp_path: Path) -> None:
     """Random requests in chunks and tight caches, each against itself alone."""
     recipe = Recipe(model=model, purpose="serve", precision=precision, max_length=256, output=str(tmp_path / "pkg"))
