@@ -9,8 +9,8 @@ A profile is a JSON file, one that is committed (`profiles/NAME.json`) or one th
                                     `math`), how often it moves the least bytes (`passes`), its launches
     measured                        rows of op, attrs, sizes, provider, microseconds, bytes, flops, source, card, date
 
-A time is `measured` where a row of this card has the very sizes; else it is `estimated`: from the nearest row of the
-same op, provider, dtype and attributes, scaled by what the model says of the two, or from the model alone.
+A time is `measured` where a row of this card has the very sizes; else it is `estimated`: what the model says, times
+what the two nearest rows of the same op, provider, dtype and attributes took over what it says of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _GATHERS = ("aten.embedding.default", "embedding_part", "aten.index_select.defau
 _NUMBERS = ("scale", "eps", "ignore_index", "classes", "num_experts")
 """Attributes that change nothing of the work."""
 FAR = 6.0
-"""A row whose work is more than 2**6 times as much, or as little, says nothing."""
+"""A row whose sizes are further away, in powers of two, says nothing."""
+NEAREST = 2
+"""Rows that an estimate is made of: providers overtake each other between sizes that were measured."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +136,15 @@ class Profile:
         for row in rows:
             if (row.sizes, row.attrs, row.card) == (instance.sizes, instance.attrs, self.card):
                 return Time(row.microseconds, "measured")
-        near = [(distance(row, instance), row) for row in rows if _alike(row, instance)]
-        modelled = self.model(instance, provider)
-        if near:
-            far, row = min(near, key=lambda pair: pair[0])
-            if far < FAR:
-                modelled *= row.microseconds / self.model(row, provider)
-        return Time(modelled, "estimated")
+        found = [(distance(row, instance), row) for row in rows if _alike(row, instance)]
+        near = sorted((pair for pair in found if pair[0] < FAR), key=lambda pair: pair[0])[:NEAREST]
+        total, weights = 0.0, 0.0
+        for far, row in near:
+            weight = (far + 0.05) ** -2  # the nearer says more; one of the same sizes, nearly all
+            total += weight * math.log(row.microseconds / self.model(row, provider))
+            weights += weight
+        factor = math.exp(total / weights) if near else 1.0
+        return Time(self.model(instance, provider) * factor, "estimated")
 
     def model(self, instance: Instance, provider: str) -> float:
         """Microseconds by the rates alone."""
@@ -179,9 +183,23 @@ class Profile:
 
 
 def distance(row: Instance, instance: Instance) -> float:
-    """How far the work of two instances of an op is apart, in powers of two."""
-    pairs = ((row.bytes, instance.bytes), (row.flops, instance.flops))
-    return max(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)
+    """How far the sizes of two instances of an op are apart, in powers of two: of each operand the sum over its dims,
+    and the mean of the operands; where their operands are of other kinds, how far the work is."""
+    shapes = [[_shape(size) for size in i.sizes] for i in (row, instance)]
+    if [len(shape) for shape in shapes[0]] == [len(shape) for shape in shapes[1]]:
+        apart = [_powers(a, b) for one, other in zip(*shapes, strict=True) for a, b in zip(one, other, strict=True)]
+        return sum(apart) / max(len(row.sizes), 1)
+    return max(_powers(row.bytes, instance.bytes), _powers(row.flops, instance.flops))
+
+
+def _shape(size: str) -> list[int]:
+    """The dims of `bf16[8,128]`."""
+    return [int(dim) for dim in size.partition("[")[2].rstrip("]").split(",") if dim]
+
+
+def _powers(a: int, b: int) -> float:
+    """How many powers of two are between two numbers."""
+    return abs(math.log2(max(a, 1) / max(b, 1)))
 
 
 def _alike(row: Instance, instance: Instance) -> bool:

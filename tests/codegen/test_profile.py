@@ -64,6 +64,20 @@ def test_times_are_measured_near_or_modelled() -> None:
     assert profile.time(far, "torch").microseconds > 2 * near.microseconds
 
 
+@pytest.mark.parametrize(("batch", "length", "first"), [(8, 512, "triton"), (2, 2048, "cudnn"), (3, 3000, "cudnn")])
+def test_providers_overtake_between_measured_sizes(batch: int, length: int, first: str) -> None:
+    """The gradient of causal attention of 32 heads on 8, as an H200 ran it at sizes that the profile has no rows for:
+    203, 525 and 1,693 microseconds by the kernel, 234, 485 and 1,398 by cuDNN's."""
+    profile = read_profile("h200")
+    known = (r for r in profile.measured if (r.op, r.provider) == ("attention_grad", "cudnn"))
+    row = next(r for r in known if r.sizes[1:3] == ("bf16[4,32,4096,128]", "bf16[4,8,4096,128]"))
+    sizes = tuple(size.replace("[4,", f"[{batch},").replace(",4096", f",{length}") for size in row.sizes)
+    moved, share = batch * length / (4 * 4096), length / 4096
+    wanted = Instance(row.op, row.attrs, sizes, int(row.bytes * moved), int(row.flops * moved * share))
+    times = {provider: profile.time(wanted, provider).microseconds for provider in ("triton", "cudnn", "flash")}
+    assert min(times, key=times.__getitem__) == first, times
+
+
 def test_rows_replace_those_of_the_same_instance(tmp_path: Path) -> None:
     profile = read_profile("h100")
     first = profile.measured[0]
