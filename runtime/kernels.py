@@ -28,7 +28,17 @@ from typing import Any
 import torch
 
 from mgraph.errors import MgraphError, PackageError
-from mgraph.runtime.launch import ALIGNMENT, CubinLauncher, CudaDevice, Device, JitLauncher, Launcher, Shape, runs_on
+from mgraph.runtime.launch import (
+    ALIGNMENT,
+    CubinLauncher,
+    CudaDevice,
+    Device,
+    JitLauncher,
+    Launcher,
+    RefusedBinary,
+    Shape,
+    runs_on,
+)
 from mgraph.runtime.multi_tensor import Tables, places
 
 DTYPES = {
@@ -126,8 +136,13 @@ def bind(
         if device is None:
             continue
         refusal = refuse(entry, device.capability, device.cuda)
+        launchers: list[Launcher] = []
         if refusal is None:
-            launchers: list[Launcher] = [CubinLauncher(launch, directory, device) for launch in entry["launches"]]
+            try:
+                launchers = [CubinLauncher(launch, directory, device) for launch in entry["launches"]]
+            except RefusedBinary as error:
+                refusal = error.message
+        if refusal is None:
             sites[name], providers[name] = _gpu_site(entry, twin, device, launchers, strict), "cubin"
         elif jit and entry["launches"]:
             module = _import_file(directory / "kernels.py")

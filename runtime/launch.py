@@ -118,6 +118,10 @@ class Launcher(Protocol):
         the strides are multiples of 16 elements."""
 
 
+class RefusedBinary(PackageError):
+    """A binary that the driver does not take."""
+
+
 class CubinLauncher:
     """Launches binaries: the first that fits the tensors' alignment. Arguments go into one array made at load."""
 
@@ -147,7 +151,10 @@ class CubinLauncher:
         path = directory / binary["file"]
         if not path.is_file():
             raise PackageError("a kernel binary is missing", where=str(path), hint="compile the package again")
-        return self._device.load(path.read_bytes(), binary["symbol"], binary["shared"])
+        try:
+            return self._device.load(path.read_bytes(), binary["symbol"], binary["shared"])
+        except PackageError as error:
+            raise RefusedBinary(f"{binary['file']} cannot be loaded: {error.message}") from error
 
     def launch(self, tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], grid: Shape, aligned: bool) -> None:
         """See `Launcher.launch`."""

@@ -193,6 +193,23 @@ def test_binaries_that_do_not_fit(package: Path, capability: tuple[int, int], cu
         bind(package, device, strict=True)
 
 
+class Refusing(Recorder):
+    """A device whose driver takes no binary."""
+
+    def load(self, cubin: bytes, symbol: str, shared: int) -> Any:
+        raise PackageError("the CUDA driver says CUDA_ERROR_INVALID_IMAGE for a kernel of this package")
+
+
+def test_a_binary_that_the_driver_refuses_is_left_to_torch(package: Path) -> None:
+    told = r"scale: cubin/scale\.sm_90a\S*\.cubin cannot be loaded: .*INVALID_IMAGE"
+    with pytest.warns(RuntimeWarning, match=told) as caught:
+        sites = bind(package, Refusing())
+    assert len(caught) == 1 and sites.providers == {"scale": "twin"}
+    with pytest.raises(PackageError, match=told) as refused:
+        bind(package, Refusing(), strict=True)
+    assert refused.value.exit_code == 2
+
+
 def test_missing_binary_is_an_error(package: Path) -> None:
     (package / "cubin/scale.sm_90a.cubin").unlink()
     with pytest.raises(PackageError, match=r"scale\.sm_90a\.cubin"):
