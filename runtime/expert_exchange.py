@@ -12,6 +12,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from mgraph.runtime.moe import check_choices
 from mgraph.runtime.ops import wide
 
 
@@ -19,9 +20,11 @@ def expert_places(indices: Tensor, *, num_experts: int, ranks: int) -> Tensor:
     """Where each token lies among those that go to a rank, i64 [T, ranks]; -1 where it does not go. indices i64 [T, K].
 
     Tokens are counted in their order, each once for a rank, however many of its experts are there; `num_experts` stands
-    for an expert that dropped it.
+    for an expert that dropped it. Raises PackageError on the CPU for the number of an expert that there is not;
+    elsewhere it drops the token, as `num_experts` does.
     """
-    owner = indices // (num_experts // ranks)
+    check_choices(indices, num_experts)
+    owner = indices.clamp(-1, num_experts).remainder(num_experts + 1) // (num_experts // ranks)  # -1 becomes E
     goes = torch.zeros(indices.shape[0], ranks + 1, dtype=torch.int64, device=indices.device).scatter_(1, owner, 1)[
         :, :-1
     ]

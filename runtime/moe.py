@@ -137,14 +137,19 @@ def moe_order(indices: Tensor, *, num_experts: int, others: bool = False) -> tup
     Raises PackageError on the CPU, where a look costs nothing, for the number of an expert that there is not; elsewhere
     such a pair is of no expert, as those of E are.
     """
+    check_choices(indices, num_experts)
+    return _by_expert(indices.flatten(), num_experts)
+
+
+def check_choices(indices: Tensor, num_experts: int) -> None:
+    """Raises PackageError on the CPU for the number of an expert that there is not; E, which drops, is none such."""
     if indices.device.type == "cpu" and indices.numel():
         low, high = (int(number) for number in torch.aminmax(indices))
-        if low < 0 or high > num_experts:  # that one is of no expert here
+        if low < 0 or high > num_experts:
             raise PackageError(
                 f"a router chose expert {low if low < 0 else high}, and the experts are 0 to {num_experts - 1}",
                 hint="mend the router of the model, and compile it again",
             )
-    return _by_expert(indices.flatten(), num_experts)
 
 
 def _by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

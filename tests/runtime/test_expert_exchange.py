@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mgraph.errors import PackageError
 from mgraph.ir.opdef import op_def
 from mgraph.runtime import expert_exchange as e
 from tests.ir.ops.test_expert_exchange import CASES, body, routing
@@ -22,6 +23,12 @@ def test_as_the_ops_say(tokens: int, choices: int, experts: int, ranks: int, dty
     if dtype.is_floating_point:
         packed[packed == -1] = float("nan")  # rows that nobody sent
         assert torch.equal(e.unpack_rows(packed, places), body("unpack_rows", packed, places))
+
+
+@pytest.mark.parametrize("wrong", [-1, 9])
+def test_an_expert_that_there_is_not_is_told_of(wrong: int) -> None:
+    with pytest.raises(PackageError, match=f"a router chose expert {wrong}, and the experts are 0 to 7"):
+        e.expert_places(torch.tensor([[0, 8], [wrong, 3]]), num_experts=8, ranks=2)
 
 
 def test_choices_and_tails() -> None:
