@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 __all__ = ["Linear", "Llama3", "ModelConfig", "RopeScaling", "Yarn"]
 
@@ -165,6 +166,7 @@ class ModelConfig:
         return bool(self.num_experts and (self.balance_loss or self.z_loss))
 
     def __post_init__(self) -> None:
+        self._check_words()
         if (not self.head_width and self.d_model % self.num_heads) or self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"d_model {self.d_model} must be a multiple of num_heads {self.num_heads} (or head_width be given), "
@@ -203,6 +205,7 @@ class ModelConfig:
             raise ValueError("relu_squared has no gate: gate_clamp and gate_offset must be 0")
 
     def _check_experts(self) -> None:
+        self._check_router_numbers()
         experts, groups = self.num_experts, self.num_groups
         if not 1 <= self.top_k <= experts:
             raise ValueError(f"top_k {self.top_k} must lie in 1..{experts}, the number of experts")
@@ -212,8 +215,6 @@ class ModelConfig:
             )
         if self.selection_bias and self.router != "sigmoid":
             raise ValueError(f"selection_bias needs the sigmoid router, not {self.router}")
-        if not 0 <= self.capacity_factor < float("inf"):
-            raise ValueError(f"capacity_factor {self.capacity_factor} must be positive, or 0 for no limit")
         if groups == 1:
             return
         if experts % groups or experts // groups < 2:
@@ -224,3 +225,16 @@ class ModelConfig:
             )
         if self.router == "topk_softmax":
             raise ValueError("groups are chosen by scores: num_groups needs the softmax or the sigmoid router")
+
+    def _check_words(self) -> None:
+        for name, hint in get_type_hints(ModelConfig).items():
+            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, and must be one of {', '.join(get_args(hint))}")
+
+    def _check_router_numbers(self) -> None:
+        for name in ("capacity_factor", "jitter", "choice_jitter", "balance_loss", "z_loss"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:  # written so that nan fails too
+                raise ValueError(f"{name} is {value}, and must be positive and finite, or 0 for none")
+        if not math.isfinite(self.routed_scale):
+            raise ValueError(f"routed_scale is {self.routed_scale}, and must be finite")

@@ -111,7 +111,7 @@ def test_operators_are_registered_well() -> None:
 
 @pytest.mark.parametrize("factor", [-1.0, float("inf"), float("nan")])
 def test_factors_without_a_meaning_are_refused(factor: float) -> None:
-    with pytest.raises(ValueError, match="must be positive, or 0 for no limit"):
+    with pytest.raises(ValueError, match="must be positive and finite, or 0 for none"):
         ModelConfig(num_experts=4, capacity_factor=factor)
 
 

@@ -83,3 +83,19 @@ def test_jitter_is_for_training_only() -> None:
     assert torch.equal(router(x)[0], router(x)[0])
     weights = router.proj(x).softmax(-1).topk(2).values
     assert torch.equal(router(x)[0], weights / weights.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"router": "soft"}, "router is 'soft', and must be one of softmax, topk_softmax, sigmoid"),
+        ({"capacity_keeps": "first"}, "capacity_keeps is 'first', and must be one of weight, position"),
+        ({"jitter": -5.0}, "jitter is -5.0, and must be positive and finite, or 0 for none"),
+        ({"balance_loss": float("nan")}, "balance_loss is nan, and must be"),
+        ({"z_loss": float("inf")}, "z_loss is inf, and must be"),
+        ({"routed_scale": float("nan")}, "routed_scale is nan, and must be finite"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ModelConfig(num_experts=4, **changes)
