@@ -201,7 +201,7 @@ class Refusing(Recorder):
 
 
 def test_a_binary_that_the_driver_refuses_is_left_to_torch(package: Path) -> None:
-    told = r"scale: cubin/scale\.sm_90a\S*\.cubin cannot be loaded: .*INVALID_IMAGE"
+    told = r"scale: cubin/scale\S*\.sm_90a\.cubin cannot be loaded: .*INVALID_IMAGE"
     with pytest.warns(RuntimeWarning, match=told) as caught:
         sites = bind(package, Refusing())
     assert len(caught) == 1 and sites.providers == {"scale": "twin"}
