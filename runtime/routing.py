@@ -146,6 +146,10 @@ class Recording:
         known = lists and found.get("format") == _FORMAT and all(isinstance(each, list) for each in lists)
         if not known or len(found["layers"]) != len(found["experts"]):
             raise RoutingError("these are no recorded decisions of a known form", str(file))
+        for key in _TEXTS:
+            if type(found.get(key)) is not int:
+                hint = "the file that --record-routing wrote"
+                raise RoutingError(f"'{key}' is {json.dumps(found.get(key))}, not a whole number", str(file), hint)
         for name, here, recorded in zip(wanted["layers"], wanted["layers"], found["layers"], strict=False):
             if here != recorded:
                 raise RoutingError(f"the router {recorded} was recorded where the model has {name}", str(file))

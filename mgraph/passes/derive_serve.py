@@ -237,6 +237,8 @@ class _Derivation:
             guard = f"{node.op} {problem}, and has no form over a cache"
             self.report.near_miss(where, node.id, "attention", guard)
             hint = "attention that is not recognised shows up so: see the raise-attention report"
+            if node.op == "moe_capacity":
+                hint = "a model without capacity_factor: what an expert drops depends on the other tokens of a batch"
             raise PassError(f"cannot serve: {guard}", where=str(node.origin), hint=hint)
         builder.keep(replace(node, phase=Phase.DECODE))
 

@@ -48,7 +48,7 @@ class ExpertBudget(Pass):
         module, counts = _Overruns(module, self.name, report, size=self.size).everywhere(*entries)
         if not counts:
             what = "no tokens go to experts of other ranks by rows of which there could be too many"
-            raise PassError(what, "--expert-budget", "leave it out, or --pad-to-capacity")
+            raise PassError(what, "--expert-budget", "leave it out: rows by capacity have a size that is known")
         finish, outer = module.entry_function("finish"), len(module.entries["finish"].outputs)
         builder = rebuild(finish, self.name)
         builder.phase, builder.origin = Phase.OPTIMIZER, finish.nodes[0].origin

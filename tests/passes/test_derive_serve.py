@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mgraph.capture import capture
+from mgraph.compiler import build_module
 from mgraph.errors import PassError
 from mgraph.ir.dims import evaluate
 from mgraph.ir.graph import Module, State, StateKind
@@ -17,6 +18,7 @@ from mgraph.passes.cache_groups import cache_groups
 from mgraph.passes.pipeline import run_pipeline
 from mgraph.passes.serve_samples import step_inputs
 from mgraph.passes.verify import TwinCheck
+from mgraph.recipe import Recipe
 from tests.passes.build import B, S, f32, i64, module_of, started
 from tests.passes.models import mlp_module
 from tests.sampling import sampled
@@ -157,3 +159,10 @@ def test_ops_across_positions_are_refused(op: str, attrs: dict[str, Any]) -> Non
     entries = {"forward": replace(module.entries["forward"], outputs=("logits",))}
     with pytest.raises(PassError, match=f"cannot serve: {op}"):
         run_pipeline(replace(module, entries=entries), "derive-serve")
+
+
+def test_a_capacity_is_named_as_the_cause() -> None:
+    recipe = Recipe(model="moe-tiny-capacity", purpose="serve", arch="none")
+    with pytest.raises(PassError, match="cannot serve: moe_capacity") as caught:
+        build_module(recipe)
+    assert "without capacity_factor" in str(caught.value.hint) and "attention" not in str(caught.value.hint)

@@ -74,6 +74,7 @@ def test_contradictions_are_refused(options: dict[str, Any], said: str, director
     with pytest.raises(MgraphError, match=said) as caught:
         build_module(Row("limited-weight", "ep=2").recipe(directory, pad_to_capacity=True, **options))
     assert caught.value.exit_code == 2 and caught.value.hint
+    assert "or --pad-to-capacity" not in caught.value.hint  # it is given
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mgraph.errors import MgraphError
-from mgraph.runtime.routing import INDEX, Recording, Routers, Sizes
+from mgraph.runtime.routing import INDEX, Recording, Routers, RoutingError, Sizes
 
 ROUTERS = Routers(("layers.0.router", "layers.1.router"), (8, 6), 2)
 SIZES = Sizes(batch=2, seq=5, microbatches=3)
@@ -85,6 +85,14 @@ def test_a_dropped_choice_is_not_recorded(tmp_path: Path, number: int) -> None:
 def test_another_model_or_size_is_told_of(recording: Recording, other: Routers, sizes: Sizes, told: str) -> None:
     with pytest.raises(MgraphError, match=told):
         Recording(recording.path, other, sizes).check()
+
+
+@pytest.mark.parametrize(("value", "told"), [("5", "'seq' is \"5\", not a whole number"), (None, "'seq' is null, not")])
+def test_a_size_that_is_no_number_is_told_of(recording: Recording, value: object, told: str) -> None:
+    index = json.loads((recording.path / INDEX).read_text())
+    (recording.path / INDEX).write_text(json.dumps({**index, "seq": value}))
+    with pytest.raises(RoutingError, match=told):
+        recording.check()
 
 
 def test_missing_steps_and_files_are_told_of(recording: Recording) -> None:
