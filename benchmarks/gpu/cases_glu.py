@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -118,6 +119,25 @@ def backward_case(name: str, shape: Shape, problem: Glu, *, packed: bool = False
     )
 
 
+def joined_case(name: str, shape: Shape, problem: Glu) -> Case:
+    """The backward of the halves of a joined projection, whose gradients lie beside each other as they do."""
+    problem = replace(problem, joined=True)
+
+    def beside(backward: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor]]:
+        return lambda *given: (torch.cat(backward(*given), -1),)
+
+    return Case(
+        id=f"K3-joined-{name}",
+        workload=f"{_workload(problem, shape, True)}, both gradients in one",
+        spec=glu.backward(f"glu_joined_{name.replace('-', '_')}", problem),
+        inputs=inputs(shape, 3, packed=True),
+        reference=beside(backward_of(problem)),
+        peers={"compile": beside(silu_backward)} if problem.act == "silu" else {},
+        bytes=5 * 2 * torch.Size(shape).numel(),
+        bound=3e-3,
+    )
+
+
 def _workload(problem: Glu, shape: Shape, packed: bool) -> str:
     numbers = f", limit {problem.limit}, offset {problem.offset}" if problem.limit else ""
     return f"{problem.act}{numbers}, {'x'.join(map(str, shape))} bf16{', packed' * packed}"
@@ -143,6 +163,7 @@ CASES = [
     )
     for make in (forward_case, backward_case)
 ]
+CASES.append(joined_case("silu-decoder", DECODER, _problem(DECODER, "silu")))
 
 TUNINGS = [
     make(f"silu-{rows}x{columns}-{num_warps}", WIDE, _problem(WIDE, "silu"), cut=Tuning(rows, columns, num_warps))

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.kernel_case import Case
-from mgraph.codegen.triton import RmsNorm, norm_rope, rope
+from mgraph.codegen.triton import RmsNorm, norm_rope, rope, rope_join
 from mgraph.codegen.triton.norm_rope import NormRope
 from mgraph.codegen.triton.rope import Rope
+from mgraph.codegen.triton.rope_join import RopeJoin, RopeJoined
 from mgraph.runtime.kernels import DTYPES
 
 SEQUENCE = 2048
@@ -158,6 +159,63 @@ def norm_case(name: str, heads: int, tokens: int, backward: bool) -> Case:
     )
 
 
+def join_case(name: str, heads: tuple[int, int, int], tokens: int) -> Case:
+    """Heads of the gradients of q, k and v, turned back and put beside each other; each [B, H, S, D] as attention's
+    backward leaves them, contiguous."""
+    turn = _problem(heads[0], inverse=True)
+
+    def make(device: torch.device) -> tuple[Tensor, ...]:
+        shapes = ((tokens // SEQUENCE, count, SEQUENCE, HEAD) for count in heads)
+        return *(torch.randn(shape, device=device).bfloat16() for shape in shapes), *tables(turn, device)
+
+    def beside(rotate: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., tuple[Tensor]]:
+        def run(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
+            parts = (rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None]), v)
+            return (torch.cat([part.transpose(1, 2).flatten(2) for part in parts], -1),)
+
+        return run
+
+    return Case(
+        id=name,
+        workload=f"heads {heads} turned and joined: {tokens} tokens x {HEAD} bf16",
+        spec=rope_join.join(name.replace("-", "_"), RopeJoin(turn, heads)),
+        inputs=make,
+        reference=beside(lambda x, cos, sin: rotation(turn)(x, cos, sin)[0]),
+        peers={"eager": beside(written_out(turn)), "compile": beside(written_out(turn))},
+        bytes=2 * tokens * sum(heads) * HEAD * 2 + 4 * SEQUENCE * HEAD,
+        bound=2.5e-3,
+    )
+
+
+def joined_case(name: str, heads: tuple[int, int, int], tokens: int) -> Case:
+    """The first heads of what a joined projection gave [B, S, nD], turned where they lie."""
+    turned = heads[0] + heads[1]
+    turn = _problem(turned)
+
+    def make(device: torch.device) -> tuple[Tensor, ...]:
+        shape = (tokens // SEQUENCE, SEQUENCE, sum(heads) * HEAD)
+        return torch.randn(shape, device=device).bfloat16(), *tables(turn, device)
+
+    def inside(rotate: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., tuple[Tensor]]:
+        def run(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
+            x = x.unflatten(-1, (-1, HEAD))
+            first = rotate(x[:, :, :turned].transpose(1, 2), cos[:, None], sin[:, None]).transpose(1, 2)
+            return (torch.cat((first, x[:, :, turned:]), 2).flatten(2),)
+
+        return run
+
+    return Case(
+        id=name,
+        workload=f"{turned} of {sum(heads)} heads turned in place: {tokens} tokens x {HEAD} bf16",
+        spec=rope_join.turn(name.replace("-", "_"), RopeJoined(turn, turned, sum(heads) * HEAD)),
+        inputs=make,
+        reference=inside(lambda x, cos, sin: rotation(turn)(x, cos, sin)[0]),
+        peers={"eager": inside(written_out(turn)), "compile": inside(written_out(turn))},
+        bytes=2 * tokens * turned * HEAD * 2 + 4 * SEQUENCE * HEAD,
+        bound=2.5e-3,
+    )
+
+
 def _problem(heads: int, table: str = "bf16", table_width: int = HEAD, **options: object) -> Rope:
     return Rope("bf16", table, HEAD, table_width, ("B", "H", "S"), ("", "S"), heads, **options)  # type: ignore[arg-type]
 
@@ -176,4 +234,6 @@ CASES = [
     norm_case("norm-rope-q16-grad", 16, 16384, backward=True),
     norm_case("norm-rope-k8", 8, 16384, backward=False),
     norm_case("norm-rope-k8-grad", 8, 16384, backward=True),
+    join_case("rope-join-16-8", (16, 8, 8), 16384),
+    joined_case("rope-joined-16-8", (16, 8, 8), 16384),
 ]

@@ -69,6 +69,7 @@ CASES = [
     experts.outer_case("outer-after", LAYER, experts.outers_of(LAYER)[1]),
     glu.forward_case("odd", (7, 1368), glu._problem((7, 1368), "silu")),
     glu.backward_case("odd", (7, 1368), glu._problem((7, 1368), "silu")),
+    glu.joined_case("odd", (7, 1368), glu._problem((7, 1368), "silu")),
     loss.both_case("odd", 7, loss.ODD),
     loss.loss_case("padded", 7, loss.PADDED),
     loss.gradient_case("padded", 7, loss.PADDED),
@@ -83,6 +84,8 @@ CASES = [
     region.case("region-cap", "bf16", 7, [(1, 1001)], region._capped, lambda x: torch.tanh(x / 30.0) * 30.0),
     region.case("region-softmax", "f32", 7, [(1, 333)], region._softmax, lambda x: torch.softmax(x * 0.125, -1)),
     rope.case("rope", FEW, 2048),
+    rope.join_case("rope-join", (2, 1, 1), 2048),
+    rope.joined_case("rope-joined", (2, 1, 1), 2048),
     rope.norm_case("norm-rope", 1, 2048, backward=False),
     rope.norm_case("norm-rope-grad", 1, 2048, backward=True),
 ]
