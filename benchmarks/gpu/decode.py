@@ -1,6 +1,6 @@
 """Milliseconds per token of one request through `LLM.generate` (E3).
 
-    python3 -m benchmarks.gpu.decode PACKAGE RESULTS.jsonl [--peers [NAME ...]]
+    python3 -m benchmarks.gpu.decode PACKAGE RESULTS.jsonl [--peers [NAME ...]] [--depths N N]
 
 PACKAGE is a serve package for GPUs; its parameters are drawn anew. With --peers those of decode_peers.py, or the named
 ones, are timed in the same run, on the shape that the package's config.json has, a row each. `fraction` is the time
@@ -8,7 +8,8 @@ that reading all weights once takes at the rate of a copy on this card, over the
 tokens. The time of a token is the difference between long and short continuations over their difference in length, so
 that the prompt's own time is not in it. `bare_ms_per_token` is that of the last token's graphs, of the step and of what
 samples, replayed one after the other with nothing of `LLM.generate` around them, as the peers' loops are timed. That
-graphs give what steps give is what tests/runtime/serving/test_gpu.py shows.
+graphs give what steps give is what tests/runtime/serving/test_gpu.py shows. Compiling a peer's layers takes its time,
+each; with --depths those of two depths are timed, and the time of all layers follows from the difference.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("package", type=Path)
     parser.add_argument("results", type=Path)
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="time others' loops as well; all if none is named")
+    parser.add_argument("--depths", nargs=2, type=int, metavar="N", help="time peers of so many layers, not of all")
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     copy = copy_rate(device)
@@ -79,7 +81,8 @@ def main() -> None:
         stepper.release()
         stepper.state.clear()
         torch.cuda.empty_cache()
-        compare(row, options.peers or list(PEERS), options.package, options.results, device)
+        config = json.loads((options.package / "config.json").read_text(encoding="utf-8"))
+        compare(row, options.peers or list(PEERS), config, options.depths, options.results, device)
 
 
 def bare_ms(stepper: PackageStepper, steps: int) -> float:
@@ -105,21 +108,40 @@ def weight_bytes(package: Path) -> int:
     return sum(math.prod(item["shape"]) * DTYPES[item["dtype"]].itemsize for item in params)
 
 
-def compare(row: Mapping[str, Any], peers: Sequence[str], package: Path, results: Path, device: torch.device) -> None:
+def compare(
+    row: Mapping[str, Any],
+    peers: Sequence[str],
+    config: Mapping[str, Any],
+    depths: Sequence[int] | None,
+    results: Path,
+    device: torch.device,
+) -> None:
     """A row for each peer: its time, and over ours. One that does not run is told of, and the others go on."""
-    config = json.loads((package / "config.json").read_text(encoding="utf-8"))
+    layers = config["num_hidden_layers"]
     for name in peers:
-        torch._dynamo.reset()
         try:
-            step = PEERS[name](config, 2 * CONTEXT, device, torch.bfloat16)
-            taken = ms_per_token(step, CONTEXT, LONG - SHORT, device)
+            times = [peer_ms(name, {**config, "num_hidden_layers": n}, device) for n in depths or [layers]]
         except Exception as error:
             print(f"{name}: {type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)
             continue
+        taken, how = times[0], {}
+        if depths:
+            few, many = depths
+            taken += (layers - few) * (times[1] - times[0]) / (many - few)
+            how = {"peer_of_layers": dict(zip(depths, times, strict=True))}
         ratio = taken / row["ms_per_token"]
-        record({**row, "peer": name, "peer_ms_per_token": taken, "ratio": ratio, "unit": "ms per token"}, results)
-        del step
-        torch.cuda.empty_cache()
+        found = {"peer": name, "peer_ms_per_token": taken, "ratio": ratio, "unit": "ms per token", **how}
+        record({**row, **found}, results)
+
+
+def peer_ms(name: str, config: Mapping[str, Any], device: torch.device) -> float:
+    """Milliseconds of a peer's token."""
+    torch._dynamo.reset()
+    step = PEERS[name](config, 2 * CONTEXT, device, torch.bfloat16)
+    taken = ms_per_token(step, CONTEXT, LONG - SHORT, device)
+    del step
+    torch.cuda.empty_cache()
+    return taken
 
 
 def record(row: Mapping[str, Any], results: Path) -> None:
