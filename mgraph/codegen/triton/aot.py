@@ -31,6 +31,7 @@ from types import ModuleType
 from typing import Any
 
 from mgraph.codegen.triton.kernel import KernelSpec, Launch, kernels_text, reference_text
+from mgraph.codegen.triton.triton_cache import PtxAbi, compile_whole
 from mgraph.errors import MgraphError, OptionError
 
 ALIGNMENT = 16
@@ -122,24 +123,22 @@ def compile_launch(module: ModuleType, spec: KernelSpec, launch: Launch, arch: s
     types = spec.argument_types(launch)
     even = [index for index, (n, kind) in enumerate(types.items()) if spec.is_even(n, kind)]
     hints = {(index,): [["tt.divisibility", ALIGNMENT]] for index in even} if aligned else {}
+    options = {
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        "maxnreg": launch.most_registers or None,
+    }
+    source = ASTSource(getattr(module, launch.function), types, {}, hints)
+    target = GPUTarget("cuda", int(match[1]), WARP_THREADS)
     try:
-        compiled = triton.compile(
-            ASTSource(getattr(module, launch.function), types, {}, hints),
-            target=GPUTarget("cuda", int(match[1]), WARP_THREADS),
-            options={
-                "num_warps": launch.num_warps,
-                "num_stages": launch.num_stages,
-                "maxnreg": launch.most_registers or None,
-            },
-        )
+        compiled, abi = compile_whole(lambda: triton.compile(source, target, options), launch.function)
     except triton.errors.TritonError as error:
         raise MgraphError(f"Triton rejects kernel {launch.function}: {error}", where=module.__file__) from error
-    return _binary(compiled, len(types), ALIGNMENT if aligned else 1)
+    return _binary(compiled, abi, len(types), ALIGNMENT if aligned else 1)
 
 
-def _binary(compiled: Any, num_arguments: int, alignment: int) -> Binary:
-    """Read the launch ABI off a compiled kernel: from its PTX where that says it, else from Triton's metadata."""
-    abi = read_ptx(compiled.asm["ptx"])
+def _binary(compiled: Any, abi: PtxAbi, num_arguments: int, alignment: int) -> Binary:
+    """A compiled kernel with its launch ABI: of its PTX where that says it, else of Triton's metadata."""
     metadata = compiled.metadata
     assert metadata.num_ctas == 1 and not metadata.launch_cooperative_grid, (
         "clusters and cooperative grids are not launched"
@@ -157,38 +156,6 @@ def _binary(compiled: Any, num_arguments: int, alignment: int) -> Binary:
         threads=abi.threads,
         shared=metadata.shared,
         hidden=hidden,
-    )
-
-
-@dataclass(frozen=True)
-class PtxAbi:
-    """What the PTX text of one kernel says about its launch."""
-
-    symbol: str
-    arch: str
-    cuda: int
-    threads: int
-    num_parameters: int
-
-
-def read_ptx(text: str) -> PtxAbi:
-    """Read the entry point, target, version and parameters of a PTX module with one kernel.
-
-    Each major version of PTX belongs to one of CUDA, four higher: PTX 8 came with CUDA 12. A driver runs binaries of
-    its own and of earlier major versions.
-    """
-
-    def find(pattern: str) -> str:
-        match: re.Match[str] | None = re.search(pattern, text, re.MULTILINE | re.DOTALL)
-        assert match is not None, f"no {pattern!r} in the PTX"
-        return match[1]
-
-    return PtxAbi(
-        symbol=find(r"\.entry\s+(\w+)\s*\("),
-        arch=find(r"^\.target\s+(\w+)"),
-        cuda=int(find(r"^\.version\s+(\d+)\.")) + 4,
-        threads=int(find(r"\.reqntid\s+(\d+)")),
-        num_parameters=find(r"\.entry\s+\w+\s*\((.*?)\)").count(".param"),
     )
 
 

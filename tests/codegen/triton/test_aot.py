@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mgraph.codegen.triton import build_kernels, rms_norm
-from mgraph.codegen.triton.aot import read_ptx, variants
+from mgraph.codegen.triton.aot import variants
 from mgraph.codegen.triton.kernel import Launch
 from mgraph.codegen.triton.rms_norm import RmsNorm
 from mgraph.errors import MgraphError, OptionError
@@ -109,19 +109,3 @@ def test_missing_triton_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert build_kernels([spec], tmp_path, [])[0]["launches"][0]["binaries"] == []
     with pytest.raises(MgraphError, match="triton, which is not installed"):
         build_kernels([spec], tmp_path, ["sm_90a"])
-
-
-def test_read_ptx() -> None:
-    text = """
-.version 8.7
-.target sm_90a
-.address_size 64
-.visible .entry add_one(
-    .param .u64 .ptr .global .align 1 add_one_param_0,
-    .param .u32 add_one_param_1
-)
-.reqntid 128
-{ ret; }
-"""
-    abi = read_ptx(text)
-    assert (abi.symbol, abi.arch, abi.cuda, abi.threads, abi.num_parameters) == ("add_one", "sm_90a", 12, 128, 2)
