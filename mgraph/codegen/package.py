@@ -24,7 +24,7 @@ from mgraph.codegen.providers import Providers
 from mgraph.codegen.step import Lines, step_text
 from mgraph.codegen.step_check import check_step
 from mgraph.codegen.triton.builder import KernelBuilder
-from mgraph.errors import PackageError, StorageError, storage_hint
+from mgraph.errors import OptionError, PackageError, StorageError, storage_hint
 from mgraph.ir.graph import Module
 from mgraph.ir.local import Division, declared_sizes
 from mgraph.ir.printer import print_module
@@ -150,7 +150,12 @@ def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBu
 
 
 def _providers(module: Module, info: PackageInfo) -> Providers | None:
-    """Who runs what on a GPU; None in packages without kernels for one. Raises OptionError as `check_forced` does."""
+    """Who runs what on a GPU; None in packages without kernels for one, where asking for one is an OptionError, as what
+    `check_forced` finds."""
+    if info.providers and not info.archs:
+        asked = ", ".join(f"{family}={provider}" for family, provider in info.providers.items())
+        problem = f"{asked} is about kernels for a GPU, and this package has none"
+        raise OptionError(problem, "--provider", "leave it out, or compile for a GPU, with --target h100")
     if info.profile is None or not info.archs or info.batch_invariant:
         return None
     providers = Providers(module, info.profile, extents(module, info.extents), info.providers)

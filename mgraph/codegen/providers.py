@@ -139,9 +139,14 @@ class Providers:
 
     def check_forced(self) -> None:
         """Raise OptionError for a provider that was asked for and takes no node of its family, saying why."""
+        there = [(family_of(node.op), choice) for _, node, choice in self.nodes()] if self.forced else []
         for family, provider in self.forced.items():
-            found = [choice for _, node, choice in self.nodes() if family_of(node.op) == family]
-            if found and not any(choice.forced for choice in found):
+            found = [choice for name, choice in there if name == family]
+            if not found:
+                names = ", ".join(sorted({name for name, _ in there})) or "no family"
+                hint = f"leave it out; with several providers it has {names}"
+                raise OptionError(f"{provider} takes no {family}: this package has none", _FLAG, hint)
+            if not any(choice.forced for choice in found):
                 reasons = sorted({choice.refused[provider] for choice in found if provider in choice.refused})
                 hint = f"leave it out; {found[0].chosen.provider} runs it"
                 raise OptionError(f"{provider} takes no {family} of this model: {'; '.join(reasons)}", _FLAG, hint)

@@ -13,7 +13,7 @@ import torch
 from mgraph.cli.kernel_times import line_times
 from mgraph.cli.kernels import call_counts
 from mgraph.cli.snapshots import open_package
-from mgraph.codegen.providers import families
+from mgraph.codegen.providers import family_of
 from mgraph.passes.differentiation import VIEWS
 
 from .conftest import Mgraph
@@ -115,7 +115,8 @@ def test_all_providers_do_the_same(for_gpu: Path, tmp_path: Path) -> None:
     from mgraph.runtime.state import create_state
 
     other = tmp_path / "torch"
-    rules = [word for family in families() for word in ("--provider", f"{family}=torch")]
+    listed = json.loads((for_gpu / "manifest.json").read_text())["providers"]
+    rules = [word for name in sorted({family_of(p["op"]) for p in listed}) for word in ("--provider", f"{name}=torch")]
     assert main(["compile", "dense-tiny", "--precision", "bf16", *rules, "-o", str(other)]) == 0
     assert set(re.findall(r"K\.(\w+)_\d", (other / "step.py").read_text())) == {"region"}
     made = []
@@ -163,6 +164,9 @@ def test_explain_says_who_runs_a_node(mgraph: Mgraph, for_gpu: Path) -> None:
         (("--provider", "attention=cublas"), "one of cudnn, flash, efficient, triton, torch"),
         (("--profile", "h10"), "no profile 'h10'"),
         (("--provider", "attention=cudnn"), "cudnn takes no attention of this model: q is f32"),
+        (("--provider", "linear=triton"), "triton takes no linear: this package has none"),
+        (("--provider", "grouped_matmul=te", "--target", "cpu"), "grouped_matmul=te is about kernels for a GPU"),
+        (("--provider", "attention=flash", "--arch", "none"), "this package has none"),
     ],
 )
 def test_wrong_providers_and_profiles(mgraph: Mgraph, tmp_path: Path, options: tuple[str, ...], said: str) -> None:

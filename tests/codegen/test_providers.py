@@ -186,6 +186,9 @@ def test_a_provider_that_takes_no_node_is_an_error() -> None:
     with pytest.raises(OptionError, match=r"cudnn takes no attention of this model: heads are 256 wide") as caught:
         choose(module(256), "attention=cudnn").check_forced()
     assert "triton runs it" in str(caught.value)
+    with pytest.raises(OptionError, match="triton takes no grouped_matmul: this package has none") as caught:
+        choose(module(), "grouped_matmul=triton", "attention=cudnn").check_forced()
+    assert "it has attention, rms_norm" in str(caught.value)
 
 
 def test_families_have_names() -> None:
