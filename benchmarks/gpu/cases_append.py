@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,9 @@ from benchmarks.gpu.kernel_case import Case
 from mgraph.codegen.triton import RmsNorm, rope_append
 from mgraph.codegen.triton.rope_append import RopeAppend
 from mgraph.runtime.kernels import DTYPES
-from mgraph.runtime.paged import rope_kv_append_
+from mgraph.runtime.norm import rms_norm
+from mgraph.runtime.ops import rope
+from mgraph.runtime.paged import kv_append_, rope_kv_append_
 
 ROWS = 1 << 16
 """Of the cache."""
@@ -43,6 +46,35 @@ def separate(problem: RopeAppend) -> Callable[..., Tensor]:
     return run
 
 
+def apart(problem: RopeAppend) -> Callable[..., Tensor]:
+    """A compiled kernel or two for each part: norms, then rotations, then appends. Nothing is joined across parts."""
+
+    def normalise(x: Tensor, weight: Tensor) -> Tensor:
+        assert problem.norm is not None
+        return rms_norm(x, weight, eps=problem.norm.eps, round=problem.norm.round)[0]
+
+    def normed(q: Tensor, k: Tensor, *weights: Tensor) -> list[Tensor]:
+        return [normalise(x, weight) for x, weight in zip((q, k), weights, strict=True)]
+
+    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+        return [rope(x, cos[:, None], sin[:, None]) for x in (q, k)]
+
+    @functools.cache
+    def compiled() -> list[Any]:
+        return [torch.compile(part, dynamic=False) for part in (normed, turned, kv_append_)]
+
+    def run(keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, *more: Tensor) -> Tensor:
+        cos, sin, *weights = more
+        parts = compiled()
+        if weights:
+            q, k = parts[0](q, k, *weights)
+        q, k = parts[1](q, k, cos, sin)
+        parts[2](keys, values, k, v, slots)
+        return q
+
+    return run
+
+
 def case(name: str, problem: RopeAppend, tokens: int, rows: int = ROWS) -> Case:
     """A case; what is new is read and written once."""
     elements = tokens * (problem.heads + 2 * problem.groups) * problem.width
@@ -53,7 +85,7 @@ def case(name: str, problem: RopeAppend, tokens: int, rows: int = ROWS) -> Case:
         spec=rope_append.append(name.replace("-", "_"), problem),
         inputs=inputs(problem, tokens, rows),
         reference=lambda *given: (separate(problem)(*given),),
-        peers={"eager": separate(problem), "compile": separate(problem)},
+        peers={"eager": separate(problem), "compile": separate(problem), "apart": apart(problem)},
         bytes=2 * elements * DTYPES[problem.dtype].itemsize + tables,
         bound=5e-3,
     )
