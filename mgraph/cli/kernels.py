@@ -1,7 +1,8 @@
 """`mgraph kernels`: what runs each node of a package, what the runner-up would be, and what they take, predicted.
 
 A table for each layer function and entry, the slowest nodes first, then totals over a step. With `--profile` a few
-steps run under a profiler, and what each node took stands beside what was predicted.
+steps run under a profiler, and what each node took stands beside what was predicted. Of a package without kernels for a
+GPU nothing is predicted, unless `--rates` names a machine.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ _IDLE = VIEWS | {"call", "pick", "unpack", "pack", "wait"}
 
 @dataclass(frozen=True)
 class Line:
-    """A node of a function: calls a step, who runs it, microseconds and bytes of one call, where it comes from."""
+    """A node of a function: calls a step, who runs it, microseconds (None: not predicted) and bytes of one call, where
+    it comes from."""
 
     function: str
     node: str
     op: str
     calls: int
     provider: str
-    microseconds: float
+    microseconds: float | None
     basis: str
     bytes: int
     runner_up: str
@@ -59,7 +61,7 @@ class Line:
     def total(self) -> float:
         """Microseconds a step, measured where they are."""
         one = self.microseconds if self.measured_microseconds is None else self.measured_microseconds
-        return one * self.calls
+        return (one or 0.0) * self.calls
 
 
 def run(
@@ -86,11 +88,19 @@ def run(
     given = wanted_sizes(package, sizes)
     options = package.manifest.get("fingerprint", {}).get("options", {})
     target = options.get("target", "")
-    rates = read_profile(profile or options.get("profile") or (target if target in committed_profiles() else "h100"))
+    known = options.get("profile") or (target if target in committed_profiles() else "h100")
+    rates = read_profile(profile, "--rates") if profile else read_profile(known)
+    predicted = bool(profile) or has_kernels(package.manifest)
     wanted = [entry] if entry else [name for name in STEP if name in module.entries] or list(module.entries)
     lines = forecast(package, rates, given, wanted)
     notes = [f"{module.name}, one rank; {', '.join(f'{n}={s}' for n, s in given.items() if n in module.dims)}"]
-    notes[0] += f"; predicted for {rates.card} (profile {rates.name}); ~: estimated, not measured"
+    if predicted:
+        notes[0] += f"; predicted for {rates.card} (profile {rates.name}); ~: estimated, not measured"
+    else:
+        lines = [replace(line, microseconds=None, basis="") for line in lines]
+        notes.append(
+            f"no kernels for a GPU in this package, so no times are predicted; --rates {known}: as if run there"
+        )
     if measure:
         from mgraph.cli.kernel_times import step_times
 
@@ -98,11 +108,17 @@ def run(
         lines, other = joined(lines, times.microseconds)
         notes.append(f"measured on {times.device}, {steps} steps; {other:.0f} us a step belong to no node")
     if form == "json":
-        data = {"name": module.name, "sizes": given, "profile": rates.name, "notes": notes}
+        data = {"name": module.name, "sizes": given, "profile": rates.name if predicted else None, "notes": notes}
         rows = [asdict(line) for line in lines]
         sys.stdout.write(json.dumps({**data, "nodes": rows}, indent=1) + "\n")
     else:
         sys.stdout.write("\n".join(_text(notes, lines, limit)))
+
+
+def has_kernels(manifest: Mapping[str, Any]) -> bool:
+    """Whether a package has kernels for a GPU."""
+    launches = (launch for kernel in manifest.get("kernels", ()) for launch in kernel["launches"])
+    return bool(manifest.get("providers")) or any(launch["binaries"] for launch in launches)
 
 
 def forecast(package: Compiled, profile: Profile, given: Mapping[str, int], entries: Sequence[str]) -> list[Line]:
@@ -123,7 +139,7 @@ def forecast(package: Compiled, profile: Profile, given: Mapping[str, int], entr
         for node, part, total in _working(function, bool(numbers), numbers):
             choice = providers.choice(part, total)
             line = _line(function, node, part, choice, chosen, profile, total)
-            if line.provider == NCCL:
+            if line.provider == NCCL and line.microseconds is not None:
                 line = replace(line, microseconds=round(line.microseconds * _sent(module, node), 3))
             found.append(replace(line, calls=count, step_line=numbers.get((name, node.id))))
     return found
@@ -218,29 +234,36 @@ def joined(lines: list[Line], times: Mapping[tuple[str, str], float]) -> tuple[l
 def _text(notes: Sequence[str], lines: list[Line], limit: int) -> Iterator[str]:
     yield "\n".join(notes) + "\n"
     measured = any(line.measured_microseconds is not None for line in lines)
+    predicted = any(line.microseconds is not None for line in lines)
     totals = sorted(_totals(lines, lambda line: f"@{line.function}"), key=lambda row: -row[2])
     for name, _, _ in totals:
-        own = sorted((line for line in lines if f"@{line.function}" == name), key=lambda line: -line.total)
-        header = ("node", "op", "provider", "us", *(["measured"] if measured else []), "bytes", "runner-up", "source")
-        rows = [_row(line, measured) for line in own[:limit]]
+        own = sorted((n for n in lines if f"@{n.function}" == name), key=lambda line: (-line.total, -line.bytes))
+        times = (*(["us"] if predicted else []), *(["measured"] if measured else []))
+        header = ("node", "op", "provider", *times, "bytes", "runner-up", "source")
+        rows = [_row(line) for line in own[:limit]]
         more = f"… and {len(own) - limit} more (--limit)\n" if len(own) > limit else ""
-        yield f"{name}, {own[0].calls} a step: {sum(line.total for line in own):.1f} us\n{table(header, rows)}{more}"
+        took = f": {sum(line.total for line in own):.1f} us" if times else ""
+        yield f"{name}, {own[0].calls} a step{took}\n{table(header, rows)}{more}"
     whole = sum(line.total for line in lines)
-    rows = [(name, str(number), f"{us:.1f}", f"{us / whole:.1%}" if whole else "") for name, number, us in totals]
+
+    def row(name: str, number: int, us: float) -> tuple[str, ...]:
+        return (name, str(number), *((f"{us:.1f}", f"{us / whole:.1%}") if whole else ("", "")))
+
+    rows = [row(*total) for total in totals]
     kinds = sorted(_totals(lines, lambda line: f"{line.op}, {line.provider}"), key=lambda row: -row[2])[:limit]
     rows += [("", "", "", "")]
-    rows += [(name, str(number), f"{us:.1f}", f"{us / whole:.1%}" if whole else "") for name, number, us in kinds]
-    yield table(("a step", "nodes", "us", "share"), [*rows, ("in all", str(len(lines)), f"{whole:.1f}", "")])
+    rows += [row(*kind) for kind in kinds]
+    yield table(("a step", "nodes", "us", "share"), [*rows, row("in all", len(lines), whole)])
     if refused := {(line.op, name, reason) for line in lines for name, reason in line.refused.items()}:
         yield table(("op", "not by", "because"), sorted(refused))
 
 
-def _row(line: Line, measured: bool) -> tuple[str, ...]:
+def _row(line: Line) -> tuple[str, ...]:
     mark = "" if line.basis == "measured" else "~"
     other = "" if line.runner_up_microseconds is None else f"{line.runner_up} {line.runner_up_microseconds:.1f}"
-    took = [f"{line.measured_microseconds:.1f}"] if measured else []
-    time = f"{line.microseconds:.1f}{mark}"
-    return (f"%{line.node}", line.op, line.provider, time, *took, size_text(line.bytes), other, line.source)
+    times = [] if line.microseconds is None else [f"{line.microseconds:.1f}{mark}"]
+    times += [] if line.measured_microseconds is None else [f"{line.measured_microseconds:.1f}"]
+    return (f"%{line.node}", line.op, line.provider, *times, size_text(line.bytes), other, line.source)
 
 
 def _totals(lines: Iterable[Line], name: Any) -> Iterator[tuple[str, int, float]]:

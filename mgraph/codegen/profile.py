@@ -216,14 +216,15 @@ def committed_profiles() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in COMMITTED.glob("*.json")))
 
 
-def read_profile(given: str) -> Profile:
-    """The profile of a committed name or of a file. Raises OptionError where there is none, or where it is damaged."""
+def read_profile(given: str, flag: str = "--profile") -> Profile:
+    """The profile of a committed name or of a file, given with `flag`. Raises OptionError where there is none, or where
+    it is damaged."""
     path = Path(given)
     if path.suffix != ".json":
         path = COMMITTED / f"{given}.json"
         if given not in committed_profiles():
             hint = f"{did_you_mean(given, committed_profiles())}; or a file NAME.json that mgraph tune wrote"
-            raise OptionError(f"no profile '{given}'", "--profile", hint)
+            raise OptionError(f"no profile '{given}'", flag, hint)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         rates = data["rates"]

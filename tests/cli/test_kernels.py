@@ -25,8 +25,8 @@ SIZES = ("--batch-size", "2", "--seq-len", "32")
 def listed(mgraph: Mgraph, compiled: Path) -> Any:
     """The tables as data, for options."""
 
-    def run(*options: str) -> Any:
-        return json.loads(mgraph("kernels", compiled, "--format", "json", *options).out)
+    def run(*options: str, rates: str = "h100") -> Any:
+        return json.loads(mgraph("kernels", compiled, "--format", "json", "--rates", rates, *options).out)
 
     return run
 
@@ -76,7 +76,7 @@ def test_sizes_and_rates_count(listed: Any) -> None:
     expected = max(moved / (3.02e12 * 0.8), 2 * rows * width * out / (5e13 * 0.85)) * 1e6 + 2
     assert large["bytes"] == moved and large["microseconds"] == pytest.approx(expected, rel=1e-4)
     assert small["microseconds"] < 3
-    faster = product(listed("--batch-size", "4096", "--seq-len", "32", "--rates", "h200"))
+    faster = product(listed("--batch-size", "4096", "--seq-len", "32", rates="h200"))
     assert faster["microseconds"] < large["microseconds"]
 
 
@@ -85,9 +85,19 @@ def test_collectives_cost_what_is_sent(mgraph: Mgraph, listed: Any, tmp_path: Pa
     assert alone and all(n["microseconds"] == 0 for n in alone)
     two = tmp_path / "two"
     assert mgraph("compile", "dense-tiny", "--arch", "none", "--mesh", "dp=2", "-o", two).code == 0
-    nodes = json.loads(mgraph("kernels", two, "--format", "json").out)["nodes"]
+    nodes = json.loads(mgraph("kernels", two, "--format", "json", "--rates", "h100").out)["nodes"]
     (reduced,) = [n for n in nodes if n["op"] == "all_reduce_start" and n["bytes"] > 1000]
     assert reduced["microseconds"] == pytest.approx((reduced["bytes"] / 3.27e11 * 1e6 + 2) / 2, rel=1e-3)
+
+
+def test_without_kernels_nothing_is_predicted(mgraph: Mgraph, compiled: Path) -> None:
+    text = mgraph("kernels", compiled).out
+    assert "no kernels for a GPU in this package" in text and "--rates h100" in text
+    assert "H100" not in text and "~" not in text and " us" not in text.splitlines()[3]
+    nodes = json.loads(mgraph("kernels", compiled, "--format", "json").out)["nodes"]
+    assert nodes and all(node["microseconds"] is None and node["bytes"] >= 0 for node in nodes)
+    wrong = mgraph("kernels", compiled, "--rates", "foo")
+    assert wrong.code == 2 and "at --rates" in wrong.err
 
 
 def test_the_manifest_and_the_tables_agree(mgraph: Mgraph, for_gpu: Path) -> None:
