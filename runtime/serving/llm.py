@@ -111,15 +111,16 @@ class LLM:
             self._drop(groups)
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Delta]:
-        """What comes of a prompt, as it comes. Closing the iterator ends the request.
+        """What comes of a prompt, as it comes. The request begins with the first delta that is asked for; closing or
+        dropping the iterator ends it.
 
-        The texts of all deltas with the same `index`, put together, are the text that `generate` gives.
+        The texts of all deltas with the same `index`, put together, are the text that `generate` gives. Raises
+        RequestError, at the latest with the first delta, if the request cannot be served.
         """
         (one,) = _params(params, 1)
         given = _Input.of(self, prompt)
-        with self._lock:
-            group = self._submit(given, one)
-        return self._stream(group, one.n)
+        self.engine.check(given.ids, one)
+        return self._stream(given, one)
 
     def chat(
         self,
@@ -141,7 +142,10 @@ class LLM:
         self._arrived[group] = deque()
         return group
 
-    def _stream(self, group: int, count: int) -> Iterator[Delta]:
+    def _stream(self, given: _Input, params: SamplingParams) -> Iterator[Delta]:
+        with self._lock:
+            group = self._submit(given, params)
+        count = params.n
         try:
             while count:
                 delta = self._next(group)

@@ -96,6 +96,18 @@ def test_streams_read_in_turn(llm: LLM) -> None:
     nothing_left(llm)
 
 
+def test_a_stream_that_nobody_reads_begins_nothing(llm: LLM) -> None:
+    for begun in (False, True):
+        dropped = llm.stream("one", GREEDY)
+        if begun:
+            assert next(dropped).tokens == expected(llm, b"one")[:1] and llm.engine.unfinished
+        del dropped
+        nothing_left(llm)
+    with pytest.raises(RequestError, match="token 256"):
+        llm.stream([256], GREEDY)
+    nothing_left(llm)
+
+
 def test_threads_share_the_steps(llm: LLM) -> None:
     with ThreadPoolExecutor(8) as threads:
         texts = [f"prompt {at}" for at in range(16)]
