@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -218,7 +218,7 @@ def encode_prompt(engine: Engine, text: str) -> list[int]:
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise RequestError("there is no tokenizer for a text", "prompt", "give token ids")
-    return [*tokenizer.prefix, *(int(token) for token in tokenizer.encode(text).tolist())]
+    return [*tokenizer.prefix, *_encode(tokenizer, text, "prompt")]
 
 
 def chat_prompt(
@@ -233,7 +233,19 @@ def chat_prompt(
         )
     if engine.tokenizer is None:
         raise RequestError("there is no tokenizer for a text", "messages", "give token ids as a prompt")
-    return [int(token) for token in engine.tokenizer.encode(template.prompt(messages, tools)).tolist()]
+    return _encode(engine.tokenizer, template.prompt(messages, tools), "messages")
+
+
+def _encode(tokenizer: Tokenizer, text: str, param: str) -> list[int]:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text has half of a surrogate pair, {text[error.start]!r}, as character {error.start}",
+            param,
+            "join it with its other half, or leave it out",
+        ) from error
+    return [int(token) for token in tokenizer.encode(text).tolist()]
 
 
 @dataclass(frozen=True)
@@ -254,6 +266,8 @@ class _Input:
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Collection) or isinstance(prompts, Mapping | Set):
+        raise RequestError(f"prompts must be a text, token ids, or a list of either, not {prompts!r}", "prompts")
     if len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     for item in prompts:
@@ -263,12 +277,24 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _params(params: Any, count: int) -> list[SamplingParams]:
-    if isinstance(params, Sequence):
+    if isinstance(params, Sequence) and not isinstance(params, str):
         if len(params) != count:
             raise RequestError(
                 f"{len(params)} sampling parameters for {count} prompts", "params", "give one, or one each"
             )
-        return [one for item in params for one in _params(item, 1)]
+        return [_one_params(item) for item in params]
+    return [_one_params(params)] * count
+
+
+def _one_params(params: Any) -> SamplingParams:
     if params is None:
-        return [SamplingParams()] * count
-    return [params if isinstance(params, SamplingParams) else SamplingParams.of(params)] * count
+        return SamplingParams()
+    if isinstance(params, SamplingParams):
+        return params
+    if not isinstance(params, Mapping):
+        raise RequestError(
+            f"sampling parameters must be SamplingParams or a dict of its fields, not {params!r}",
+            "params",
+            "several prompts are one list: generate([first, second])",
+        )
+    return SamplingParams.of(params)

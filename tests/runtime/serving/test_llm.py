@@ -74,11 +74,22 @@ def test_parameters_for_each(llm: LLM) -> None:
         (["a", [256]], "token 256"),
         ([["a"]], "has 'a', which is no integer"),
         ([{1}], "must be a text"),
+        (5, "must be a text, token ids, or a list of either, not 5"),
+        (None, "must be a text"),
+        ({"a": 1}, "must be a text"),
+        ("ab\ud800", "half of a surrogate pair, '.ud800', as character 2"),
     ],
 )
 def test_a_wrong_prompt_begins_nothing(llm: LLM, prompts: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         llm.generate(prompts, GREEDY)
+    nothing_left(llm)
+
+
+@pytest.mark.parametrize("params", ["b", 5, ["b"], [5], [[GREEDY]]])
+def test_parameters_that_are_none(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match="must be SamplingParams or a dict of its fields"):
+        llm.generate("a", params)
     nothing_left(llm)
 
 
@@ -126,6 +137,9 @@ def test_inside_a_running_event_loop(llm: LLM) -> None:
 def test_chat(llm: LLM) -> None:
     output = llm.chat([{"role": "user", "content": "hi"}], GREEDY)[0]
     assert output.outputs[0].token_ids == expected(llm, b"user: hi\nassistant: ")
+    with pytest.raises(RequestError, match="half of a surrogate pair") as caught:
+        llm.chat([{"role": "user", "content": "\udfff"}])
+    assert caught.value.param == "messages"
     without = LLM.over(llm.engine)
     with pytest.raises(RequestError, match="no chat template"):
         without.chat([{"role": "user", "content": "hi"}])
