@@ -61,7 +61,7 @@ class _Generation(_Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="-1: none, as if it were left out")
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     stop: StrictStr | list[StrictStr] | None = None
@@ -83,8 +83,8 @@ class _Generation(_Body):
         given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
         if self.stop is not None:
             given["stop"] = self.stop
-        if "seed" in given:
-            given["seed"] %= 2**63  # clients may send any 64-bit integer
+        if given.get("seed", -1) != -1:  # -1 means none, and otherwise clients may send any 64-bit integer
+            given["seed"] %= 2**63
         return SamplingParams(max_tokens=max_tokens, **given, **more)
 
     def check(self) -> None:

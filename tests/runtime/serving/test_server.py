@@ -135,6 +135,15 @@ def test_several_choices_seeds_and_stops(client: openai.OpenAI) -> None:
     assert stopped.model_extra is not None and stopped.model_extra["stop_reason"] == text[4:6]
 
 
+def test_a_seed_of_minus_one_is_none(client: openai.OpenAI) -> None:
+    def texts(seed: int) -> set[str]:
+        asked: dict[str, Any] = {"model": "fake", "prompt": "some prompt", "max_tokens": 20, "temperature": 2}
+        return {client.completions.create(seed=seed, **asked).choices[0].text for _ in range(3)}
+
+    assert len(texts(-1)) == 3
+    assert len(texts(-2)) == len(texts(2**63 - 1)) == 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("count", [0, 3])
 def test_echo_gives_the_prompt_and_its_scores(
