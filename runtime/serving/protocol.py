@@ -145,7 +145,15 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | list[TextPart] | None = None
+    content: StrictStr | list[TextPart] | None = Field(
+        None, description="must be there, unless an assistant called tools (tool_calls, function_call) or refused"
+    )
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is said in it, though something must be."""
+        instead = ("tool_calls", "function_call", "refusal") if self.role == "assistant" else ()
+        return self.content is None and not any((self.model_extra or {}).get(name) for name in instead)
 
     def plain(self) -> dict[str, Any]:
         """As a template reads it: the content is one text."""
@@ -174,6 +182,13 @@ class ChatRequest(_Generation):
     def params(self) -> SamplingParams:
         """As the engine takes them. Raises RequestError."""
         self.check()
+        for at, message in enumerate(self.messages):
+            if message.silent:
+                raise RequestError(
+                    f"the field 'messages.{at}.content' is missing",
+                    f"messages.{at}.content",
+                    "give the text; only an assistant that called tools may have none",
+                )
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs", "top_logprobs", 'give "logprobs": true')
         asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

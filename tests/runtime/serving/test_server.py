@@ -123,6 +123,15 @@ def test_chat(served: tuple[Serving, str], client: openai.OpenAI) -> None:
     assert (pieces, roles, ends) == (text, ["assistant"], [choice.finish_reason])
 
 
+@pytest.mark.parametrize("more", [{}, {"content": None}])
+def test_an_assistant_that_called_tools_may_say_nothing(served: tuple[Serving, str], more: dict[str, Any]) -> None:
+    called = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}], **more}
+    messages = [{"role": "user", "content": "x"}, called, {"role": "tool", "content": "4", "tool_call_id": "1"}]
+    code, answer = post(served[1], "/v1/chat/completions", {"messages": messages, **GREEDY})
+    text, _ = said(served, b"user: x\nassistant: \ntool: 4\nassistant: ")
+    assert (code, answer["choices"][0]["message"]["content"]) == (200, text)
+
+
 def test_several_choices_seeds_and_stops(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "fake", "prompt": "some prompt that is longer", "max_tokens": 20, "seed": 5}
     first = client.completions.create(n=3, **asked)
@@ -267,6 +276,15 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     ("chat/completions", {"messages": [{"content": "x"}]}, 400, "messages.0.role"),
     ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages.0.role"),
     ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, 400, "messages.0.content"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages.0.content"),
+    (
+        "chat/completions",
+        {"messages": [*CHAT["messages"], {"role": "tool", "content": None}]},
+        400,
+        "messages.1.content",
+    ),
+    ("chat/completions", {"messages": [{"role": "assistant"}]}, 400, "messages.0.content"),
+    ("chat/completions", {"messages": [{"role": "user", "tool_calls": [{}]}]}, 400, "messages.0.content"),
     ("chat/completions", {"messages": [{"role": "user", "content": "x" * 300}]}, 400, "prompt"),
     ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs"),
     ("chat/completions", {**CHAT, "logprobs": 2}, 400, "logprobs"),
