@@ -235,7 +235,8 @@ class _Server:
         total = sum(one.n for one in params)
         if total > self.serving.max_queue:
             raise RequestError(
-                f"{total} sequences are asked for, and at most {self.serving.max_queue} are allowed", "n"
+                f"{total} sequences are asked for, and at most {self.serving.max_queue} are allowed",
+                "n" if total > len(prompts) else "prompt",
             )
         for prompt, one in zip(prompts, params, strict=True):
             self.serving.engine.check(prompt, one)

@@ -329,6 +329,10 @@ def test_limits_and_key() -> None:
         assert exchange(address, "GET", "/v1/models")[0] == 401
         assert exchange(address, "GET", "/v1/health")[0] == exchange(address, "GET", "/metrics")[0] == 200
         assert post(address, "/v1/completions", GOOD, key)[0] == 200
+        for body, field in (({"prompt": ["a", "b", "c"]}, "prompt"), ({"prompt": "a", "n": 3}, "n")):
+            code, answer = post(address, "/v1/completions", body, key)
+            assert (code, answer["error"]["param"]) == (400, field)
+            assert "3 sequences are asked for, and at most 2 are allowed" in answer["error"]["message"]
         code, answer = post(address, "/v1/completions", {"prompt": "x" * 2000}, key)
         assert (code, answer["error"]["code"]) == (413, "too_large")
         with openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0) as client:
