@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from mgraph.errors import PackageError
 from mgraph.ir.opdef import op_def
 from mgraph.ir.types import DType
 from mgraph.runtime import moe
@@ -90,6 +91,21 @@ def test_grouped_outer() -> None:
     torch.testing.assert_close(total, op_def("grouped_outer").body(left, right, offsets))
     rt.grouped_outer_(wide := torch.full_like(total, torch.nan, dtype=torch.float64), left, right, offsets, fresh=True)
     torch.testing.assert_close(wide, total.double())
+
+
+def test_what_the_host_reads_is_no_part_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    rows, weight, offsets = numbers(5, 6), numbers(2, 6, 8), torch.tensor([2, 5], dtype=torch.int32)
+    monkeypatch.setattr(moe, "_GROUPED_DTYPES", {})
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
+        if not capturing:
+            assert torch.equal(rt.grouped_mm(rows, weight, offsets.as_subclass(OnGpu))[2:], rows[2:] @ weight[1])
+            continue
+        with pytest.raises(PackageError, match="float32 one after the other, and the host reads where each one ends"):
+            rt.grouped_mm(rows, weight, offsets.as_subclass(OnGpu))
 
 
 def test_numbers_of_no_expert_are_not_counted() -> None:
