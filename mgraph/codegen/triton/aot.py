@@ -25,7 +25,9 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -70,23 +72,68 @@ Binaries = dict[str, Binary]
 """Compiled launches by what they are compiled from: a launch that is here is not compiled again."""
 
 
+@dataclass(frozen=True)
+class _Job:
+    """One binary to compile: a launch of a kernel site for an architecture, as the aligned variant or the other."""
+
+    spec: KernelSpec
+    launch: Launch
+    arch: str
+    aligned: bool
+
+    @property
+    def key(self) -> str:
+        """What the binary depends on."""
+        types = self.spec.argument_types(self.launch)
+        return repr((self.spec.source, self.launch, types, self.arch, self.aligned))
+
+    @property
+    def file(self) -> str:
+        """Where the package has it."""
+        return f"cubin/{self.launch.function}{'.aligned' if self.aligned else ''}.{self.arch}.cubin"
+
+
 def build_kernels(
-    specs: Sequence[KernelSpec], directory: Path, archs: Sequence[str], made: Binaries | None = None
+    specs: Sequence[KernelSpec],
+    directory: Path,
+    archs: Sequence[str],
+    made: Binaries | None = None,
+    pool: Executor | None = None,
 ) -> list[dict[str, Any]]:
     """Write `kernels.py`, `reference.py` and `cubin/` into a package directory; return the manifest's `kernels` list.
 
     `archs` names GPU architectures such as `sm_90a`; with none, Triton is not needed and no cubin is written. `made`
-    has binaries from before, and gets those that this adds. Raises MgraphError where Triton is missing or rejects the
+    has binaries from before, and gets those that this adds; what it has not is compiled by the processes of `pool`, or
+    here. Raises MgraphError where Triton is missing or rejects the
     source, OptionError for an unknown architecture.
     """
     made = {} if made is None else made
     names = [spec.name for spec in specs]
     assert len(set(names)) == len(names), f"two kernels of one name: {sorted(names)}"
     (directory / "reference.py").write_text(reference_text(specs), encoding="utf-8")
-    source = directory / "kernels.py"
-    source.write_text(kernels_text(specs), encoding="utf-8")
-    module = import_kernels(source) if archs and any(spec.launches for spec in specs) else None
-    return [_entry(spec, module, directory, archs, made) for spec in specs]
+    source, text = directory / "kernels.py", kernels_text(specs)
+    source.write_text(text, encoding="utf-8")
+    missing = {job.key: job for spec in specs for launch in spec.launches for job in _jobs(spec, launch, archs)}
+    missing = {key: job for key, job in missing.items() if key not in made}
+    compiled = (map if pool is None else pool.map)(partial(_compile, source, text), missing.values())
+    for key, binary in zip(missing, compiled, strict=True):
+        made[key] = binary
+    return [_entry(spec, directory, archs, made) for spec in specs]
+
+
+def _jobs(spec: KernelSpec, launch: Launch, archs: Sequence[str]) -> list[_Job]:
+    """All binaries of a launch, in the order in which the runtime tries them."""
+    return [_Job(spec, launch, arch, aligned) for arch in archs for aligned in variants(launch)]
+
+
+def _compile(source: Path, text: str, job: _Job) -> Binary:
+    return compile_launch(_imported(source, text), job.spec, job.launch, job.arch, job.aligned)
+
+
+@lru_cache(maxsize=1)
+def _imported(source: Path, text: str) -> ModuleType:
+    """The module of a `kernels.py` with this text, read once by each process that compiles."""
+    return import_kernels(source)
 
 
 def import_kernels(path: Path) -> ModuleType:
@@ -164,10 +211,8 @@ def variants(launch: Launch) -> tuple[bool, ...]:
     return {"all": (True, False) if launch.aligned else (False,), "aligned": (True,), "others": (False,)}[launch.takes]
 
 
-def _entry(
-    spec: KernelSpec, module: ModuleType | None, directory: Path, archs: Sequence[str], made: Binaries
-) -> dict[str, Any]:
-    """The manifest's entry of one kernel site; its cubins are compiled and written on the way."""
+def _entry(spec: KernelSpec, directory: Path, archs: Sequence[str], made: Binaries) -> dict[str, Any]:
+    """The manifest's entry of one kernel site, whose cubins are written on the way."""
     entry = spec.to_data()
     del entry["source"], entry["twin"]  # They stand in kernels.py and reference.py.
     if spec.lists is None:
@@ -179,14 +224,8 @@ def _entry(
         if data["takes"] == "all":
             del data["takes"]
         data["binaries"] = []
-        for arch in archs:
-            assert module is not None
-            for aligned in variants(launch):
-                key = repr((spec.source, launch, spec.argument_types(launch), arch, aligned))
-                if key not in made:
-                    made[key] = compile_launch(module, spec, launch, arch, aligned)
-                file = f"cubin/{launch.function}{'.aligned' if aligned else ''}.{arch}.cubin"
-                (directory / "cubin").mkdir(exist_ok=True)
-                (directory / file).write_bytes(made[key].cubin)
-                data["binaries"].append(made[key].to_data(file))
+        for job in _jobs(spec, launch, archs):
+            (directory / "cubin").mkdir(exist_ok=True)
+            (directory / job.file).write_bytes(made[job.key].cubin)
+            data["binaries"].append(made[job.key].to_data(job.file))
     return entry

@@ -1,9 +1,10 @@
-"""A process of its own that compiles the kernels of a package while the rest of it is made.
+"""Processes of their own that compile the kernels of a package while the rest of it is made.
 
 Triton holds the interpreter's lock for most of a compilation, so a thread would only take turns with the passes and the
-printing; a process overlaps them. It imports Triton while the model is captured, and compiles what the graph has after
-each pass: what is there to the end is ready when the package asks for it. Specs and manifest entries are plain data, so
-they cross the border as they are, and so do errors.
+printing; a process overlaps them. It imports Triton while the model is captured, then splits into as many workers as
+there are CPUs, each for a binary at a time, and compiles what the graph has after each pass: what is there to the end
+is ready when the package asks for it. Specs and manifest entries are plain data, so they cross the border as they are,
+and so do errors. All are one process group, which is not the terminal's: who started them ends them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +27,9 @@ from typing import Any, Self
 from mgraph.codegen.triton.aot import Binaries, build_kernels
 from mgraph.codegen.triton.kernel import KernelSpec
 from mgraph.errors import MgraphError
+
+WORKER_BYTES = 300 << 20
+"""Memory for each worker: it has 55 MB of its own, and the assembler that it runs up to 200 MB."""
 
 
 class KernelBuilder:
@@ -42,6 +49,7 @@ class KernelBuilder:
                 [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                process_group=0,
             )
             theirs.close()
 
@@ -71,6 +79,7 @@ class KernelBuilder:
             made = self._connection.recv()
         except (EOFError, ConnectionError):
             status = self.process.wait()
+            self._end()
             raise MgraphError(
                 f"the process that compiles the GPU kernels ended with status {status}",
                 hint="see what it wrote above; where memory was short, compile on a larger machine",
@@ -87,9 +96,26 @@ class KernelBuilder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+            if self.process.returncode is None:
+                self._end()
             self._connection.close()
+
+    def _end(self) -> None:
+        """End the process and its workers, whatever they are at."""
+        assert self.process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def num_workers() -> int:
+    """How many processes compile at once: one for each CPU that this process may use, as far as there is memory."""
+    usable = len(os.sched_getaffinity(0))
+    with suppress(OSError, AttributeError):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        usable = min(usable, available // WORKER_BYTES)
+    return max(usable, 1)
 
 
 def serve(connection: Connection) -> None:
@@ -97,22 +123,23 @@ def serve(connection: Connection) -> None:
     with suppress(ImportError):  # `build_kernels` says so where it needs it
         import triton.compiler  # noqa: F401  (before the request comes, not after)
     made: Binaries = {}
-    while True:
-        try:
+    # Forked, so that workers share what is imported; this process has no threads yet.
+    with ProcessPoolExecutor(num_workers(), get_context("fork")) as pool, suppress(EOFError):
+        while True:
             specs, directory, archs = connection.recv()
-        except EOFError:
-            return
-        if directory is None:
-            with TemporaryDirectory() as scratch, suppress(MgraphError, OSError):
-                build_kernels(specs, Path(scratch), archs, made)
-            continue
-        try:
-            answer: Any = build_kernels(specs, directory, archs, made)
-        except (MgraphError, OSError) as error:
-            answer = error
-        connection.send(answer)
+            if directory is None:
+                with TemporaryDirectory() as scratch, suppress(MgraphError, OSError, BrokenProcessPool):
+                    build_kernels(specs, Path(scratch), archs, made, pool)
+                continue
+            try:
+                answer: Any = build_kernels(specs, directory, archs, made, pool)
+            except (MgraphError, OSError) as error:
+                answer = error
+            except BrokenProcessPool:
+                hint = "see what it wrote above; where memory was short, compile on a larger machine"
+                answer = MgraphError("a process that compiles GPU kernels ended before it was done", hint=hint)
+            connection.send(answer)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to the whole group; who asked then ends this process
     serve(Connection(int(sys.argv[1])))
