@@ -11,7 +11,7 @@ from typing import Any
 
 from mgraph.runtime.serving.engine import Delta, Score
 from mgraph.runtime.serving.llm import RequestOutput
-from mgraph.runtime.serving.text import token_bytes
+from mgraph.runtime.serving.text import Starts, token_bytes
 from mgraph.runtime.tokenizer import Tokenizer
 
 
@@ -61,15 +61,42 @@ class Heading:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
 
+@dataclass(frozen=True)
+class Echo:
+    """The text of a prompt as it is given back, and the characters that its tokens begin at."""
+
+    text: str = ""
+    starts: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> Echo:
+        """Of a text, as it came, though a tokenizer may change it and put tokens before it; or of token ids."""
+        if tokenizer is None:
+            return cls("", [0] * len(prompt))
+        if not isinstance(prompt, str):
+            known = [token for token in prompt if token < tokenizer.vocab_size]
+            starts = Starts(tokenizer, special=True)
+            return cls(tokenizer.decode(known, special=True), [starts.add(token) for token in prompt])
+        (encoded,) = tokenizer.encode_batch([prompt])
+        # A tokenizer may count a blank that a token begins with to no token; here each begins where the last one ends.
+        ends = [0, *encoded.ends.tolist()]
+        begins = [min(start, end) for start, end in zip(encoded.starts.tolist(), ends, strict=False)]
+        return cls(prompt, [*[0] * len(tokenizer.prefix), *begins])
+
+
 class Completions:
     """Choices of /v1/completions. One object makes the chunks of a stream, since it remembers how long each text is."""
 
-    def __init__(self, tokenizer: Tokenizer | None, echo: bool, logprobs: bool, only_prompt: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, echo: bool, logprobs: bool, only_prompt: bool, special: bool = False
+    ) -> None:
+        """`special`: the texts hold special tokens."""
         self._tokenizer, self.echo, self.logprobs, self.only_prompt = tokenizer, echo, logprobs, only_prompt
-        self._lengths: dict[int, int] = {}
+        self._special = special
+        self._starts: dict[int, Starts] = {}
 
-    def whole(self, outputs: Sequence[RequestOutput], prompts: Sequence[str], n: int) -> list[dict[str, Any]]:
-        """The choices of prompts with these texts."""
+    def whole(self, outputs: Sequence[RequestOutput], prompts: Sequence[Echo], n: int) -> list[dict[str, Any]]:
+        """The choices of prompts, which they begin with if they are to."""
         choices = []
         for at, (output, prompt) in enumerate(zip(outputs, prompts, strict=True)):
             for one in output.outputs:
@@ -81,8 +108,8 @@ class Completions:
                 choices.append(
                     {
                         "index": index,
-                        "text": prompt + text if self.echo else text,
-                        "logprobs": self.lists(index, (*first, *scores)),
+                        "text": prompt.text + text if self.echo else text,
+                        "logprobs": self.lists(index, (*first, *scores), prompt),
                         "finish_reason": one.finish_reason,
                         "stop_reason": one.stop_reason,
                     }
@@ -100,29 +127,41 @@ class Completions:
         text = "" if self._tokenizer is None else self._tokenizer.decode([token], special=True)
         return Score(token, text, float("nan"), ())
 
-    def chunk(self, index: int, text: str, scores: Sequence[Score | None], delta: Delta | None) -> dict[str, Any]:
+    def begin(self, index: int, prompt: Echo, scores: Sequence[Score | None]) -> dict[str, Any]:
+        """A choice of a chunk that gives the prompt."""
+        return self._chunk(index, prompt.text, self.lists(index, scores, prompt) if scores else None)
+
+    def chunk(self, index: int, text: str, scores: Sequence[Score | None], delta: Delta) -> dict[str, Any]:
         """A choice of a chunk."""
+        return self._chunk(index, text, self.lists(index, scores) if scores else None, delta)
+
+    def _chunk(self, index: int, text: str, lists: dict[str, Any] | None, delta: Delta | None = None) -> dict[str, Any]:
         return {
             "index": index,
             "text": text,
-            "logprobs": self.lists(index, scores) if scores else None,
+            "logprobs": lists,
             "finish_reason": None if delta is None else delta.finish_reason,
             "stop_reason": None if delta is None else delta.stop_reason,
         }
 
-    def lists(self, index: int, scores: Sequence[Score | None]) -> dict[str, Any] | None:
-        """Log-probabilities in lists of the same length; nan, the first token of a prompt, is null."""
+    def lists(self, index: int, scores: Sequence[Score | None], prompt: Echo | None = None) -> dict[str, Any] | None:
+        """Log-probabilities in lists of the same length; nan, the first token of a prompt, is null.
+
+        The first of all scores of a choice are those of the prompt, if it is to begin with that. Offsets are characters
+        of the text; those of tokens that stop strings cut off lie where they would be.
+        """
         if not self.logprobs:
             return None
+        echo = prompt if self.echo and prompt is not None else Echo()
+        starts = self._starts.setdefault(index, Starts(self._tokenizer, self._special, len(echo.text)))
         tokens, values, tops, offsets = [], [], [], []
-        for score in scores:
+        for at, score in enumerate(scores):
             assert score is not None
             known = score.logprob == score.logprob
             tokens.append(score.text)
             values.append(score.logprob if known else None)
             tops.append(_by_text(score) if known else None)
-            offsets.append(self._lengths.get(index, 0))
-            self._lengths[index] = offsets[-1] + len(score.text)
+            offsets.append(echo.starts[at] if at < len(echo.starts) else starts.add(score.token))
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
-from mgraph.runtime.serving.answers import Chats, Completions, Heading, error_body, event, usage
+from mgraph.runtime.serving.answers import Chats, Completions, Echo, Heading, error_body, event, usage
 from mgraph.runtime.serving.background import BackgroundEngine, Stream
 from mgraph.runtime.serving.engine import Delta, Score
 from mgraph.runtime.serving.llm import Gathering, RequestOutput
@@ -83,7 +83,7 @@ async def chat_events(
 
 
 async def completion_events(
-    exchange: Exchange, heading: Heading, choices: Completions, prompts: Sequence[str], wants_usage: bool
+    exchange: Exchange, heading: Heading, choices: Completions, prompts: Sequence[Echo], wants_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """The stream of completions; with echo each choice begins with its prompt, as soon as all of that is known."""
     begun: set[int] = set()
@@ -100,7 +100,7 @@ async def completion_events(
             index = at * exchange.n + one.index
             if choices.echo and index not in begun:
                 begun.add(index)
-                yield event(heading.body([choices.chunk(index, prompts[at], scores.get(at, ()), None)], True))
+                yield event(heading.body([choices.begin(index, prompts[at], scores.get(at, ()))], True))
             text, shown = ("", ()) if choices.only_prompt else (one.text, one.scores)
             if text or shown or one.finish_reason is not None:
                 yield event(heading.body([choices.chunk(index, text, shown, one)], True))

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from mgraph.errors import DataError
 from mgraph.runtime.chat import ChatTemplate
-from mgraph.runtime.serving.answers import Chats, Completions, Heading, error_body, usage
+from mgraph.runtime.serving.answers import Chats, Completions, Echo, Heading, error_body, usage
 from mgraph.runtime.serving.background import BackgroundEngine, Overloaded
 from mgraph.runtime.serving.engine import Engine, EngineDead
 from mgraph.runtime.serving.exchange import Exchange, chat_events, completion_events
@@ -137,15 +137,15 @@ class _Server:
         exchange = await self._begin(prompts, [params] * len(prompts))
         heading = Heading(self.serving.model, chat=False)
         tokenizer = engine.tokenizer
-        choices = Completions(tokenizer, bool(body.echo), body.logprobs is not None, body.only_prompt)
-        texts = (
-            [one if isinstance(one, str) else _text(engine, one) for one in given] if body.echo else [""] * len(given)
+        choices = Completions(
+            tokenizer, bool(body.echo), body.logprobs is not None, body.only_prompt, not params.skip_special_tokens
         )
+        echoes = [Echo.of(tokenizer, one) if body.echo else Echo() for one in given]
         if body.stream:
-            return EventStream(exchange, completion_events(exchange, heading, choices, texts, _wants_usage(body)))
+            return EventStream(exchange, completion_events(exchange, heading, choices, echoes, _wants_usage(body)))
         await self._gather(request, exchange)
         outputs = exchange.outputs()
-        whole = choices.whole(outputs, texts, params.n)
+        whole = choices.whole(outputs, echoes, params.n)
         return JSONResponse(heading.body(whole, False, usage=usage(outputs, body.only_prompt)))
 
     @_answering
@@ -276,13 +276,6 @@ def _no_number(name: str) -> NoReturn:
 
 def _wants_usage(body: CompletionRequest | ChatRequest) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
-
-
-def _text(engine: Engine, ids: Sequence[int]) -> str:
-    tokenizer = engine.tokenizer
-    if tokenizer is None:
-        return ""
-    return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size], special=True)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

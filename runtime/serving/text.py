@@ -7,6 +7,7 @@ is kept back until the next token tells. So the pieces put together are the text
 from __future__ import annotations
 
 import codecs
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -21,6 +22,11 @@ _LONGEST_CHARACTER = 8
 
 class Detokenizer(Protocol):
     """Text of one sequence of tokens."""
+
+    @property
+    def held(self) -> str:
+        """What is kept back, as it would be if nothing came after it."""
+        ...
 
     def add(self, token: int) -> str:
         """The text that is sure with one more token, perhaps none."""
@@ -56,6 +62,10 @@ class _Bytes:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
+    @property
+    def held(self) -> str:
+        return self._decoder.getstate()[0].decode("utf-8", errors="replace")
+
     def add(self, token: int) -> str:
         return self._decoder.decode(bytes([token])) if token < ByteTokenizer.vocab_size else ""
 
@@ -73,6 +83,10 @@ class _Pieces:
         self._tokenizer, self._special = tokenizer, special
         self._context: list[int] = []  # given out already, decoded again for what follows
         self._new: list[int] = []
+
+    @property
+    def held(self) -> str:
+        return self._gain() if self._new else ""
 
     def add(self, token: int) -> str:
         if token >= self._tokenizer.vocab_size:
@@ -92,6 +106,29 @@ class _Pieces:
     def _gain(self) -> str:
         before = self._tokenizer.decode(self._context, special=self._special)
         return self._tokenizer.decode(self._context + self._new, special=self._special)[len(before) :]
+
+
+class Starts:
+    """Where in the text of a sequence its tokens begin. All tokens of one character begin where that does."""
+
+    def __init__(self, tokenizer: Tokenizer | None, special: bool = False, first: int = 0) -> None:
+        """As `detokenizer`; `first` is the place of the first token. Without a tokenizer there is no text."""
+        self._text = None if tokenizer is None else detokenizer(tokenizer, special)
+        self._sure = first  # characters up to what is kept back
+
+    def add(self, token: int) -> int:
+        """The character that the next token begins at. One without a text is where the next text will be."""
+        if self._text is None:
+            return self._sure
+        before = self._text.held
+        piece = self._text.add(token)
+        if piece:
+            pairs = zip(before, piece + self._text.held, strict=False)
+            start = self._sure + sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        else:  # one more part of a character
+            start = self._sure + len(before.rstrip(REPLACEMENT))
+        self._sure += len(piece)
+        return start
 
 
 class StopStrings:

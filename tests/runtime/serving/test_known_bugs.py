@@ -20,19 +20,22 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from mgraph.runtime.serving.answers import Chats, Completions, event
+from mgraph.runtime.serving.answers import Chats, Completions, Echo, event
 from mgraph.runtime.serving.dispatch import Bucket
 from mgraph.runtime.serving.engine import Delta, Engine
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
 from mgraph.runtime.serving.step import Batch
 from mgraph.runtime.serving.step_graphs import StepGraphs
-from mgraph.runtime.tokenizer import ByteTokenizer
+from mgraph.runtime.tokenizer import ByteTokenizer, FileTokenizer
 from tests.runtime.serving.fake_stepper import FakeStepper, alone, log_softmax, spoken_logits
 from tests.runtime.serving.test_engine import VOCAB, Gathered, gather, given_back, run_all
 
@@ -238,6 +241,27 @@ def test_log_probabilities_that_json_has_not() -> None:
             assert body is not None
             json.loads(event(body)[6:], parse_constant=refuse)
     assert sum(len(delta.scores) for delta in deltas) == 4 and sum(len(d.prompt_scores) for d in deltas) == 1
+
+
+def test_offsets_of_a_prompt_that_its_tokenizer_changes(tmp_path: Path) -> None:
+    """Where tokens begin is counted in other characters than those of the text, or without the blanks before words."""
+    library = Library(models.WordLevel({"<s>": 0, "▁": 1, "▁two": 2, "▁words": 3, "?": 4}, unk_token="?"))
+    library.normalizer = normalizers.Lowercase()
+    library.pre_tokenizer = pre_tokenizers.Metaspace()
+    library.decoder = decoders.Metaspace()
+    library.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    library.add_special_tokens(["<s>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path)
+    assert tokenizer.prefix == (0,) and tokenizer.encode("Two WORDS").tolist() == [2, 3]
+    assert Echo.of(tokenizer, "Two WORDS") == Echo("Two WORDS", [0, 0, 3])
+    assert Echo.of(tokenizer, [0, 2, 3]) == Echo("<s> two words", [0, 3, 7])
+    library = Library(models.BPE({"a": 0, "Ġ": 1, "Ġa": 2}, [("Ġ", "a")]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.post_processor = processors.ByteLevel(trim_offsets=True)
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert Echo.of(FileTokenizer(tmp_path), "a a  a").starts == [0, 1, 3, 4]
+    assert Echo.of(None, [5, 6]) == Echo("", [0, 0])
 
 
 def test_a_seed_whose_text_depends_on_others() -> None:

@@ -77,6 +77,7 @@ def test_completions(served: tuple[Serving, str], client: openai.OpenAI) -> None
         lists = choice.logprobs
         assert lists is not None and lists.token_logprobs == pytest.approx(scores, abs=1e-4)
         assert len(lists.tokens or []) == len(lists.text_offset or []) == len(lists.top_logprobs or []) == len(scores)
+        assert all(0 <= at <= len(text) for at in lists.text_offset or [-1])
         assert all(2 <= len(top) <= 3 for top in lists.top_logprobs or [])
     usage = answer.usage
     assert usage is not None and usage.prompt_tokens == 6
@@ -189,7 +190,28 @@ def test_echo_gives_the_prompt_and_its_scores(
         dense = [log_softmax(stepper.logits(prompt[:at]))[prompt[at]] for at in range(1, len(prompt))]
         assert scores[index][0] is None and scores[index][1 : len(prompt)] == pytest.approx(dense, abs=1e-4)
         assert len(scores[index]) <= len(prompt) + count and (count or len(scores[index]) == len(prompt))
-        assert offsets[index] == [len("".join(tokens[index][:at])) for at in range(len(tokens[index]))]
+        assert offsets[index][: len(prompt)] == [[0, 1, 2, 3, 4, 5, 6, 7], [0]][index // 2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_offsets_are_characters_of_the_text(stream: bool, echo: bool, as_text: bool) -> None:
+    spoken = serving(FakeStepper(vocab_size=256, max_length=64, num_blocks=80, logits=spoken_logits("ü日!".encode())))
+    prompt = "é x\0"
+    asked: Any = {"prompt": prompt if as_text else list(prompt.encode()), "model": "fake", "max_tokens": 8}
+    text, offsets = "", []
+    with running(spoken) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="any") as client:
+        spoken.engine.ends_of_text = ()
+        made: Any = client.completions.create(echo=echo, stream=stream, logprobs=0, temperature=0, **asked)
+        for chunk in made if stream else [made]:
+            text += chunk.choices[0].text
+            if chunk.choices[0].logprobs is not None:
+                offsets += chunk.choices[0].logprobs.text_offset
+    if echo:
+        assert text == "é x\0ü日!ü" and offsets == [0, 0, 1, 2, 3, 4, 4, 5, 5, 5, 6, 7, 7]
+    else:
+        assert text == "ü日!ü" and offsets == [0, 0, 1, 1, 1, 2, 3, 3]
 
 
 def test_models_health_and_description(served: tuple[Serving, str], client: openai.OpenAI) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from mgraph.runtime.serving.text import StopStrings, detokenizer, token_bytes, token_text
+from mgraph.runtime.serving.text import Starts, StopStrings, detokenizer, token_bytes, token_text
 from mgraph.runtime.tokenizer import ByteTokenizer, FileTokenizer
 
 TEXT = "Größe 日本語 and emoji 👩‍🚀🏳️‍🌈, naïve café; tabs\tand\n\n  blanks "
@@ -142,6 +142,38 @@ def test_bytes_that_are_no_text_do_not_stop_it(byte_level: FileTokenizer) -> Non
     parts = [made.add(broken) for _ in range(50)]
     assert "".join(parts).count("\ufffd") >= 40, "held back for ever"
     assert made.add(10_000) == ""
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ("é x".encode(), [0, 0, 1, 2]),
+        ("日本👩 a".encode(), [0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 4]),
+        (b"\xe9x\xff\xffy\xf0\x9fz", [0, 1, 2, 3, 4, 5, 5, 6]),  # bytes that are no text, a sign for each or for two
+        (b"a\xe6\x97", [0, 1, 1]),
+    ],
+)
+def test_where_bytes_begin(raw: bytes, expected: list[int]) -> None:
+    starts = Starts(ByteTokenizer())
+    assert [starts.add(byte) for byte in raw] == expected
+    later = Starts(ByteTokenizer(), first=7)
+    assert [later.add(token) for token in (*raw, 300)][:-1] == [7 + at for at in expected]
+
+
+def test_where_tokens_of_files_begin(byte_level: FileTokenizer, metaspace: FileTokenizer) -> None:
+    """`日` is three tokens in both; a blank is part of the token after it."""
+    for tokenizer, text, expected in (
+        (byte_level, "and 日and and", [0, 3, 4, 4, 4, 5, 8]),
+        (metaspace, "and 日a and", [0, 3, 4, 4, 4, 5, 6]),
+    ):
+        starts = Starts(tokenizer)
+        assert [starts.add(token) for token in tokenizer.encode(text).tolist()] == expected
+    end = byte_level.token_id("<end>")
+    assert end is not None
+    a = byte_level.encode("a").tolist()[0]
+    for special, expected in ((False, [0, 1, 1]), (True, [0, 1, 6])):
+        starts = Starts(byte_level, special)
+        assert [starts.add(token) for token in (a, end, a)] == expected
 
 
 def test_special_tokens(byte_level: FileTokenizer, tmp_path: Path) -> None:
