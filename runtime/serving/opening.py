@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -72,7 +73,7 @@ def open_engine(
     engine = Engine(
         stepper,
         tokenizer,
-        ends_of_text=ends_of_text(tokenizer, directory),
+        ends_of_text=ends_of_text(tokenizer, directory, stepper.vocab_size),
         seed=chosen.seed,
         prefix_cache=chosen.prefix_cache,
         max_requests=chosen.max_requests,
@@ -144,14 +145,17 @@ def ranks_of(package: Path) -> int:
     return math.prod(int(manifest["mesh"][axis]) for axis in shared_axes(manifest))
 
 
-def ends_of_text(tokenizer: Tokenizer, weights: Path | None) -> tuple[int, ...]:
-    """Tokens that end a text: the tokenizer's `eos_token`, and those of a generation_config.json beside the weights."""
+def ends_of_text(tokenizer: Tokenizer, weights: Path | None, vocab_size: int) -> tuple[int, ...]:
+    """Tokens that end a text: the tokenizer's `eos_token`, and those of a generation_config.json beside the weights.
+
+    A token that the model does not have ends nothing, and is warned of. Raises DataError for what is no token.
+    """
     text = tokenizer.special_tokens.get("eos_token")
     own = None if text is None else tokenizer.token_id(text)
-    return tuple(sorted({*_generation_ends(weights), *([] if own is None else [own])}))
+    return tuple(sorted({*_generation_ends(weights, vocab_size), *([] if own is None else [own])}))
 
 
-def _generation_ends(weights: Path | None) -> Sequence[int]:
+def _generation_ends(weights: Path | None, vocab_size: int) -> Sequence[int]:
     file = None if weights is None else (weights if weights.is_dir() else weights.parent) / GENERATION
     if file is None or not file.is_file():
         return []
@@ -159,8 +163,17 @@ def _generation_ends(weights: Path | None) -> Sequence[int]:
         found = json.loads(file.read_text("utf-8")).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{file} cannot be read: {error}", hint="repair it, or remove it") from error
-    ids = found if isinstance(found, list) else [found]
-    return [item for item in ids if isinstance(item, int)]
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise DataError(
+                f"{file}: eos_token_id is {json.dumps(found)}: {json.dumps(token)} is no token id",
+                hint="write a token id, or a list of them, or remove the key",
+            )
+        if token >= vocab_size:
+            message = f"{file}: eos_token_id {token} never comes: the model has the tokens 0 to {vocab_size - 1}"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+    return [token for token in ids if token < vocab_size]
 
 
 def _tokenizer_path(settings: Settings, weights: Path | None) -> Path | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mgraph.errors import OptionError
+from mgraph.errors import DataError, OptionError
 from mgraph.runtime.chat import ChatTemplate
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.llm import LLM
@@ -177,8 +177,17 @@ def test_tokens_that_end_a_text(tmp_path: Path) -> None:
         special_tokens: Mapping[str, str] = {"eos_token": "$"}
 
     tokenizer: Tokenizer = WithEnd()
-    assert ends_of_text(tokenizer, None) == (36,)
+    assert ends_of_text(tokenizer, None, 256) == (36,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert ends_of_text(tokenizer, tmp_path) == (7, 9, 36)
+    assert ends_of_text(tokenizer, tmp_path, 256) == (7, 9, 36)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert ends_of_text(ByteTokenizer(), tmp_path / "model.safetensors") == (7,)
+    assert ends_of_text(ByteTokenizer(), tmp_path / "model.safetensors", 256) == (7,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert ends_of_text(ByteTokenizer(), tmp_path, 256) == ()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 999999]}')
+    with pytest.warns(RuntimeWarning, match="eos_token_id 999999 never comes: the model has the tokens 0 to 255"):
+        assert ends_of_text(ByteTokenizer(), tmp_path, 256) == (7,)
+    for wrong in ('"x"', "[7, 1.5]", "-1", "true"):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {wrong}}}')
+        with pytest.raises(DataError, match=r"generation_config.json: eos_token_id is .* is no token id"):
+            ends_of_text(ByteTokenizer(), tmp_path, 256)
