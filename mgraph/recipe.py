@@ -44,6 +44,7 @@ _OF_PURPOSE = {
         "offload": "what is served is on the device",
         "one_microbatch": "leave it out",
         "expert_load": "leave it out",
+        "router_loss_counts": "leave it out",
         "pad_to_capacity": "leave it out",
         "replayable_routing": "leave it out: what is served neither takes decisions nor gives them",
         "packed": "a sequence that is served has its row",
@@ -111,6 +112,11 @@ class Recipe:
         "with ep: a rank has room for this times the rows that it receives in balance; a step that needs more ends the "
         "run with an error; 0: for all tokens of all ranks",
         within=(0, 1024),
+    )
+    router_loss_counts: str = option(
+        "global",
+        "what losses of routers count and average over: the tokens of all data ranks in a microbatch, or each rank's",
+        ("global", "local"),
     )
     pad_to_capacity: bool = option(
         False,
@@ -343,6 +349,13 @@ class Recipe:
         """Over how many ranks the experts lie; 1 without ep."""
         axes = self.mesh_axes()
         return math.prod(axes[axis] or 1 for axis in self.expert_axes())
+
+    @property
+    def loss_axes(self) -> tuple[str, ...]:
+        """The data axes over whose ranks losses count tokens together."""
+        counted = self.purpose == "train" and self.router_loss_counts == "global"
+        axes = {axis: size for axis, size in self.mesh_axes().items() if axis != "tp" and size != 1}
+        return tuple(axes) if counted else ()
 
     def placements(self) -> dict[str, tuple[str, ...]]:
         """The rules of `place` by axis. Raises OptionError for a rule of an axis that takes none."""

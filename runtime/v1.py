@@ -133,6 +133,7 @@ __all__ = [
     "attention",
     "attention_grad",
     "axis_index",
+    "axis_share",
     "by_token",
     "change_scores",
     "clear_tail",
@@ -239,6 +240,11 @@ __all__ = [
 def axis_index(axis: str) -> int:
     """This rank's place along `axis`, from 0."""
     return mesh.current().index(axis)
+
+
+def axis_share(x: Tensor, axis: str) -> Tensor:
+    """x divided by the number of ranks along `axis`, a tensor of its own."""
+    return x / mesh.current().size(axis)
 
 
 def of_first(x: Tensor, index: int) -> Tensor:

@@ -458,6 +458,8 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "all_reduce_start": _all_reduce,
     "attention": _attention,
     "attention_grad": _attention,
+    "axis_share": lambda site: f"rt.axis_share({site.operands[0]}, {site.literal(site.node.attrs['axis'])})",
+    "joint_sum": lambda site: site.operands[0],  # over an axis that the mesh has not
     "axis_index": lambda site: f"rt.axis_index({site.literal(site.node.attrs['axis'])})",
     "cast": _cast,
     "change_scores": _runtime(),

@@ -161,6 +161,8 @@ class _Runner:
             return self.collective(node, operands)
         if node.op == "axis_index":
             return [self.axis_index(str(node.attrs["axis"]))]
+        if node.op == "axis_share":
+            return [[tensor / self.sizes.get(str(node.attrs["axis"]), 1) for tensor in operands[0]]]
         body, complete = op_def(node.op).body, op_def(node.op).complete(self.division.local_attrs(node))
         extra = {} if "." not in node.op else {"device": self.device(operands)}
         made = []

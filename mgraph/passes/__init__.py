@@ -33,6 +33,7 @@ PASSES: dict[str, str] = {
     "replayable-routing": "mgraph.passes.replayable_routing:ReplayableRouting",
     "pad-to-capacity": "mgraph.passes.pad_to_capacity:PadToCapacity",
     "expert-dispatch": "mgraph.passes.expert_dispatch:ExpertDispatch",
+    "joint-losses": "mgraph.passes.joint_losses:JointLosses",
     "autodiff": "mgraph.passes.autodiff:Autodiff",
     "recompute": "mgraph.passes.recompute:Recompute",
     "derive-serve": "mgraph.passes.derive_serve:DeriveServe",

@@ -93,6 +93,7 @@ def with_batches_apart(
 ) -> Module:
     """Each rank of the axis has its own microbatches: the states in `partial` are partial sums over it. Those in
     `reduced` are first added up in `finish`, as one bucket."""
+    module = _with_joint_sums(module, axis, made_by)
     module = _place(module, axis, set(partial))
     finish = module.entry_function("finish")
     builder = rebuild(finish, made_by)
@@ -115,6 +116,27 @@ def with_batches_apart(
         builder.nodes.append(replace(node, operands=operands))
     report.match(finish.name, started[0].name, f"{len(values)} accumulators summed over {axis} as one bucket")
     return module.with_function(builder.build(finish.results))
+
+
+def _with_joint_sums(module: Module, axis: str, made_by: str) -> Module:
+    """The module whose sums over the ranks of the axis (`joint-losses`) are reductions."""
+    functions = {}
+    for name, function in module.functions.items():
+        if any(_is_joint(node, axis) for node in function.nodes):
+            builder = rebuild(function, made_by)
+            for node in function.nodes:
+                if _is_joint(node, axis):
+                    with builder.at(node):
+                        (total,) = builder.emit("all_reduce", node.operands, {"axis": axis}, names=[node.result.name])
+                    builder.replace(node.result, total)
+                else:
+                    builder.keep(node)
+            functions[name] = builder.build(function.results)
+    return replace(module, functions={**module.functions, **functions})
+
+
+def _is_joint(node: Node, axis: str) -> bool:
+    return node.op == "joint_sum" and node.attrs["axis"] == axis
 
 
 def _place(module: Module, axis: str, partial: set[str]) -> Module:
@@ -168,6 +190,10 @@ class _Placer:
             if node.op == "call":
                 body = self.placed.get(callee(node)) or self.place(self.module.functions[callee(node)], [*operands])
                 placements = [self._on(v) for v in body.results]
+            elif node.op == "all_reduce" and node.attrs["axis"] == self.axis:
+                placements = [None] * len(node.results)  # a sum over the ranks, the same on all
+            elif node.op == "axis_share" and node.attrs["axis"] == self.axis:
+                placements = [Partial("sum")]  # of what is the same on all too
             elif (experts := self._of_experts(node, operands)) is not None:
                 placements = [*experts]
             else:

@@ -5,7 +5,7 @@ An entry that both have is run on both, on all ranks of the mesh. An entry that 
     microbatch          torch's autograd through the interpreted forward, and the forward's own outputs
     finish              torch.optim.AdamW or Adam and clip_grad_norm_, three steps in float64
     step (serving)      the logits of whole sequences, against chunks over the cache
-    over a data axis    one rank that runs the microbatches of all ranks
+    over a data axis    one rank that runs the microbatches of all ranks; all at once where losses count them together
     over any other axis the ranks there were before, with whole states, over the entries of a step
 
 Tiers: `bitwise` is torch.equal in the module's own dtypes. `reassociating` is at most 1e-9 apart, relative to the
@@ -479,7 +479,8 @@ def _spread(before: Module, after: Module, shapes: Shapes) -> Evidence:
     """A step over one more mesh axis, against the ranks that there were.
 
     Where ranks along the new axis see different microbatches, a rank of before runs those of all of them, one after the
-    other; else the same ones. What they hold together must be what it holds.
+    other, or as one where losses count the tokens of all ranks; else the same ones. What they hold together must be
+    what it holds.
     """
     axis, *more = [axis.name for axis in after.mesh if axis.name not in {old.name for old in before.mesh}]
     if more:
@@ -491,6 +492,7 @@ def _spread(before: Module, after: Module, shapes: Shapes) -> Evidence:
         coordinates = dict(zip(sizes, coordinates_of(rank, list(sizes.values())), strict=True))
         groups.setdefault(rank_of([coordinates[a] for a in old], list(old.values())), []).append(rank)
     is_data = axis in data_axes(after.mesh, bound_dims(after))
+    at_once = is_data and _counts_together(before, axis)
     entries = sorted(after.entries, key=lambda entry: (entry == "finish", entry))
 
     def inputs(entry: str, seed: int, ranks: Iterable[int]) -> list[Tensors]:
@@ -503,8 +505,11 @@ def _spread(before: Module, after: Module, shapes: Shapes) -> Evidence:
         held = states(seed, (group[0] for _, group in sorted(groups.items())))
         made: Tensors = {}
         for entry in entries:
-            for turn in range(sizes[axis] if is_data and entry != "finish" else 1):
+            for turn in range(sizes[axis] if is_data and entry != "finish" and not at_once else 1):
                 given = inputs(entry, seed, (group[turn] for _, group in sorted(groups.items())))
+                if at_once and entry != "finish":
+                    of_group = [inputs(entry, seed, group) for _, group in sorted(groups.items())]
+                    given = [_at_once(after, entry, axis, each) for each in of_group]
                 outputs, updates = _Run(before, entry, given, held, old).apart(lifted, hook)
                 held = [{**s, **u} for s, u in zip(held, updates, strict=True)]
                 for rank, tensors in enumerate(outputs):
@@ -531,6 +536,8 @@ def _spread(before: Module, after: Module, shapes: Shapes) -> Evidence:
                 for name in after.entries[entry].outputs:
                     found = [outputs[r][name] for r in group]
                     turns = found if is_data and entry != "finish" else [_agreed(name, found)]
+                    if at_once and entry != "finish":
+                        turns = [_together(after, entry, name, axis, found)]
                     made |= {f"{named(entry, name, rank)}{said(turn, entry)}": t for turn, t in enumerate(turns)}
                 for name in compared(entry):
                     parts = [updates[r][name] for r in group]
@@ -539,7 +546,34 @@ def _spread(before: Module, after: Module, shapes: Shapes) -> Evidence:
 
     seeds = _steady(before, lambda seed, hook: single(seed, True, hook))
     method = f"one rank with the microbatches of {sizes[axis]}" if is_data else f"the same step without {axis}"
+    method += ", as one" if at_once else ""
     return judge("finish", Tier.REASSOCIATING, method, seeds, functools.partial(_pair, single, spread))
+
+
+def _counts_together(module: Module, axis: str) -> bool:
+    """Whether losses count the tokens of all ranks along an axis to come."""
+    ops = {node.op for _, node in module.walk() if node.op != "joint_sum" or node.attrs["axis"] == axis}
+    if "joint_sum" in ops and "moe_capacity" in ops:
+        raise Unverified("losses are of all ranks' tokens and a capacity of each rank's: one rank has no such step")
+    return "joint_sum" in ops
+
+
+def _at_once(module: Module, entry: str, axis: str, ranks: Sequence[Tensors]) -> Tensors:
+    """The inputs of ranks along an axis as those of one."""
+    import torch
+
+    places = {p.name: p.tensor.on(axis) for p in module.entry_function(entry).params}
+    return {
+        name: torch.cat([own[name] for own in ranks], place.dim) if isinstance(place, Shard) else ranks[0][name]
+        for name, place in places.items()
+    }
+
+
+def _together(module: Module, entry: str, name: str, axis: str, ranks: Sequence[Any]) -> Any:
+    """What the outputs of ranks along an axis are together: sums, or parts of one tensor."""
+    results = module.entry_function(entry).results
+    place = results[module.entries[entry].outputs.index(name)].tensor.on(axis)
+    return _joined(name, ranks, place) if isinstance(place, Shard) else sum(ranks)
 
 
 def _joined(name: str, parts: Sequence[Any], place: Placement | None) -> Any:

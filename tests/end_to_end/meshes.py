@@ -1,7 +1,8 @@
 """Training steps of a final graph over a mesh, all ranks in one process, beside the same steps of one device.
 
 Both get the same microbatches: those that the data ranks of the mesh run side by side, one device runs one after the
-other. What is compared is what each microbatch gives, all gradients before each update, and all states after it.
+other. What is compared is what each microbatch gives, all gradients before each update, and all states after it. Losses
+of routers count the tokens of each rank here, as one device does; test_joint_losses.py has those of all ranks together.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ MESH_OPTIONS = (
     "pad_to_capacity",
     "expert_extent",
     "expert_budget",
+    "router_loss_counts",
 )
 """Fields of the recipe that only say how a mesh is used."""
+AS_ONE = {"arch": "none", "router_loss_counts": "local"}
+"""What rows have unless they say otherwise."""
 DATA_AXES = ("dp", "ep", "fsdp")
 """Axes whose ranks see different rows."""
 BATCH, SEQUENCE = 2, 12
@@ -120,7 +124,7 @@ class Row:
             model = f"{directory}/{model}.py:model"
         elif model.startswith("hf:"):
             model = write_config(model.removeprefix("hf:"), directory / model.removeprefix("hf:"))
-        return Recipe(model=model, mesh=self.mesh, **{"arch": "none", **dict(self.options), **more})
+        return Recipe(model=model, mesh=self.mesh, **{**AS_ONE, **dict(self.options), **more})
 
 
 @dataclass(frozen=True)
