@@ -319,8 +319,12 @@ def _loop_lines(pairs: Sequence[tuple[Factor, str]], tiles: Tiles) -> list[str]:
         f"{rows}_tile = {rows}_ptr + source[:, None] * {inner} + depth[None, :]",
         *(f"{factor.weight}_tile = {factor.tile()}" for factor, _ in pairs),
     ]
-    row_mask = f", mask={deep}[None, :], other=0.0" if ragged else ""
-    lines += [f"for step in range(0, {inner}, {cut.depth}):", f"    {rows}_part = tl.load({rows}_tile{row_mask})"]
+    # Rows that are not there are not read: programs that all read one in their place would wait for one another.
+    real = f"inside[:, None]{f' & {deep}[None, :]' if ragged else ''}"
+    lines += [
+        f"for step in range(0, {inner}, {cut.depth}):",
+        f"    {rows}_part = tl.load({rows}_tile, mask={real}, other=0.0)",
+    ]
     for factor, total in pairs:
         real = f"both < {2 * tiles.width}" if factor.pairs else f"column < {tiles.width}"
         masks = [f"{deep}[:, None]"] * ragged + [f"({real})[None, :]"] * cut_off
