@@ -35,6 +35,9 @@ from mgraph.codegen.triton.rope import lines_of, signature
 LEAST_POSITIONS = 16
 """A block of queries has at least so many positions."""
 
+SHORT = 128
+"""Windows up to this are short."""
+
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 
 LOWEST = -3.0e38
@@ -64,10 +67,12 @@ class Tuning:
 
 def tuning(problem: Attention) -> Tuning:
     """Blocks of which two or more programs have room on a multiprocessor, whose products and exponentials then overlap;
-    one of the widest heads."""
+    one of the widest heads. Within a short window less is computed to be hidden where few keys are taken at a time."""
     widest = max(problem.columns, problem.value_columns)
     if widest > 64:
         return Tuning(128, 64, 8, 2, 128 if widest == 128 else 0)
+    if problem.window is not None and problem.window <= SHORT:
+        return Tuning(64, 32, 4, 3)
     return Tuning(64, 64, 4, 2)
 
 

@@ -20,7 +20,7 @@ SEARCHED = 128
 RANKED, COMPARED = 32, 256
 """Blocks that a program finds a place for, and those it compares them with at a time."""
 
-ALIKE = 256
+ALIKE = 1024
 """Blocks whose keys differ in number by less may be in the order of their positions, and so read the same keys at the
 same time."""
 

@@ -85,8 +85,8 @@ def test_blocks_that_see_the_most_come_first(tmp_path: Path) -> None:
     one that sees nothing, whose first place is beyond its last."""
     search = Reach("search", "reach", 64)
     reach = torch.zeros(2, 2 * RANKED + 5, 4, dtype=torch.int32)
-    reach[..., 0] = torch.randint(0, 2000, reach.shape[:2], generator=torch.Generator().manual_seed(2))
-    reach[..., 1] = 2000
+    reach[..., 0] = torch.randint(0, 8000, reach.shape[:2], generator=torch.Generator().manual_seed(2))
+    reach[..., 1] = 8000
     reach[1, 7, :2] = torch.tensor([2**31 - 1, 0])
     spec = KernelSpec(
         name="order",
