@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,11 @@ class Server:
         writer.close()
         return int(found[9:12] or b"0"), found.partition(b"\r\n\r\n")[2]
 
-    async def number(self, name: str) -> float:
-        """The sum of a metric."""
+    async def number(self, name: str, label: str = "") -> float:
+        """The sum of a metric, over what has a label."""
         _, text = await self.answer("GET", "/metrics")
-        return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text.decode(), re.M))
+        line = rf"^{re.escape(name)}(?:{{.*{re.escape(label)}.*}}){'' if label else '?'} (\S+)$"
+        return sum(float(value) for value in re.findall(line, text.decode(), re.M))
 
 
 def body(source: random.Random, tokens: int, **more: Any) -> bytes:
@@ -153,19 +155,20 @@ async def idle(server: Server, seconds: float = 30) -> None:
         raise Wrong(f"/health is {code}")
 
 
-async def leave(server: Server, source: random.Random, count: int = 12) -> None:
+async def leave(server: Server, source: random.Random, count: int) -> None:
     """Clients that leave long before the end end their requests; raises Wrong where these go on."""
-    before = await server.number('mgraph_request_success_total{finished_reason="abort",model_name="package"}')
+    before = await server.number("mgraph_request_success_total", 'finished_reason="abort"')
     for stream in (True, False):
         sent = [await server.send("POST", "/v1/completions", body(source, 150, stream=stream)) for _ in range(count)]
         for reader, _ in sent if stream else ():
             await reader.read(200)
-        while await server.number("mgraph_num_requests_running") == 0:
+        end = time.monotonic() + 1
+        while await server.number("mgraph_num_requests_running") < count and time.monotonic() < end:
             await asyncio.sleep(0.01)
         for _, writer in sent:
             writer.close()
         await idle(server)
-    after = await server.number('mgraph_request_success_total{finished_reason="abort",model_name="package"}')
+    after = await server.number("mgraph_request_success_total", 'finished_reason="abort"')
     if after - before < 2 * count - 2:
         raise Wrong(f"{after - before:g} of {2 * count} requests ended when their clients left")
 
@@ -173,7 +176,8 @@ async def leave(server: Server, source: random.Random, count: int = 12) -> None:
 async def storm(server: Server, requests: int, streams: int, seed: int) -> dict[str, Any]:
     """All of it; what there was of each kind, and how long it took."""
     source, started = random.Random(seed), time.monotonic()
-    kinds, free = Counter(source.choice(KINDS) for _ in range(requests)), asyncio.Semaphore(AT_ONCE)
+    drawn = (source.choice(KINDS) for _ in range(requests - len(KINDS)))
+    kinds, free = Counter([*KINDS, *drawn]), asyncio.Semaphore(AT_ONCE)
 
     async def bounded(kind: str, of: random.Random) -> None:
         async with free:
@@ -183,7 +187,7 @@ async def storm(server: Server, requests: int, streams: int, seed: int) -> dict[
     source.shuffle(order)
     await asyncio.gather(*(bounded(kind, random.Random(source.random())) for kind in order))
     await idle(server)
-    await leave(server, source)
+    await leave(server, source, min(12, streams))
     stormed = time.monotonic()
     await asyncio.gather(*(one(server, "stream", random.Random(at)) for at in range(streams)))
     await idle(server)
@@ -192,7 +196,7 @@ async def storm(server: Server, requests: int, streams: int, seed: int) -> dict[
     ended = await server.number("mgraph_request_success_total")
     if asked != ended:
         raise Wrong(f"{asked} sequences, {ended} ends")
-    await drain(server, random.Random(seed))
+    await drain(server, random.Random(seed), min(16, streams))
     return {
         "kinds": dict(kinds),
         "streams": streams,
@@ -201,9 +205,9 @@ async def storm(server: Server, requests: int, streams: int, seed: int) -> dict[
     }
 
 
-async def drain(server: Server, source: random.Random) -> None:
+async def drain(server: Server, source: random.Random, count: int) -> None:
     """SIGTERM while streams are read: they are finished, new requests are refused, and the exit code is 0."""
-    open_ones = [await server.send("POST", "/v1/completions", body(source, 150, stream=True)) for _ in range(16)]
+    open_ones = [await server.send("POST", "/v1/completions", body(source, 150, stream=True)) for _ in range(count)]
     begun = [await reader.read(200) for reader, _ in open_ones]
     server.process.send_signal(signal.SIGTERM)
     await asyncio.sleep(0.2)
@@ -225,7 +229,11 @@ def run(directory: Path, requests: int, streams: int, seed: int, blocks: int = 1
     (directory / "chat.jinja").write_text(TEMPLATE, "utf-8")
     options = ["--random-init", "--port", "0", "--num-blocks", str(blocks), "--max-requests", "32"]
     more = ["--chat-template", str(directory / "chat.jinja"), "--device", "cpu", "--max-queue", "2000"]
-    command = [sys.executable, str(Path(str(package)) / "serve.py"), *options, *more]
+    return against([sys.executable, str(Path(str(package)) / "serve.py"), *options, *more], requests, streams, seed)
+
+
+def against(command: Sequence[str], requests: int, streams: int, seed: int) -> dict[str, Any]:
+    """A storm over what a command serves, which says where. Raises Wrong."""
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
