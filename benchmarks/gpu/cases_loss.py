@@ -147,21 +147,25 @@ CASES = [
 
 TUNINGS = [
     both_case(
-        f"{name}-w{num_warps}-s{num_stages}-k{kept}{'-hints' * hints}",
+        f"{name}-w{num_warps}-k{kept}-t{together}{'-no-hints' * (not hints)}",
         rows,
         problem,
-        Tuning(512 * num_warps, num_warps, num_stages, kept, hints),
+        Tuning(512 * num_warps, num_warps, 1, kept, hints, together),
     )
-    for name, rows, problem, num_warps, num_stages, kept, hints in (
-        ("128k", 8192, LARGE, 16, 5, 8, False),
-        ("128k", 8192, LARGE, 16, 5, 8, True),
-        ("128k", 8192, LARGE, 16, 4, 9, True),
-        ("128k", 8192, LARGE, 16, 5, 4, True),
-        ("50k-padded", 8192, PADDED, 16, 5, 6, True),
-        ("50k-padded", 8192, PADDED, 8, 4, 6, True),
-        ("50k-padded", 8192, PADDED, 8, 4, 6, False),
-        ("262k", 4096, LONGEST, 16, 5, 8, True),
-        ("262k", 4096, LONGEST, 16, 5, 8, False),
+    for name, rows, problem, num_warps, kept, together, hints in (
+        ("128k", 8192, LARGE, 32, 2, 3, True),
+        ("128k", 8192, LARGE, 32, 2, 3, False),
+        ("128k", 8192, LARGE, 32, 3, 3, True),
+        ("128k", 8192, LARGE, 32, 3, 2, True),
+        ("128k", 8192, LARGE, 32, 1, 4, True),
+        ("128k", 8192, LARGE, 16, 7, 3, True),
+        ("262k", 4096, LONGEST, 32, 2, 3, True),
+        ("262k", 4096, LONGEST, 32, 3, 3, True),
+        ("262k", 4096, LONGEST, 32, 3, 2, True),
+        ("262k", 4096, LONGEST, 32, 2, 2, True),
+        ("50k-padded", 8192, PADDED, 8, 8, 5, True),
+        ("50k-padded", 8192, PADDED, 8, 9, 4, True),
+        ("50k-padded", 8192, PADDED, 8, 7, 6, True),
     )
 ]
 """The first of the cases, cut in other ways: what the tuning function is to choose from."""

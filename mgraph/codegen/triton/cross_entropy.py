@@ -10,13 +10,16 @@ which meet once at the end of a row. The losses of the rows are added by a secon
 results repeat from run to run. Gradients are written over the logits.
 
 In `forward_backward` a program reads its row for lse, and has it again for the gradient where it could keep it: the
-first tiles in registers, the rest in the cache of the GPU. With one or two programs a multiprocessor the rows under way
-fit that, so that a row is read from memory once and written once.
+first tiles in registers, the rest in the cache of its multiprocessor (L1). With one or two programs a multiprocessor
+the rows under way fit that, so that a row is read from memory once and written once. To leave the whole of that cache
+to the row, loops of `forward_backward` load several tiles into registers together, instead of ahead into shared memory,
+which is cut from it and goes around it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mgraph.codegen.triton.kernel import ITEM_BYTES, TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, TensorSpec
@@ -26,16 +29,15 @@ from mgraph.ir.graph import Node
 THREAD_ELEMENTS = 16
 """Elements of a tile that one thread has: in 16-bit dtypes two loads of 16 bytes."""
 
-KEPT = ((4, 4, 256), (8, 2, 192), (16, 1, 256))
-"""Ways to keep a row: warps, programs that then share a multiprocessor, and bytes of the row that a thread keeps in its
-registers, of which it has 512."""
+KEPT = ((4, 256, 32, 32), (8, 256, 160, 144), (32, 64, 96, 1 << 30))
+"""Ways to keep a row: warps, bytes of the row that a thread keeps in its registers, and that it loads together further
+on, and the longest row in KiB that is kept so."""
+
+REGISTERS = 2048
+"""Those of a thread, times warps, in the longest rows: all that a multiprocessor has are then in use."""
 
 MOST_REGISTERS = 128
-"""So many 512 threads of a multiprocessor have each, and they are all that there are."""
-
-CACHE_BYTES = 160 * 1024
-"""What the programs of a multiprocessor may count on in the cache: 21 MB in all, less than the half of an H100's 50 MB
-that is near to one multiprocessor."""
+"""So many a thread has at most, so that four programs of 4 warps share a multiprocessor, or two of 8."""
 
 SUM_ROWS = 4096
 """Losses that are added at a time, each lane its own."""
@@ -98,13 +100,15 @@ def _problem(node: Node, size: Dim, dtype: str, labels: str) -> CrossEntropy | s
 @dataclass(frozen=True)
 class Tuning:
     """How a row is cut: elements per tile (a power of two), warps, loads in flight in a loop, how many tiles are kept
-    in registers, and whether the cache is told which part of a row will be read again."""
+    in registers, whether the cache is told which part of a row will be read again, and how many tiles a turn of a loop
+    loads together into registers (0: one, ahead into shared memory)."""
 
     tile: int
     num_warps: int
     num_stages: int = 3
     kept: int = 0
     hints: bool = False
+    together: int = 0
 
 
 def forward_tuning(problem: CrossEntropy) -> Tuning:
@@ -118,20 +122,26 @@ def backward_tuning(problem: CrossEntropy) -> Tuning:
 
 
 def forward_backward_tuning(problem: CrossEntropy) -> Tuning:
-    """The most programs a multiprocessor, so that some load while others compute and write, of which the cache holds
-    what registers do not; for the longest rows one, whatever the cache holds. Rows of which registers hold all but a
-    tile have nothing to load ahead: on an H100 a row of 32,768 in bf16 then goes at the speed of a copy. Where a part
-    is read twice the cache is told so: 128,256 columns go at 0.90 of a copy, and without that at 0.86."""
+    """The most programs a multiprocessor, so that some load while others compute and write, of which L1 holds what
+    registers do not; for the longest rows one, whatever L1 holds. Rows of which registers hold all but a tile have
+    nothing to load ahead. Where a part is read twice the caches are told so.
+
+    Of a copy's speed on an H200: 0.94 at 32,768 columns in bf16, 0.89 at 50,304 (in place of 0.82 with loads ahead and
+    the rest of the row in L2), 0.90 at 128,256 (0.76). Programs that take several rows, and load the next while they
+    write this one, were no faster."""
     item = ITEM_BYTES[problem.dtype]
     tile = 32 * 8 * THREAD_ELEMENTS
     if item == 2 and 4 * tile < problem.size <= 8 * tile:
         return Tuning(tile, num_warps=8, num_stages=1, kept=-(-problem.size // tile) - 1)
-    for num_warps, programs, kept_bytes in KEPT:
-        tile, kept = 32 * num_warps * THREAD_ELEMENTS, kept_bytes // (THREAD_ELEMENTS * item)
-        if programs * (problem.size - kept * tile) * item <= CACHE_BYTES:
-            break
+    num_warps, kept, together, _ = next(way for way in KEPT if problem.size * item <= way[3] * 1024)
+    thread_bytes = THREAD_ELEMENTS * item
+    tile = 32 * num_warps * THREAD_ELEMENTS
     tiles = -(-problem.size // tile)
-    return Tuning(tile, num_warps, 5 if num_warps == 16 else 4, kept=min(kept, tiles), hints=kept < tiles)
+    kept = min(kept // thread_bytes, tiles)
+    if kept == tiles:
+        return Tuning(tile, num_warps, num_stages=1, kept=kept)
+    turns = -(-(tiles - kept) // (together // thread_bytes))
+    return Tuning(tile, num_warps, num_stages=1, kept=kept, hints=True, together=-(-(tiles - kept) // turns))
 
 
 def _tuning(problem: CrossEntropy, most_warps: int) -> Tuning:
@@ -178,6 +188,7 @@ def forward_backward(name: str, problem: CrossEntropy, tuning: Tuning | None = N
     """The site `sum, lse, dlogits = name(logits, labels, dsum)`: dlogits is logits, written over."""
     cut = tuning or forward_backward_tuning(problem)
     args = ("logits", "labels", "dsum")
+    registers = min(MOST_REGISTERS, REGISTERS // cut.num_warps)
     return KernelSpec(
         name=name,
         source=_rows_source(name, problem, cut, gradient=True) + _sum_source(name),
@@ -186,7 +197,7 @@ def forward_backward(name: str, problem: CrossEntropy, tuning: Tuning | None = N
         outputs=(_SUM, _LSE, _gradient(problem)),
         scratch=(_LOSSES,),
         launches=(
-            Launch(f"{name}_rows", (*args, "lse", "losses"), ("rows",), *_shape(cut), problem.aligned, MOST_REGISTERS),
+            Launch(f"{name}_rows", (*args, "lse", "losses"), ("rows",), *_shape(cut), problem.aligned, registers),
             _sum_launch(name),
         ),
     )
@@ -252,11 +263,7 @@ def _rows_source(name: str, problem: CrossEntropy, cut: Tuning, *, gradient: boo
     arguments = f"logits_ptr, labels_ptr, {'dsum_ptr, ' * gradient}lse_ptr, losses_ptr"
     over = ", and the gradient over its logits" if gradient else ""
     first = kept * tile
-    loop = f"for start in tl.range({first}, {{end}}, {tile}, num_stages={cut.num_stages}):"
     once, again = ("first", "last") if cut.hints else ("", "")
-    streamed, last_read = (
-        _wide_lines(_read("start + column", problem, evict=evict), "start + column", problem) for evict in (again, once)
-    )
     lines = [
         "row = tl.program_id(0)",
         f"logits_ptr += row.to(tl.int64) * {problem.size}",
@@ -271,7 +278,7 @@ def _rows_source(name: str, problem: CrossEntropy, cut: Tuning, *, gradient: boo
     for i in range(kept):
         lines += [*_wide_lines(f"kept_{i}", _at(i * tile), problem, (i + 1) * tile), *_ONLINE]
     if first < problem.real:
-        lines += [loop.format(end=problem.real), *_indented([*streamed, *_ONLINE])]
+        lines += _loop_lines(first, problem.real, problem, cut, again, lambda _: list(_ONLINE))
     lines += [
         "top = tl.max(peak)",
         "lse = top + tl.log2(tl.sum(total * tl.exp2(peak - top)))",
@@ -283,8 +290,9 @@ def _rows_source(name: str, problem: CrossEntropy, cut: Tuning, *, gradient: boo
             lines += _wide_lines(f"kept_{i}", _at(i * tile), problem, (i + 1) * tile)
             lines += _gradient_lines(_at(i * tile), problem, (i + 1) * tile, once)
         if first < problem.size:
-            written = _gradient_lines("start + column", problem, evict=once)
-            lines += [loop.format(end=problem.size), *_indented([*last_read, *written])]
+            lines += _loop_lines(
+                first, problem.size, problem, cut, once, lambda at: _gradient_lines(at, problem, evict=once)
+            )
         lines += [
             "tl.debug_barrier()  # the label's column was written by another thread, perhaps",
             f"at_label = (tl.exp2(picked * {_LOG2E!r} - lse) - 1.0) * scale",
@@ -299,6 +307,21 @@ def {name}_rows({arguments}):
     lse = log sum exp(logits), loss = lse - logits[label]; inside, lse and peak are to the base 2.
     """
 {body_text}'''
+
+
+def _loop_lines(
+    first: int, end: int, problem: CrossEntropy, cut: Tuning, evict: str, body: Callable[[str], list[str]]
+) -> list[str]:
+    """A loop over the tiles from column `first` to `end`: each as `x`, then the body, which is told its columns."""
+    if not cut.together:
+        tile = _wide_lines(_read("start + column", problem, evict=evict), "start + column", problem)
+        lines = [*tile, *body("start + column")]
+        return [f"for start in tl.range({first}, {end}, {cut.tile}, num_stages={cut.num_stages}):", *_indented(lines)]
+    columns = [f"start + {_at(i * cut.tile)}" for i in range(cut.together)]
+    lines = [f"tile_{i} = {_read(column, problem, evict=evict)}" for i, column in enumerate(columns)]
+    for i, column in enumerate(columns):
+        lines += [*_wide_lines(f"tile_{i}", column, problem), *body(column)]
+    return [f"for start in tl.range({first}, {end}, {cut.together * cut.tile}, num_stages=1):", *_indented(lines)]
 
 
 def _title(problem: CrossEntropy) -> str:

@@ -28,6 +28,8 @@ PROBLEMS: dict[str, tuple[CrossEntropy, Tuning | None]] = {
     "in_both": (CrossEntropy(300, "f32", classes=290), Tuning(64, 4, 3, kept=2, hints=True)),
     "padding_in_registers": (CrossEntropy(300, "f32", classes=100), Tuning(64, 4, 3, kept=3)),
     "padding_in_the_cache": (CrossEntropy(300, "f32", classes=64), Tuning(64, 4, 3, kept=1, hints=True)),
+    "together": (CrossEntropy(300, "f32", classes=290), Tuning(64, 4, 1, kept=1, hints=True, together=3)),
+    "padding_together": (CrossEntropy(300, "f32", classes=64), Tuning(64, 4, 1, kept=1, hints=True, together=2)),
     "half": (CrossEntropy(264, "f16"), Tuning(128, 4, 2, kept=1)),
     "brain": (CrossEntropy(520, "bf16", classes=517), Tuning(256, 4, 1, kept=1)),
     "brain_default": (CrossEntropy(2050, "bf16"), None),
@@ -168,13 +170,14 @@ def test_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "dtype", "cut"),
     [
-        (128256, "bf16", Tuning(8192, 16, 5, 8, hints=True)),
-        (50304, "bf16", Tuning(4096, 8, 4, 6, hints=True)),
-        (32768, "bf16", Tuning(4096, 8, 1, 7)),
-        (32768, "f32", Tuning(4096, 8, 4, 3, hints=True)),
-        (262144, "bf16", Tuning(8192, 16, 5, 8, hints=True)),
-        (4096, "f16", Tuning(2048, 4, 4, 2)),
-        (7, "f32", Tuning(2048, 4, 4, 1)),
+        (128256, "bf16", Tuning(16384, 32, 1, kept=2, hints=True, together=3)),
+        (50304, "bf16", Tuning(4096, 8, 1, kept=8, hints=True, together=5)),
+        (65536, "bf16", Tuning(4096, 8, 1, kept=8, hints=True, together=4)),
+        (32768, "bf16", Tuning(4096, 8, 1, kept=7)),
+        (32768, "f32", Tuning(4096, 8, 1, kept=4, hints=True, together=2)),
+        (262144, "bf16", Tuning(16384, 32, 1, kept=2, hints=True, together=3)),
+        (4096, "f16", Tuning(2048, 4, 1, kept=2)),
+        (7, "f32", Tuning(2048, 4, 1, kept=1)),
     ],
 )
 def test_how_a_row_is_kept(size: int, dtype: str, cut: Tuning) -> None:
