@@ -12,7 +12,9 @@ from mgraph.recipe import Recipe
 
 
 def test_pipelines_of_both_purposes() -> None:
-    common = f"{NORMALIZE},{RAISE},autodiff,recompute{{mode=full}},adamw{{beta2=0.95}},data-parallel{{size=2}},"
+    common = (
+        f"{NORMALIZE},{RAISE},joint-losses,autodiff,recompute{{mode=full}},adamw{{beta2=0.95}},data-parallel{{size=2}},"
+    )
     for target, rest in (
         ("cpu", "cse,dce,in-place"),
         ("h100", f"{FUSE}{REGIONS}dce,join-products,cse,dce,in-place,cuda-graphs"),

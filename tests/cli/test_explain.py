@@ -15,7 +15,7 @@ def test_overview(mgraph: Mgraph, compiled: Path) -> None:
     assert text.startswith("dense-tiny, for train: entries microbatch, ")
     assert "kernel rms_norm_fwd_0: no binary; the torch twin runs" in text
     assert re.search(r"^  6 raise-norm: .* s, changed the graph, rms_norm 3$", text, re.MULTILINE)
-    assert re.search(r"^ 15 recompute: .* s, no change$", text, re.MULTILINE)
+    assert re.search(r"^ 16 recompute: .* s, no change$", text, re.MULTILINE)
 
 
 def test_node(mgraph: Mgraph, compiled: Path) -> None:
@@ -27,8 +27,8 @@ def test_node(mgraph: Mgraph, compiled: Path) -> None:
     assert re.search(
         r"6 raise-norm: in place of %\w+ aten.pow.Tensor_Scalar, .*, %\w+ aten.mul.Tensor$", text, re.MULTILINE
     )
-    assert "14 autodiff: copied it from @layer, with its function" in text
-    assert "17 data-parallel: changed its types f32[B, S, 64], f32[B, S, 1] -> f32[B, S, 64]{dp=S(0)}" in text
+    assert "15 autodiff: copied it from @layer, with its function" in text
+    assert "18 data-parallel: changed its types f32[B, S, 64], f32[B, S, 1] -> f32[B, S, 64]{dp=S(0)}" in text
     # 5 operations for each of 64 features; x and y of 64 f32 each a token, rstd of one, and the weight.
     assert "cost     320*B*S flops, 516*B*S+256 bytes" in text
     assert re.search(r"emitted  step.py:\d+  rms_norm\w*, rstd\w* = K.rms_norm_fwd_0\(", text)
@@ -111,7 +111,7 @@ def test_verified_passes_say_so(mgraph: Mgraph, near: Path, tmp_path: Path) -> N
     assert "every pass on the reduced twin: " in run.err
     lines = mgraph("explain", tmp_path / "out").out.splitlines()
     passes = [line for line in lines if re.match(r" *\d+ ", line)]
-    assert len(passes) == 20 and all(", verified" in line for line in passes)
+    assert len(passes) == 21 and all(", verified" in line for line in passes)
 
 
 @pytest.mark.parametrize(
