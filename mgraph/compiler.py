@@ -110,7 +110,7 @@ def pipeline_text(recipe: Recipe) -> str:
             fuse = f"{_sharding(recipe, 'tp')},cse,dce,{fuse}"
         return f"{NORMALIZE},{RAISE},{adapt}{derive},canonicalize,cse,dce,{fuse}in-place"
     frozen = [rule for rule in recipe.groups if parse_group(rule).frozen]
-    optimizer = {n: getattr(recipe, n) for n in (*_ADAMW, "groups")}
+    optimizer = {n: getattr(recipe, n) for n in (*_ADAMW, "groups")} | {"check": recipe.check_finite}
     scaled: dict[str, OptionValue] = {"low_sums": recipe.grad_dtype == "param"}
     if recipe.precision == "fp16":
         scaled |= {"loss_scale": recipe.loss_scale}
@@ -150,7 +150,7 @@ def pipeline_text(recipe: Recipe) -> str:
     schedule += "overlap-gradients," if recipe.overlap else ""
     schedule += "write-gradients," if recipe.one_microbatch else ""
     schedule += "dce,join-products," if recipe.archs else ""
-    fuse, graphs = (FUSE, ",cuda-graphs") if recipe.archs else ("", "")
+    fuse, squares, graphs = (FUSE, "fuse-squares,", ",cuda-graphs") if recipe.archs else ("", "", "")
     if recipe.loss_budget:
         fuse = (fuse or "fuse-loss,") + print_spec("chunk-loss", {"budget": recipe.loss_budget}) + ","
     fuse += REGIONS if recipe.archs else ""
@@ -158,7 +158,7 @@ def pipeline_text(recipe: Recipe) -> str:
     if recipe.offloaded:
         options: dict[str, OptionValue] = {"batch": recipe.batch, "seq": recipe.seq, "limit": recipe.offload_limit}
         away = print_spec("offload", {**dict.fromkeys(recipe.offloaded, True), **options}) + ","
-    return f"{NORMALIZE},{RAISE},{derive},{shard}{fuse}{schedule}cse,dce,{away}in-place{graphs}"
+    return f"{NORMALIZE},{RAISE},{derive},{shard}{fuse}{schedule}cse,dce,{away}{squares}in-place{graphs}"
 
 
 def _sharding(recipe: Recipe, axis: str) -> str:

@@ -195,6 +195,12 @@ class Recipe:
     beta2: float = option(0.95, "decay of the second moment", within=_BELOW_ONE)
     eps: float = option(1e-8, "the optimizer's epsilon", within=(0, 1))
     max_norm: float = option(1.0, "clip the gradient's norm to this; 0: never", within=(0, 1e9))
+    check_finite: str = option(
+        "gradients",
+        "what is finite before a step changes parameters: gradients and loss, or the loss alone, for packages that do "
+        "not clip: there the update gives the norm, which then costs nothing, and train.py ends at one not finite",
+        ("gradients", "loss"),
+    )
     expert_bias_rate: float = option(
         0.0, "after each step, move the routers' selection biases by this towards equal load; 0: never", within=(0, 1)
     )
@@ -260,6 +266,11 @@ class Recipe:
         if self.batch_invariant and (self.mesh_axes().get("tp") or 1) > 1:
             problem = "batch_invariant is for one rank: the order of sums of several ranks follows their size"
             raise OptionError(problem, where="--batch-invariant", hint="without tp, or without --batch-invariant")
+        if self.check_finite == "loss" and (self.max_norm or self.precision == "fp16"):
+            what = "clips gradients" if self.max_norm else "scales the loss by what gradients hold"
+            problem = f"the update {what}: their norm comes before it in any case"
+            hint = "--max-norm 0" if self.max_norm else "--precision bf16"
+            raise OptionError(problem, where="--check-finite", hint=f"{hint}, or --check-finite gradients")
         if self.lora_train and not self.lora:
             raise OptionError("there is no adapter", where="--lora-train", hint="--lora says which linears get one")
         if (self.recompute == "selective") != bool(self.activation_budget):

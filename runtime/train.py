@@ -172,6 +172,13 @@ def _open(path: Path, device: torch.device, options: Options) -> Package:
             where=str(package.path),
             hint="compile it again with this version of mgraph, or --non-finite raise",
         )
+    compiled = package.manifest.get("fingerprint", {}).get("options", {})
+    if options.non_finite == "skip" and compiled.get("check_finite") == "loss":
+        raise PackageError(
+            "the package cannot skip steps whose gradients are not finite: it looks at the loss alone",
+            where=str(package.path),
+            hint="compile it with --check-finite gradients, or --non-finite raise",
+        )
     _check_inputs(package)
     for option in ("record_routing", "replay_routing"):
         if getattr(options, option) is not None:

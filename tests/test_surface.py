@@ -13,7 +13,7 @@ SURFACE = {
     "--one-microbatch/--no-one-microbatch "
     "--target --arch --profile --provider --output/-o --recompute --activation-budget --memory-budget --batch "
     "--seq --offload --chunk-loss --optimizer --weight-decay "
-    "--groups --lora --lora-train --beta1 --beta2 --eps --max-norm --expert-bias-rate "
+    "--groups --lora --lora-train --beta1 --beta2 --eps --max-norm --check-finite --expert-bias-rate "
     "--expert-load/--no-expert-load "
     "--replayable-routing/--no-replayable-routing "
     "--loss-scale --loss-scale-growth --loss-scale-backoff --loss-scale-interval --loss-mask/--no-loss-mask "

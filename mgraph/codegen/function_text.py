@@ -190,6 +190,8 @@ class FunctionText:
         freed = self._release(dead)
         left = self._bind(node, index, written, freed)
         self._body.line(f"{', '.join(left)} = {written.text}" if left else written.text, mark)
+        for line in written.after:
+            self._body.line(line, mark)
         for value in node.results if self._unread else ():
             if value in self._names and isinstance(value.type, TensorType):
                 self._unread -= self._dims.bind_made(self._body, value, self._names[value], self._unread)

@@ -1,7 +1,8 @@
 """Writing Python text: an indentation writer that breaks long lines the way a formatter would.
 
-A line is given as one logical line; if it is wider than `WIDTH`, its last bracket pair is opened: first with the whole
-content on one indented line, and if that is too long, one element per line with a trailing comma.
+A line is given as one logical line; if it is wider than `WIDTH`, a bracket pair is opened, the last one that what
+stands before leaves room for: first with the whole content on one indented line, and if that is too long, one element
+per line with a trailing comma.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ def broken(text: str, indent: str) -> list[str]:
     """The lines of one logical line at an indentation."""
     if len(indent) + len(text) <= WIDTH:
         return [indent + text if text else ""]
-    found = last_bracket(text)
-    if found is None:
+    pairs = brackets(text)
+    if not pairs:
         return [indent + text]
-    start, end = found
+    start, end = next((pair for pair in reversed(pairs) if len(indent) + pair[0] < WIDTH), pairs[-1])
     head, body, tail = text[: start + 1], text[start + 1 : end], text[end:]
     parts = split_commas(body)
     inner = indent + "    "
@@ -72,9 +73,9 @@ def broken(text: str, indent: str) -> list[str]:
     return [*lines, indent + tail]
 
 
-def last_bracket(text: str) -> tuple[int, int] | None:
-    """Positions of the last outermost bracket pair with content, or None."""
-    depth, start, found = 0, 0, None
+def brackets(text: str) -> list[tuple[int, int]]:
+    """Positions of the outermost bracket pairs with content."""
+    depth, start, found = 0, 0, list[tuple[int, int]]()
     for position, char in _code(text):
         if char in _OPEN:
             start = position if depth == 0 else start
@@ -82,7 +83,7 @@ def last_bracket(text: str) -> tuple[int, int] | None:
         elif char in _CLOSE:
             depth -= 1
             if depth == 0 and position > start + 1:
-                found = (start, position)
+                found.append((start, position))
     return found
 
 

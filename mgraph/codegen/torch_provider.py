@@ -64,11 +64,12 @@ class Site:
 @dataclass(frozen=True, slots=True)
 class Written:
     """The text of a node. `results` maps results to the operand they are (written in place); all others are bound to
-    `text`, which is a statement if there are none."""
+    `text`, which is a statement if there are none. Statements may come `before` and `after` it."""
 
     text: str
     results: Mapping[int, int]
     before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
 
 
 def write(site: Site) -> Written:
@@ -342,7 +343,7 @@ def _of_all(site: Site) -> str:
 
 def _adamw(site: Site) -> Written:
     """One call of a kernel site, or of the runtime per weight decay and rate; it may also scale the gradients, which
-    nothing reads afterwards.
+    nothing reads afterwards: sums of their squares come first.
 
     Operands: n weights (masters, where there are), first and second moments, the low-precision params that masters
     stand for, gradients, then lr, scale, the number of the update, and whether it is one.
@@ -356,24 +357,30 @@ def _adamw(site: Site) -> Written:
     weights, firsts, seconds, *low, grads = values
     groups = adamw.groups(node)
     by_group = []
-    for (decay, rate), places in groups.items():
+    for (decay, rate, _), places in groups.items():
         hint = ("DECAYED" if decay else "NOT_DECAYED") if rate == 1.0 else "GROUP"
         # The names of the params come first: those of all other states are these with an ending.
         lists = (low[0] if low else weights, weights, grads, firsts, seconds)
         by_group.append([site.tensors([listed[i] for i in places], hint) for listed in lists][1:])
-    in_place = {i: i for i in range(len(node.results))}
+    in_place = {i: i for i in range(written_operands(node))}
+    sums = len(node.results) - len(in_place)
     if (kernel := site.kernels.name(node)) is not None:
         order = [i for places in groups.values() for i in places]
         texts = [site.tensors([listed[i] for i in order], "") for listed in values]
-        return Written(f"K.{kernel}({', '.join([*texts, lr, scale, step, finite])})", in_place)
+        found = "" if not sums else "[-1][0]" if sums == 1 else "[-1].unbind()"
+        return Written(f"K.{kernel}({', '.join([*texts, lr, scale, step, finite])}){found}", in_place)
     options = [f"{k}={site.literal(node.attrs[k])}" for k in ("beta1", "beta2", "eps") if k in node.attrs]
     options += [] if attrs["decoupled"] else ["decoupled=False"]
     lines = []
-    for (decay, rate), texts in zip(groups, by_group, strict=True):
+    for (decay, rate, _), texts in zip(groups, by_group, strict=True):
         texts += [step, lr if rate == 1.0 else f"{lr} * {site.literal(rate)}", *options]
         texts += [f"weight_decay={site.literal(decay)}", f"scale={scale}", f"finite={finite}"]
         lines.append(f"rt.adamw_({', '.join(texts)})")
     lines += [f"rt.copy_({site.tensors(params, '')}, {site.tensors(weights, '')})" for params in low]
+    if sums:
+        counted = [[g for g, k in zip(grads, attrs["sums"], strict=True) if k == i] for i in range(sums)]
+        text = ", ".join(f"rt.square_sum({site.tensors(listed, '')})" for listed in counted)
+        return Written(text, in_place, after=tuple(lines))
     return Written(lines[-1], in_place, tuple(lines[:-1]))
 
 

@@ -72,7 +72,8 @@ class OpDef:
     `attrs` maps attribute names to defaults (`REQUIRED` for none). `gradient` is `None` for an op with no gradient
     (integer results, optimizer). `flops` and `bytes` take a node and give a dim expression. `workspace` takes a node
     and its operands' shapes and gives the tensor that it needs for itself while it runs. `updates` is how many of the
-    first operands the in-place form writes, where those are not as many as it has results.
+    first operands the in-place form writes, where those are not as many as it has results: a number, or a function of
+    the attributes.
     """
 
     name: str
@@ -85,7 +86,7 @@ class OpDef:
     flops: Cost | None = None
     bytes: Cost | None = None
     workspace: Callable[[Node, Sequence[Sequence[int]]], TensorType] | None = None
-    updates: int | None = None
+    updates: int | Callable[[Mapping[str, Any]], int] | None = None
     strategies: tuple[Strategy, ...] = ()
     compute_dtype: str = "operands"
     random: bool = False
@@ -98,6 +99,8 @@ class OpDef:
 
     def updated(self, node: Node) -> int:
         """How many of a node's first operands its in-place form writes, to be its first results."""
+        if callable(self.updates):
+            return self.updates(self.complete(node.attrs))
         return len(node.results) if self.updates is None else self.updates
 
     def result_types(self, types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[Type, ...]:

@@ -14,7 +14,13 @@ the steps that were none because loss or gradients were not finite):
     entry finish = @finish -> (loss, grad_norm, count, skipped) updates (…)
 
 Where the loss is scaled (`autodiff{loss_scale=…}`), the norm and the factor on the gradients are divided by the scale,
-and the scale is updated.
+and the scale is updated. Where nothing is clipped (`max_norm=0`), the factor does not hang on the norm:
+
+      %scale = aten.reciprocal.default(%tokens)                                    %tokens: the count, at least 1
+      %grad_norm = aten.div.Tensor(%norm, %tokens)
+
+and with `check=loss` the update does not at all: %finite is all_finite(@acc.loss_sum). Then the norm may be had after
+the update, or with it (`fuse-squares`).
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ from mgraph.passes.differentiation import gradient_type
 
 STEP, SKIPPED = "step", "skipped"
 OPTIMIZERS = ("adamw", "adam")
+CHECKED = ("gradients", "loss")
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class AdamW(Pass):
     dims or more (Megatron's rule: norms and biases do not decay), unless a rule of `groups` says otherwise; a rule
     (`mgraph.parameter_groups`) multiplies rate and decay of the parameters that it names. `max_norm` 0 turns clipping
     off. A scaled loss's scale grows by `growth` after `interval` clean steps and shrinks by `backoff` after another.
+    A step is none where what is checked is not finite: `gradients` (their norm, and the loss) or the `loss` alone.
     """
 
     beta1: float = 0.9
@@ -56,6 +64,7 @@ class AdamW(Pass):
     growth: float = 2.0
     backoff: float = 0.5
     interval: int = 2000
+    check: str = "gradients"
 
     name: ClassVar[str] = "adamw"
     stage: ClassVar[Stage] = Stage.DERIVE
@@ -67,6 +76,8 @@ class AdamW(Pass):
         if self.optimizer not in OPTIMIZERS:
             hint = did_you_mean(self.optimizer, OPTIMIZERS)
             raise PassError(f"optimizer {self.optimizer!r} is unknown", hint=hint)
+        if self.check not in CHECKED:
+            raise PassError(f"check is {self.check!r}", hint=did_you_mean(self.check, CHECKED) or " or ".join(CHECKED))
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise PassError(f"{name} is {getattr(self, name)}", hint="a value from 0 to below 1")
@@ -108,14 +119,18 @@ class AdamW(Pass):
         """The outputs of the entry by name, the factor on the gradients, and whether the step is finite."""
         loss_total, count_total = state[LOSS_TOTAL].value, state[COUNT_TOTAL].value
         norm = builder.one("global_norm", *(g.value for g in grads), name="norm")
-        finite = builder.one("all_finite", norm, loss_total, name="finite")
+        finite = builder.one("all_finite", *[norm] * (self.check == "gradients"), loss_total, name="finite")
         loss_scale = state[LOSS_SCALE].value if LOSS_SCALE in state else None
         if loss_scale is not None:
             norm = builder.one("aten.div.Tensor", norm, loss_scale, name="unscaled_norm")
-        scale, grad_norm = builder.emit(
-            "gradient_scale", (norm, count_total), {"max_norm": self.max_norm}, names=("scale", "grad_norm")
-        )
         divisor = builder.one("aten.clamp.default", count_total, min=1, name="divisor")
+        if self.max_norm:
+            attrs: dict[str, object] = {"max_norm": self.max_norm}
+            scale, grad_norm = builder.emit("gradient_scale", (norm, count_total), attrs, names=("scale", "grad_norm"))
+        else:
+            tokens = builder.one("cast", divisor, dtype=norm.tensor.dtype, name="tokens")
+            scale = builder.one("aten.reciprocal.default", tokens, name="scale")
+            grad_norm = builder.one("aten.div.Tensor", norm, tokens, name="grad_norm")
         outputs = {"loss": builder.one("aten.div.Tensor", loss_total, divisor, name="loss"), "grad_norm": grad_norm}
         outputs["count"] = builder.one("aten.clone.default", count_total, name="count")
         failed = builder.one("aten.logical_not.default", finite, name="failed")

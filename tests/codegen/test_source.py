@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mgraph.codegen.source import SourceWriter, broken, last_bracket, split_commas
+from mgraph.codegen.source import SourceWriter, brackets, broken, split_commas
 
 
 def test_short_lines_stay() -> None:
@@ -20,10 +20,19 @@ def test_long_calls_and_literals_take_a_line_per_element() -> None:
     assert broken(f"return a, [{', '.join(['argument'] * 13)}]", "")[1:] == [*["    argument,"] * 13, "]"]
 
 
+def test_what_follows_a_long_call_stays_behind_it() -> None:
+    arguments = ", ".join(["argument"] * 11)
+    assert broken(f"result = function({arguments})[-1][0]", "") == [
+        "result = function(",
+        f"    {arguments}",
+        ")[-1][0]",
+    ]
+
+
 def test_brackets_in_strings_do_not_count() -> None:
-    assert last_bracket('f("(", a)') == (1, 8)
+    assert brackets('f("(", a)[0]') == [(1, 8), (9, 11)]
     assert split_commas('a, f(b, c), "x, y", [d, e],') == ["a", "f(b, c)", '"x, y"', "[d, e]"]
-    assert last_bracket("f()") is None
+    assert brackets("f()") == []
 
 
 def test_writer() -> None:

@@ -357,6 +357,14 @@ def test_non_finite_steps_may_be_skipped(
         )
 
 
+def test_a_package_that_looks_at_the_loss_alone_skips_no_steps(
+    make_package: Callable[..., Path], text_file: Path, tmp_path: Path
+) -> None:
+    package = make_package(fingerprint={"ir": "0", "options": {"check_finite": "loss"}})
+    with pytest.raises(PackageError, match="cannot skip steps whose gradients are not finite"):
+        train(package, tmp_path / "out", text_file, "--non-finite", "skip")
+
+
 def test_a_gradient_that_is_not_finite_ends_the_run_too() -> None:
     finite = {"step": 3, "loss": 1.0, "grad_norm": 2.0}
     assert _problem(finite) == ""

@@ -108,6 +108,7 @@ def _adamw(
     eps: float,
     weight_decays: Sequence[float],
     rates: Sequence[float],
+    sums: Sequence[int],
 ) -> Any:
     """AdamW (Loshchilov & Hutter 2019, as torch.optim.AdamW): for each of n parameters, with g = scale * gradient,
     r = lr * rate, and t the number of this update, from 1,
@@ -122,6 +123,9 @@ def _adamw(
     weights are the f32 masters), n gradients, then lr, scale, t, finite bool[]. Results: the new weights, first
     moments, second moments, (params: the weights rounded to their dtype). `weight_decays` and `rates` (multipliers of
     lr; empty: all 1) have one number per parameter.
+
+    `sums` has one, too, where the update gives sums of squares of gradients, as `square_sum` (before the scale, finite
+    or not): the number of the sum that a gradient counts in, from 0, or -1. Each sum is one more result.
     """
     import torch
 
@@ -146,7 +150,18 @@ def _adamw(
     if low:
         rounded = [w.to(p.dtype) for w, p in zip(results[0], low[0], strict=True)]
         results.append([torch.where(finite, new, old) for new, old in zip(rounded, low[0], strict=True)])
-    return tuple(x for made in results for x in made)
+    squares = [_square_sum(*(g for g, k in zip(grads, sums, strict=True) if k == i)) for i in range(_sums(sums))]
+    return (*(x for made in results for x in made), *squares)
+
+
+def _sums(sums: Sequence[int]) -> int:
+    """How many sums there are."""
+    return max(sums, default=-1) + 1
+
+
+def _written(attrs: Mapping[str, Any]) -> int:
+    """How many operands an update replaces: all but the gradients and scalars."""
+    return int(attrs["n"]) * (4 if attrs["masters"] else 3)
 
 
 def _infer_adamw(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
@@ -158,7 +173,11 @@ def _infer_adamw(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple
     for i in range(n):
         if len({types[i + j * n].shape for j in range(lists)}) != 1:
             raise ValueError(f"adamw: parameter {i} and its moments and gradient differ in shape")
-    return tuple(types[: (lists - 1) * n])
+    grads, sums = types[(lists - 1) * n : lists * n], attrs["sums"]
+    if len(sums) not in (0, n) or {*sums} - {-1} != {*range(_sums(sums))}:
+        raise ValueError(f"adamw of {n} parameters has the sums {sums}, not one for each, numbered from 0 (-1: none)")
+    counted = [[g for g, k in zip(grads, sums, strict=True) if k == i] for i in range(_sums(sums))]
+    return (*types[: (lists - 1) * n], *(_infer_global_norm(of_sum, {})[0] for of_sum in counted))
 
 
 adamw = define_op(
@@ -173,7 +192,9 @@ adamw = define_op(
         "eps": 1e-8,
         "weight_decays": REQUIRED,
         "rates": (),
+        "sums": (),
     },
     infer=_infer_adamw,
+    updates=_written,
     compute_dtype="moments",
 )

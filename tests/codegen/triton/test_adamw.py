@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import runpy
@@ -41,6 +42,8 @@ PROBLEMS = {
     "half": AdamW(SEVERAL, "f32", "f16", "f16", 0.8, 0.95, 1e-8),
     "no_masters": AdamW(ONE, "bf16", "f32", "", 0.9, 0.95, 1e-8),
     "no_momentum": AdamW(ONE, "f32", "f32", "", 0.0, 0.99, 1e-8),
+    "norm": AdamW(ONE, "f32", "bf16", "bf16", 0.9, 0.95, 1e-8, sums=(0,)),
+    "parts": AdamW(SEVERAL, "f32", "f32", "", 0.9, 0.999, 1e-6, decoupled=False, sums=(1, -1, 0)),
 }
 CUT = Tuning(chunk=64, tile=32, vector=4, num_warps=1)
 LR, SCALE = 0.02, 0.3
@@ -104,6 +107,18 @@ def check(problem: AdamW, before: tuple[Any, ...], after: tuple[Any, ...], step:
         torch.testing.assert_close(param.float(), master, rtol=bounds[problem.param], atol=1e-6)
 
 
+def check_sums(problem: AdamW, before: tuple[Any, ...], made: tuple[Any, ...]) -> None:
+    """The last result against the squares in float64, where there are sums."""
+    grads = before[list(problem.lists).index("grads")]
+    numbers = [
+        number for number, (_, _, count) in zip(problem.sums, problem.groups, strict=False) for _ in range(count)
+    ]
+    for place in range(max(numbers, default=-1) + 1):
+        counted = [grad for grad, number in zip(grads, numbers, strict=True) if number == place]
+        want = torch.nn.utils.get_total_norm([grad.double() for grad in counted]).square()
+        torch.testing.assert_close(made[-1][place].double(), want, rtol=5e-7, atol=0)
+
+
 @pytest.mark.skipif(
     BROKEN_INTERPRETER,
     reason="the interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does",
@@ -112,24 +127,27 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     """One step from random moments, early and late, of tensors of even and odd places and sizes; one of views with
     gaps; and one that is not finite."""
     specs = [adamw.build(name, problem, CUT) for name, problem in PROBLEMS.items()]
-    steps = dict(zip(PROBLEMS, [1, 2, 1, 100_000, 7, 3, 1, 5], strict=True))
+    steps = dict(zip(PROBLEMS, [1, 2, 1, 100_000, 7, 3, 1, 5, 6, 2], strict=True))
     cases: list[tuple[str, Any]] = [(name, draw(problem, steps[name])) for name, problem in PROBLEMS.items()]
     weights, *others = draw(PROBLEMS["groups"], steps["groups"])
     cases += [("groups", ([with_gaps(weight) for weight in weights], *others))]
-    cases += [("masters", draw(PROBLEMS["masters"], 1, finite=False))]
+    cases += [(name, draw(PROBLEMS[name], 1, finite=False)) for name in ("masters", "norm")]
     results = interpret(specs, cases, tmp_path)
-    for (name, before), (made, after) in zip(cases[:-1], results[:-1], strict=True):
+    for (name, before), (made, after) in zip(cases[:-2], results[:-2], strict=True):
         problem = PROBLEMS[name]
         # The interpreter cuts to bf16 where a GPU rounds, so the rounding costs twice as much here.
         check(problem, before, after, steps[name], low=8e-3)
         grads = list(problem.lists).index("grads")
-        assert len(made) == grads
+        assert len(made) == grads + bool(problem.sums)
+        check_sums(problem, before, made)
         assert all(torch.equal(a, b) for a, b in zip(before[grads], after[grads], strict=True))
-    shaped = [weight for weight in results[-2][1][0] if weight.dim()]
+    shaped = [weight for weight in results[-3][1][0] if weight.dim()]
     gaps = [w.as_strided((*w.shape[:-1], 3), w.stride(), w.shape[-1]) for w in shaped]
     assert not any(gap.any() for gap in gaps), "a kernel wrote into the gaps of a view"
-    for old, new in zip(cases[-1][1][:5], results[-1][1][:5], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
+    for place in (-1, -2):
+        for old, new in zip(cases[place][1][:5], results[place][1][:5], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
+    check_sums(PROBLEMS["norm"], cases[-1][1], results[-1][0])
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -139,8 +157,10 @@ def test_twin(name: str) -> None:
     exec(reference_text([adamw.build("update", problem)]), module.__dict__)
     before, after = draw(problem, 4), draw(problem, 4)
     made = module.update(*after)
-    assert [m is a for m, a in zip(made, after, strict=False)] == [True] * len(made)
+    lists = len(problem.lists) - 1
+    assert [m is a for m, a in zip(made[:lists], after, strict=False)] == [True] * lists
     check(problem, before, after, 4, low=4e-3)
+    check_sums(problem, before, made)
 
 
 NODE = """
@@ -155,6 +175,9 @@ func @f(%w: f32[4, 3], %x: f32[3], %y: f32[5], %m: f32[4, 3], %n: f32[3], %o: f3
 """
 
 
+SUMS = (("0.0, 0.1]}", "0.0, 0.1], sums = [1, 0, 0]}"),)
+
+
 def node(*changes: tuple[str, str]) -> Node:
     """The node `adamw` of a function with such types."""
     text = NODE.replace("\n    ", " ")
@@ -167,7 +190,10 @@ def test_problem_of_a_node() -> None:
     assert adamw.problem_of(node()) == AdamW(
         ((0.1, 1.0, 2), (0.0, 1.0, 1)), "f32", "f32", "bf16", 0.9, 0.95, 1e-8, decoupled=True
     )
-    assert adamw.groups(node()) == {(0.1, 1.0): [0, 2], (0.0, 1.0): [1]}
+    assert adamw.groups(node()) == {(0.1, 1.0, -1): [0, 2], (0.0, 1.0, -1): [1]}
+    summed = adamw.problem_of(node(("%c1: bf16[5] =", "%c1: bf16[5], %p: f32[], %q: f32[] ="), *SUMS))
+    assert isinstance(summed, AdamW) and summed.groups == ((0.1, 1.0, 1), (0.0, 1.0, 1), (0.1, 1.0, 1))
+    assert summed.sums == (1, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +241,34 @@ def test_full_lines_are_moved(tmp_path: Path) -> None:
     )
     assert moves["ld.global.v2.b32"] == moves["st.global.v2.b32"] == 2
     assert ".v4" not in texts["update"]
+
+
+def rounded(ptx: str) -> str:
+    """How the first weight that the kernel stores is computed: its operations and their order, factors sorted."""
+    found = re.findall(r"^\s*((?:fma|mul|add|sub|div|sqrt|neg|cvt)\S*)\s+(%\w+), (.*);", ptx, re.MULTILINE)
+    made = {result: (op, operands.split(", ")) for op, result, operands in found}
+
+    def text(register: str) -> str:
+        if register not in made:
+            return "loaded" if register.startswith("%") else register
+        op, operands = made[register]
+        parts = [text(operand) for operand in operands]
+        factors = 2 if op.startswith(("fma", "mul")) else 0
+        return f"{op}({', '.join([*sorted(parts[:factors]), *parts[factors:]])})"
+
+    quotient = next(result for result, (op, _) in made.items() if op == "div.rn.f32")
+    return text(
+        next(result for result, (op, operands) in made.items() if op.startswith("fma") and quotient in operands)
+    )
+
+
+@pytest.mark.parametrize("decoupled", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_sums_leave_the_roundings_of_the_update_as_they_are(decoupled: bool, tmp_path: Path) -> None:
+    plain = AdamW(ONE, "f32", "bf16", "bf16", 0.9, 0.95, 1e-8, decoupled=decoupled)
+    specs = [adamw.build("plain", plain), adamw.build("summed", dataclasses.replace(plain, sums=(0,)))]
+    texts = ptx_of(specs, tmp_path)
+    assert "fma.rn.f32(" in rounded(texts["plain.aligned"])
+    assert rounded(texts["summed.aligned"]) == rounded(texts["plain.aligned"])
 
 
 def test_emitted_lines_fit() -> None:
