@@ -37,9 +37,14 @@ def glu_grad_joined(
     alpha: float = 1.702,
     limit: float = 0.0,
     offset: float = 0.0,
+    layout: str = "halves",
 ) -> Tensor:
-    """The gradients of `glu` for gate and up [..., f] beside each other, [..., 2f]."""
-    return torch.cat(glu_grad(dy, gate, up, act=act, alpha=alpha, limit=limit, offset=offset), -1)
+    """The gradients of `glu` for gate and up [..., f] in one tensor [..., 2f]: `halves` (`dgate | dup`), `swapped`
+    (`dup | dgate`), or `interleaved` (dgate in even columns, dup in odd)."""
+    dgate, dup = glu_grad(dy, gate, up, act=act, alpha=alpha, limit=limit, offset=offset)
+    if layout == "interleaved":
+        return torch.stack((dgate, dup), -1).flatten(-2)
+    return torch.cat((dup, dgate) if layout == "swapped" else (dgate, dup), -1)
 
 
 def rope_join(

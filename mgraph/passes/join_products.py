@@ -16,6 +16,7 @@ moves less than the sums did unless v is twice as wide as the input. It pays bec
 short sum, runs slower than a large one: it fills the multiprocessors less evenly, and adds to what it must read first.
 
 What is joined must be state in every call, whole on each rank. Where the backward cannot be joined, the forward is not.
+Where gate and up are parts of one projection already, its gradient is made at once (`packed_units.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.joining import Chains, Miss, Sum, sums_of, turning, uneven_states
+from mgraph.passes.packed_units import with_packed_units
 
 _LINEAR, _MATMUL, _MM, _T = "aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.t.default"
 
@@ -51,6 +53,11 @@ class JoinProducts(Pass):
     def run(self, module: Module, report: Report) -> Module:
         """Join in the backward functions, then the projections of the same weights; a module without a match is
         returned as it is."""
+        functions = {
+            name: with_packed_units(function, report, self.name) for name, function in module.functions.items()
+        }
+        if any(functions[name] is not function for name, function in module.functions.items()):
+            module = replace(module, functions=functions)
         chains = Chains(module, self._uneven(module))
         functions = dict(module.functions)
         for name, function in module.functions.items():

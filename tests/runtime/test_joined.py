@@ -52,8 +52,9 @@ def test_ops_are_those_of_the_graph(dtype: torch.dtype) -> None:
         assert float((found - want).norm()) <= (1e-2 if dtype is torch.bfloat16 else 1e-6) * float(want.norm())
 
     three = draw(2, 5, 6), draw(2, 5, 6), draw(2, 5, 6)
-    found = runtime.glu_grad_joined(*three, act="gelu_tanh", limit=1.0)
-    check(found, op_def("glu_grad_joined").body(*three, act="gelu_tanh", limit=1.0))
+    for layout in ("halves", "swapped", "interleaved"):
+        found = runtime.glu_grad_joined(*three, act="gelu_tanh", limit=1.0, layout=layout)
+        check(found, op_def("glu_grad_joined").body(*three, act="gelu_tanh", limit=1.0, layout=layout))
     heads = draw(2, 4, 3, 8), draw(2, 2, 3, 8), draw(2, 2, 3, 8), draw(3, 4), draw(3, 4)
     for style in ("half", "interleaved"):
         want = op_def("rope_join").body(*heads, style=style, inverse=True)

@@ -2,7 +2,7 @@
 
     y     = act(g) * (u + offset)               g, u: gate and up, with a limit > 0 cut to min(gate, limit) and
     dgate = dy * (u + offset) * act'(g)         min(max(up, -limit), limit); past it the gradient is 0
-    dup   = dy * act(g)                         (joined: both in one result, dgate | dup)
+    dup   = dy * act(g)                         (joined: both in one result, dgate | dup, dup | dgate or in turns)
 
 With s(t) = 1 / (1 + exp(-t)),
 
@@ -13,7 +13,8 @@ With s(t) = 1 / (1 + exp(-t)),
     squared_relu  y = max(x, 0)^2, dx = 2 dy max(x, 0): no gate
 
 in f32, each result rounded once. Tensors are [..., size] with up to three leading dims. An input may have any strides
-over these, as the halves of a packed [..., 2 size] have; its last dim is contiguous. Results are contiguous.
+over these, as the halves of a packed [..., 2 size] have; its last dim is contiguous, unless gate and up are columns in
+turns (`spaced`), which are read where they lie, too. Results are contiguous.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ _SLOPE = {"silu": "", "quick_gelu": " * {alpha!r}", "gelu_tanh": f" * ({_K!r} * 
 @dataclass(frozen=True)
 class Glu:
     """One instance of the op: last extent, number of leading dims, the dtype of all tensors, and the attributes;
-    `joined`: the gradients of gate and up lie beside each other in one result."""
+    `joined`: the gradients of gate and up lie in one result, as `layout` says; `spaced`: gate and up have columns with
+    others between them."""
 
     size: int
     leading: int
@@ -59,6 +61,8 @@ class Glu:
     limit: float = 0.0
     offset: float = 0.0
     joined: bool = False
+    layout: str = "halves"
+    spaced: bool = False
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -68,7 +72,7 @@ class Glu:
     @property
     def aligned(self) -> bool:
         """Whether every row starts on a 16-byte boundary when the tensor does and its strides are multiples of 16."""
-        return self.size * ITEM_BYTES[self.dtype] % 16 == 0
+        return self.size * ITEM_BYTES[self.dtype] % 16 == 0 and not self.spaced
 
 
 def problem_of(node: Node) -> Glu | str:
@@ -89,7 +93,9 @@ def problem_of(node: Node) -> Glu | str:
         numbers["alpha"] = node.attrs.get("alpha", Glu.alpha)
     numbers = {name: float(number) for name, number in numbers.items()}
     joined = node.op == "glu_grad_joined"
-    return Glu(shape[-1], len(shape) - 1, dtype, act, **numbers, joined=joined)
+    layout = str(node.attrs.get("layout", "halves"))
+    spaced = layout == "interleaved" or bool(node.attrs.get("spaced", False))
+    return Glu(shape[-1], len(shape) - 1, dtype, act, **numbers, joined=joined, layout=layout, spaced=spaced)
 
 
 @dataclass(frozen=True)
@@ -141,13 +147,15 @@ def _site(name: str, problem: Glu, cut: Tuning, inputs: tuple[str, ...], outputs
     for extent in extents:
         count = extent if count == 1 else ("mul", count, extent)
     strides = [f"{tensor}_stride_{i}" for tensor in inputs for i in range(problem.leading)]
+    spaced = problem.operands if problem.spaced else ()
+    strides += [f"{tensor}_stride_{problem.leading}" for tensor in spaced]
     args = (*inputs, *outputs, "count", *extents[1:], *strides)
     grid: Expression = ("mul", ("cdiv", "count", cut.rows), -(-problem.size // cut.columns))
     return KernelSpec(
         name=name,
         source=_source(name, problem, cut, args, inputs, outputs),
         twin=_twin(name, problem, inputs),
-        inputs=tuple(TensorSpec(tensor, problem.dtype, shape, strided=bool(extents)) for tensor in inputs),
+        inputs=tuple(TensorSpec(t, problem.dtype, shape, strided=bool(extents) or t in spaced) for t in inputs),
         outputs=tuple(TensorSpec(tensor, problem.dtype, (*extents, width)) for tensor in outputs),
         scratch=(),
         launches=(Launch(name, args, (grid,), cut.num_warps, num_stages=1, aligned=problem.aligned),),
@@ -187,14 +195,10 @@ def _source(
             offsets = [f"index_{i} * {tensor}_stride_{i}" for i in range(problem.leading)]
             lines.append(f"{tensor}_row = {' + '.join(offsets)}")
             start = f" + {tensor}_row[:, None]"
-        lines.append(f"{tensor} = tl.load({tensor}_ptr{start} + column[None, :]{mask}).to(tl.float32)")
+        step = f" * {tensor}_stride_{problem.leading}" if problem.spaced and tensor in problem.operands else ""
+        lines.append(f"{tensor} = tl.load({tensor}_ptr{start} + column[None, :]{step}{mask}).to(tl.float32)")
     lines += backward_lines(problem) if "dy" in inputs else forward_lines(problem)
-    width = problem.size * (2 if problem.joined else 1)
-    lines.append(f"element = row.to(tl.int64)[:, None] * {width} + column[None, :]")
-    places = {"dgate": "dx_ptr + element", "dup": f"dx_ptr + element + {problem.size}"} if problem.joined else {}
-    for tensor, place in (places or {tensor: f"{tensor}_ptr + element" for tensor in outputs}).items():
-        narrow = f"{tensor}.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
-        lines.append(f"tl.store({place}, {narrow}{mask})")
+    lines += _store_lines(problem, cut, outputs, block, mask)
     of = " of y" if "dy" in inputs else ""
     body = "".join(f"    {line}\n" for line in lines)
     return f'''
@@ -205,6 +209,28 @@ def {name}({_signature(pointers)}):
     y = {_formula(problem)}
     """
 {body}'''
+
+
+def _store_lines(problem: Glu, cut: Tuning, outputs: tuple[str, ...], block: str, mask: str) -> list[str]:
+    """What writes the results; `block` is where the columns of the program begin, and a plus."""
+    narrow = f".to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
+    if problem.joined and problem.layout == "interleaved":
+        start = f"2 * ({block.removesuffix(' + ')}) + " if block else ""
+        masks = ["(row < count)[:, None]"] * (cut.rows > 1)
+        masks += [f"(place < {2 * problem.size})[None, :]"] * (problem.size % cut.columns != 0)
+        inside = f", mask={' & '.join(masks)}" if masks else ""
+        return [
+            f"place = {start}tl.arange(0, {2 * cut.columns})",
+            f"element = row.to(tl.int64)[:, None] * {2 * problem.size} + place[None, :]",
+            f"tl.store(dx_ptr + element, tl.interleave(dgate{narrow}, dup{narrow}){inside})",
+        ]
+    width = problem.size * (2 if problem.joined else 1)
+    places = {tensor: f"{tensor}_ptr + element" for tensor in outputs}
+    if problem.joined:
+        first, second = ("dup", "dgate") if problem.layout == "swapped" else ("dgate", "dup")
+        places = {first: "dx_ptr + element", second: f"dx_ptr + element + {problem.size}"}
+    stores = [f"tl.store({place}, {tensor}{narrow}{mask})" for tensor, place in places.items()]
+    return [f"element = row.to(tl.int64)[:, None] * {width} + column[None, :]", *stores]
 
 
 def _signature(names: list[str]) -> str:
@@ -281,6 +307,9 @@ def _twin(name: str, problem: Glu, inputs: tuple[str, ...]) -> str:
     options += f", alpha={problem.alpha!r}" if problem.act == "quick_gelu" else ""
     options += f", limit={problem.limit!r}" if problem.limit else ""
     options += f", offset={problem.offset!r}" if problem.offset else ""
+    options += (
+        f', layout="{problem.layout}"' if problem.joined and "dy" in inputs and problem.layout != "halves" else ""
+    )
     op = "squared_relu" if problem.act == "squared_relu" else "glu"
     results = "Gradient of " if "dy" in inputs else ""
     grad = ("_grad" + "_joined" * problem.joined) if "dy" in inputs else ""

@@ -16,6 +16,9 @@ from mgraph.ir.types import TensorType
 if TYPE_CHECKING:
     from torch import Tensor
 
+LAYOUTS = ("halves", "swapped", "interleaved")
+"""How a packed tensor holds gate and up: one half each, gate first or last, or in turns."""
+
 
 def joined(*tensors: Tensor) -> Tensor:
     """Tensors [n_i, ...] of state as one [sum n_i, ...]: a view, as states that are joined lie one after another."""
@@ -57,17 +60,26 @@ def glu_grad_joined(
     alpha: float = 1.702,
     limit: float = 0.0,
     offset: float = 0.0,
+    layout: str = "halves",
 ) -> Tensor:
-    """Both gradients of `glu_grad` beside each other: `dgate | dup`. dy, gate, up [..., f] → [..., 2f]."""
+    """Both gradients of `glu_grad` in one tensor. dy, gate, up [..., f] → [..., 2f].
+
+    `layout`: `halves` (`dgate | dup`), `swapped` (`dup | dgate`), `interleaved` (dgate in even columns, dup in odd).
+    """
     import torch
 
-    return torch.cat(glu_grad(dy, gate, up, act=act, alpha=alpha, limit=limit, offset=offset), -1)
+    dgate, dup = glu_grad(dy, gate, up, act=act, alpha=alpha, limit=limit, offset=offset)
+    if layout == "interleaved":
+        return torch.stack((dgate, dup), -1).flatten(-2)
+    return torch.cat((dup, dgate) if layout == "swapped" else (dgate, dup), -1)
 
 
 def _infer_glu_grad(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
     dy, gate, up = types
     if not dy.shape or not dy.shape == gate.shape == up.shape:
         raise ValueError(f"glu_grad_joined: {dy}, {gate} and {up} differ in shape")
+    if attrs.get("layout", "halves") not in LAYOUTS:
+        raise ValueError(f"glu_grad_joined: layout {attrs['layout']!r} is none of {', '.join(LAYOUTS)}")
     return (replace(gate, shape=(*gate.shape[:-1], 2 * gate.shape[-1])),)
 
 
@@ -119,7 +131,7 @@ define_op("accumulate_joined", accumulate_joined, attrs={"fresh": False}, infer=
 define_op(
     "glu_grad_joined",
     glu_grad_joined,
-    attrs=GLU_ATTRS,
+    attrs={**GLU_ATTRS, "layout": "halves"},
     infer=_infer_glu_grad,
     flops=per_element(6),
     bytes=traffic,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,19 +39,27 @@ PROBLEMS: dict[str, tuple[Glu, Tuning | None]] = {
     "brain_quick": (Glu(65, 1, "bf16", "quick_gelu", alpha=1.702, limit=1.0, offset=1.0), None),
     "joined": (Glu(40, 2, "f32", "silu", joined=True), Tuning(2, 32)),
     "joined_brain": (Glu(64, 2, "bf16", "gelu_tanh", joined=True), None),
+    "swapped": (Glu(40, 2, "f32", "silu", joined=True, layout="swapped"), Tuning(2, 32)),
+    "turns": (Glu(40, 2, "f32", "silu", joined=True, layout="interleaved", spaced=True), Tuning(2, 32)),
+    "turns_odd": (Glu(33, 1, "f16", "gelu_tanh", joined=True, layout="interleaved", spaced=True), None),
+    "turns_vector": (Glu(70, 0, "f32", "silu", limit=0.75, joined=True, layout="interleaved", spaced=True), None),
+    "turns_brain": (Glu(64, 3, "bf16", "silu", joined=True, layout="interleaved", spaced=True), Tuning(4, 16)),
     "brain_relu": (Glu(64, 2, "bf16", "squared_relu"), None),
 }
 LEADING = [(1, 1, 1), (3, 5, 2), (7, 1, 3)]
-LAYOUTS = ("contiguous", "packed", "turned")
+LAYOUTS = ("interleaved", "packed", "turned")
 
 
 def draw(problem: Glu, leading: tuple[int, ...], layout: str, number: int) -> list[torch.Tensor]:
-    """Random dy and operands: contiguous, or the operands as parts of one packed tensor, or its leading dims turned."""
+    """Random dy and operands: columns in turns (contiguous where the kernel takes no such), or the operands as parts of
+    one packed tensor, or its leading dims turned."""
     generator = torch.Generator().manual_seed(problem.size)
     shape = leading[: problem.leading]
     whole = 2 * torch.randn(*shape, number * problem.size, generator=generator).to(DTYPES[problem.dtype])
     parts = list(whole.split(problem.size, -1))
-    if layout == "contiguous":
+    if problem.spaced:  # any others between the columns, as in the first layout
+        parts = [whole[..., i::number] for i in range(number)] if layout == "interleaved" else parts
+    elif layout == "interleaved":
         parts = [part.contiguous() for part in parts]
     if layout == "turned":
         parts = [part.transpose(0, -2).contiguous().transpose(0, -2) for part in parts] if shape else parts
@@ -74,7 +83,10 @@ def exact(problem: Glu, dy: torch.Tensor, *operands: torch.Tensor) -> list[torch
         }
         y = acts[problem.act](gate) * (up + problem.offset)
     gradients = torch.autograd.grad(y, leaves, dy.double())
-    return [y.detach(), *([torch.cat(gradients, -1)] if problem.joined else gradients)]
+    if problem.joined and problem.layout == "interleaved":
+        return [y.detach(), torch.stack(gradients, -1).flatten(-2)]
+    order = -1 if problem.layout == "swapped" else 1
+    return [y.detach(), *([torch.cat(gradients[::order], -1)] if problem.joined else gradients)]
 
 
 def both(name: str, problem: Glu, cut: Tuning | None) -> list[KernelSpec]:
@@ -107,7 +119,7 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
         number = len(problem.operands)
         for leading, layout in zip(LEADING[: 1 if name.startswith("edge") else 3], LAYOUTS, strict=False):
             operands = draw(problem, leading, layout, number)
-            dy = draw(problem, leading, layout, number + 1)[0]
+            dy = draw(replace(problem, spaced=False), leading, layout, number + 1)[0]
             if name.startswith("edge"):
                 dy, operands = torch.ones(1, 8), [edges(), torch.ones(1, 8)]
             want = exact(problem, dy, *operands)
@@ -133,7 +145,7 @@ def test_twin(name: str) -> None:
     module = types.ModuleType("twins")
     exec(reference_text(both("glu", problem, None)), module.__dict__)
     operands = draw(problem, LEADING[1], "packed", len(problem.operands))
-    dy = draw(problem, LEADING[1], "packed", len(problem.operands) + 1)[0]
+    dy = draw(replace(problem, spaced=False), LEADING[1], "packed", len(problem.operands) + 1)[0]
     gradients = module.glu_bwd(dy, *operands)
     got = [module.glu_fwd(*operands), *(gradients if isinstance(gradients, tuple) else [gradients])]
     for result, want in zip(got, exact(problem, dy, *operands), strict=True):
@@ -174,6 +186,13 @@ def test_problem_of_a_node() -> None:
     assert glu.problem_of(node(NODE)) == Glu(176, 2, "bf16", "quick_gelu", limit=7.0)
     silu = glu.problem_of(node(NODE, ('"quick_gelu", limit = 7.0', '"silu", alpha = 2.0, offset = 1.0')))
     assert silu == Glu(176, 2, "bf16", "silu", offset=1.0), "alpha means nothing to silu"
+    turns = node(
+        NODE,
+        ("%dgate: bf16[B, S, 176], %dup: bf16[B, S, 176] = glu_grad(", "%dgate: bf16[B, S, 352] = glu_grad_joined("),
+        ("return %dgate, %dup", "return %dgate"),
+        ("limit = 7.0", 'layout = "interleaved"'),
+    )
+    assert glu.problem_of(turns) == Glu(176, 2, "bf16", "quick_gelu", joined=True, layout="interleaved", spaced=True)
     assert glu.problem_of(node(RELU)) == Glu(96, 1, "f16", "squared_relu")
 
 

@@ -31,8 +31,15 @@ def test_totals_take_their_rows(fresh: bool) -> None:
 def test_gradients_lie_beside_each_other() -> None:
     dy, gate, up = draw(3, 6), draw(3, 6) + 1, draw(3, 6) - 1
     got = op_def("glu_grad_joined").body(dy, gate, up, act="silu")
-    for part, want in zip(got.chunk(2, -1), glu_grad(dy, gate, up, act="silu"), strict=True):
-        assert torch.equal(part, want)
+    want = glu_grad(dy, gate, up, act="silu")
+    assert torch.equal(got, torch.cat(want, -1))
+    swapped, turns = (
+        op_def("glu_grad_joined").body(dy, gate, up, act="silu", layout=layout) for layout in ("swapped", "interleaved")
+    )
+    assert torch.equal(swapped, torch.cat(want[::-1], -1))
+    assert torch.equal(turns[:, ::2], want[0]) and torch.equal(turns[:, 1::2], want[1])
+    with pytest.raises(ValueError, match="layout 'rows' is none of halves"):
+        op_def("glu_grad_joined").result_types([type_of(3, 6)] * 3, {"act": "silu", "layout": "rows"})
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])
