@@ -3,7 +3,8 @@
 With bytes the id of a token is the byte, 256 in all, and nothing needs to be trained or shipped. A tokenizer.json, as
 published with most models, is read by the `tokenizers` library. A directory with a tokenizer.json may hold a
 tokenizer_config.json besides, which names the special tokens, and a chat template (`chat_template.jinja`, or the key
-`chat_template` of that configuration).
+`chat_template` of that configuration). Directories with older files instead (tokenizer.model, vocab.txt, vocab.json and
+merges.txt) are read by `transformers`, where that can.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from mgraph.errors import DataError
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 """The files of a directory that is given as a tokenizer; only the first must be there."""
+
+OLDER = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
+"""Files of vocabularies that a directory may have in place of the first."""
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The roles that a configuration gives to special tokens."""
@@ -94,21 +98,7 @@ class FileTokenizer:
     """A tokenizer.json, alone or with the other files of its directory."""
 
     def __init__(self, path: Path) -> None:
-        from tokenizers import Tokenizer as Library  # slow to import, and needed only here
-
-        file = path / TOKENIZER if path.is_dir() else path
-        if not file.is_file():
-            raise DataError(
-                f"--tokenizer {path}: no such file" if file == path else f"--tokenizer {path} holds no {TOKENIZER}",
-                hint=f"give the path of a {TOKENIZER}, or of a directory with one",
-            )
-        try:
-            self._library: Any = Library.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(
-                f"--tokenizer {file} cannot be read: {error}",
-                hint=f"give a {TOKENIZER} as the tokenizers library writes it",
-            ) from error
+        self._library = _library(path)
         # The file may say so for another use; here, lengths are decided by what is made of the tokens.
         self._library.no_truncation()
         self._library.no_padding()
@@ -149,6 +139,11 @@ class FileTokenizer:
         return tuple(sample.ids[:inside])
 
 
+def holds_tokenizer(path: Path) -> bool:
+    """Whether a directory has a tokenizer, or part of one; that then is read, or told why it cannot be."""
+    return any((path / name).is_file() for name in (TOKENIZER, CONFIG, *OLDER))
+
+
 def load_tokenizer(path: Path | None, model_vocab_size: int) -> Tokenizer:
     """The tokenizer at `path` (None: bytes); raises `DataError` if its ids exceed the model's vocabulary."""
     tokenizer: Tokenizer = ByteTokenizer() if path is None else FileTokenizer(path)
@@ -158,6 +153,54 @@ def load_tokenizer(path: Path | None, model_vocab_size: int) -> Tokenizer:
             hint="compile the model with a larger vocabulary, or give a smaller --tokenizer",
         )
     return tokenizer
+
+
+def _library(path: Path) -> Any:
+    """The tokenizer of the `tokenizers` library that a file or directory is."""
+    from tokenizers import Tokenizer as Library  # slow to import, and needed only here
+
+    file = path / TOKENIZER if path.is_dir() else path
+    if not file.is_file():
+        if path.is_dir() and holds_tokenizer(path):
+            return _converted(path)
+        raise DataError(
+            f"--tokenizer {path}: no such file" if file == path else f"--tokenizer {path} holds no {TOKENIZER}",
+            hint=f"give the path of a {TOKENIZER}, or of a directory with one",
+        )
+    try:
+        return Library.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(
+            f"--tokenizer {file} cannot be read: {error}",
+            hint=f"give a {TOKENIZER} as the tokenizers library writes it",
+        ) from error
+
+
+def _converted(path: Path) -> Any:
+    """What `transformers` makes of a directory that has older files."""
+    found = [name for name in OLDER if (path / name).is_file()]
+    if not found:
+        raise DataError(
+            f"--tokenizer {path} holds a {CONFIG}, but no {TOKENIZER} and no other vocabulary",
+            hint=f"put the {TOKENIZER} of the model beside it, or give --tokenizer FILE",
+        )
+    trouble = "it gives nothing but special tokens"
+    try:
+        from transformers import AutoTokenizer
+
+        made: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        library: Any = made.backend_tokenizer
+        if library.get_vocab_size() > len(library.get_added_tokens_decoder()):
+            return library
+    except ImportError as error:
+        trouble = f"that takes transformers: {error}"
+    except Exception as error:  # libraries below it raise anything
+        trouble = f"transformers: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    raise DataError(
+        f"--tokenizer {path} holds no {TOKENIZER}, and {found[0]} cannot be read: {trouble}",
+        hint=f"write one where sentencepiece and tiktoken are installed: in transformers, "
+        f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})",
+    )
 
 
 def _bytes(text: str) -> NDArray[np.uint8]:

@@ -19,7 +19,7 @@ from mgraph.runtime.handshake import Facts
 from mgraph.runtime.package import Package, read_manifest
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.step import Stepper
-from mgraph.runtime.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
+from mgraph.runtime.tokenizer import Tokenizer, holds_tokenizer, load_tokenizer
 
 GENERATION = "generation_config.json"
 """Beside weights, the file that names the tokens that end a text."""
@@ -179,6 +179,6 @@ def _generation_ends(weights: Path | None, vocab_size: int) -> Sequence[int]:
 def _tokenizer_path(settings: Settings, weights: Path | None) -> Path | None:
     if settings.tokenizer is not None:
         return Path(settings.tokenizer)
-    if weights is not None and (weights / TOKENIZER).is_file():
+    if weights is not None and holds_tokenizer(weights):
         return weights
     return None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mgraph.errors import DataError
-from mgraph.runtime.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from mgraph.runtime.tokenizer import ByteTokenizer, FileTokenizer, holds_tokenizer, load_tokenizer
 from tests.runtime.chats import CHATML, MARKED, write_tokenizer
 
 
@@ -115,3 +115,46 @@ def test_errors_of_directories(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     with pytest.raises(DataError, match=r"a holds no tokenizer.json"):
         load_tokenizer(tmp_path / "a", 256)
+
+
+def test_older_files_of_a_directory(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator(["the fox and the dog and the hen"], trainer)
+    library.model.save(str(tmp_path))
+    assert (tmp_path / "vocab.json").is_file() and (tmp_path / "merges.txt").is_file()
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<end>", "bos_token": "<end>", "unk_token": "<end>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path, 300)
+    text = "the dog, the 日 and"
+    assert (
+        tokenizer.encode(text).tolist() == library.encode(text).ids
+        and tokenizer.decode(library.encode(text).ids) == text
+    )
+    assert tokenizer.special_tokens["eos_token"] == "<end>" and tokenizer.token_id("<end>") == library.token_to_id(
+        "<end>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "holds a tokenizer_config.json, but no tokenizer.json and no other vocabulary"),
+        ({"tokenizer.model": "no model"}, "holds no tokenizer.json, and tokenizer.model cannot be read: "),
+        ({"vocab.txt": ""}, "holds no tokenizer.json, and vocab.txt cannot be read: it gives nothing but special"),
+    ],
+)
+def test_older_files_that_cannot_be_read(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    for name, text in {"tokenizer_config.json": '{"tokenizer_class": "LlamaTokenizer"}', **files}.items():
+        (tmp_path / name).write_text(text)
+    assert holds_tokenizer(tmp_path)
+    with pytest.raises(DataError, match=message) as caught:
+        load_tokenizer(tmp_path, 300)
+    assert "tokenizer.json of the model" in str(caught.value.hint) or "save_pretrained" in str(caught.value.hint)

@@ -12,9 +12,10 @@ import pytest
 
 from mgraph.errors import DataError, OptionError
 from mgraph.runtime.chat import ChatTemplate
+from mgraph.runtime.serving import opening
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.llm import LLM
-from mgraph.runtime.serving.opening import ends_of_text, open_engine
+from mgraph.runtime.serving.opening import Settings, ends_of_text, open_engine
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
 from mgraph.runtime.tokenizer import ByteTokenizer, Tokenizer
 from tests.runtime.serving.fake_stepper import FakeStepper, alone
@@ -170,6 +171,13 @@ def test_public_names() -> None:
 
     assert mgraph.LLM is mgraph.runtime.LLM is LLM
     assert mgraph.SamplingParams is mgraph.runtime.SamplingParams is SamplingParams
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"])
+def test_part_of_a_tokenizer_among_the_weights_is_not_taken_for_bytes(tmp_path: Path, name: str) -> None:
+    assert opening._tokenizer_path(Settings(), tmp_path) is None
+    (tmp_path / name).write_text("{}")
+    assert opening._tokenizer_path(Settings(), tmp_path) == tmp_path
 
 
 def test_tokens_that_end_a_text(tmp_path: Path) -> None:
