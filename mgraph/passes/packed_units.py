@@ -7,7 +7,8 @@
     %dh = aten.add.Tensor(%a, %b)
 
 A slice's gradient is a tensor of zeros with one part filled in: two of them, and their sum, for what the kernel can
-write at once. Gate and up are halves of the projection, in either order, or its columns in turns.
+write at once. Gate and up are halves of the projection, in either order, or its columns in turns; units of columns in
+turns are marked `spaced`, so that kernels read them where they lie.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from mgraph.ir.types import Shard
 from mgraph.passes.base import Report
 from mgraph.passes.joining import Miss, check
 
-_ADD, _SLICE_BACKWARD = "aten.add.Tensor", "aten.slice_backward.default"
+_ADD, _SLICE, _SLICE_BACKWARD = "aten.add.Tensor", "aten.slice.Tensor", "aten.slice_backward.default"
 
 
 def with_packed_units(function: Function, report: Report, made_by: str) -> Function:
-    """The function with such gradients in one result each; what only almost is one is a near miss of `made_by`."""
+    """The function with such gradients in one result each, and marked units; what only almost is one is a near miss of
+    `made_by`."""
     made, users = function.producers(), function.users()
     replaced: dict[Node, Node | None] = {}
     for unit in function.nodes:
@@ -45,10 +47,29 @@ def with_packed_units(function: Function, report: Report, made_by: str) -> Funct
         replaced[root] = whole
         gone = [unit.id, *(node.id for node in spread), root.id]
         report.match(function.name, root.id, f"both gradients of a packed unit at once ({layout})", gone, [whole.id])
+    turns = {n.operands[1:] for n in replaced.values() if n is not None and n.attrs.get("layout") == "interleaved"}
+    for unit in function.nodes:
+        if unit.op == "glu" and not unit.attrs.get("spaced") and (unit.operands in turns or _in_turns(unit, made)):
+            replaced[unit] = replace(unit, attrs={**unit.attrs, "spaced": True}, made_by=made_by)
+            report.match(function.name, unit.id, "gate and up are read where they lie, in turns", [unit.id], [unit.id])
     if not replaced:
         return function
     nodes = (replaced.get(node, node) for node in function.nodes)
     return replace(function, nodes=tuple(node for node in nodes if node is not None))
+
+
+def _in_turns(unit: Node, made: Mapping[Value, Node]) -> bool:
+    """Whether gate and up are every second column of one tensor."""
+    slices = [made.get(operand) for operand in unit.operands]
+    last = len(unit.result.tensor.shape) - 1
+    return all(
+        node is not None
+        and node.op == _SLICE
+        and (node.attrs.get("dim", 0), node.attrs.get("step", 1)) == (last, 2)
+        and slices[0] is not None
+        and node.operands == slices[0].operands
+        for node in slices
+    )
 
 
 def _sum_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,28 @@ def test_both_gradients_are_made_at_once(changes: tuple[tuple[str, str], ...], l
     assert_same(module, after)
 
 
+UNIT = """
+func @f(%h: f32[B, S, 12]) {
+  %gate: f32[B, S, 6] = aten.slice.Tensor(%h) {dim = 2, step = 2}
+  %up: f32[B, S, 6] = aten.slice.Tensor(%h) {dim = 2, start = 1, step = 2}
+  %y: f32[B, S, 6] = glu(%gate, %up) {act = "silu"}
+  return %y
+}
+"""
+
+
+def test_units_of_columns_in_turns_are_marked() -> None:
+    module = module_of(UNIT)
+    after = JoinProducts().run(module, Report())
+    assert after.functions["f"].nodes[-1].attrs == {"act": "silu", "spaced": True}
+    assert_same(module, after)
+    assert JoinProducts().run(after, Report()) is after
+    halves = module_of(
+        UNIT.replace("dim = 2, step = 2", "dim = 2, end = 6").replace("start = 1, step = 2", "start = 6")
+    )
+    assert JoinProducts().run(halves, Report()) is halves
+
+
 @pytest.mark.parametrize(
     ("changes", "guard"),
     [
@@ -99,6 +122,10 @@ def test_a_package_has_the_gradients_of_autograd(kind: str, tmp_path: Path) -> N
     compile_package(Recipe(model=f"{file}:{kind}", arch="sm_80", output=str(tmp_path / "package")))
     text = (tmp_path / "package" / "step.py").read_text()
     assert "slice_backward" not in text and text.count("K.glu_bwd_0(") == 2
+    sites = {site["name"]: site for site in json.loads((tmp_path / "package" / "manifest.json").read_text())["kernels"]}
+    for name in ("glu_fwd_0", "glu_bwd_0"):
+        (launch,) = sites[name]["launches"]
+        assert ("gate_stride_2" in launch["args"]) == (kind == "turns")
     package = load_package(tmp_path / "package", "cpu")
     state = create_state(package.state_specs, 0, "cpu")
     tokens = torch.randint(64, (2, 7), generator=torch.Generator().manual_seed(1))

@@ -51,11 +51,21 @@ def _clamped(gate: Tensor, up: Tensor, limit: float) -> tuple[Any, Any]:
     return (wide_gate.clamp(max=limit), wide_up.clamp(-limit, limit)) if limit else (wide_gate, wide_up)
 
 
-def glu(gate: Tensor, up: Tensor, *, act: str, alpha: float = 1.702, limit: float = 0.0, offset: float = 0.0) -> Tensor:
+def glu(
+    gate: Tensor,
+    up: Tensor,
+    *,
+    act: str,
+    alpha: float = 1.702,
+    limit: float = 0.0,
+    offset: float = 0.0,
+    spaced: bool = False,
+) -> Tensor:
     """`y = act(gate) · (up + offset)`, computed in at least f32 and rounded once. gate, up [..., f] → y [..., f].
 
     `act`: `silu` (SwiGLU), `gelu_tanh` (GeGLU with the tanh form), `gelu_erf` (the exact form), `quick_gelu`
     (x · sigmoid(`alpha` · x)). With a `limit` > 0, gate is first cut to at most that and up to ±limit (gpt-oss).
+    `spaced` says that gate and up are columns with others between them, which changes no number.
     """
     wide_gate, wide_up = _clamped(gate, up, limit)
     return rounded(_activate(wide_gate, act, alpha) * (wide_up + offset), gate)
@@ -95,14 +105,15 @@ def squared_relu_grad(dy: Tensor, x: Tensor) -> Tensor:
 
 def _gradient(request: GradientRequest) -> Sequence[Value | None]:
     operands = (request.cotangent, *request.node.operands)
-    return request.builder.emit("glu_grad", operands, request.node.attrs, names=("dgate", "dup"))
+    attrs = {name: value for name, value in request.node.attrs.items() if name != "spaced"}
+    return request.builder.emit("glu_grad", operands, attrs, names=("dgate", "dup"))
 
 
 define_op(
     "glu",
     glu,
     signature="... f, ... f -> ... f",
-    attrs=GLU_ATTRS,
+    attrs={**GLU_ATTRS, "spaced": False},
     gradient=_gradient,
     flops=per_element(6),
     bytes=traffic,
