@@ -1,4 +1,5 @@
-"""Cases of gated units (K3): forward and backward of gate and up apart, and as the halves of a packed projection."""
+"""Cases of gated units (K3): forward and backward of gate and up apart, as the halves of a packed projection, and as
+its columns in turns."""
 
 from __future__ import annotations
 
@@ -17,13 +18,17 @@ from mgraph.codegen.triton.glu import Glu, Tuning
 Shape = tuple[int, ...]
 
 
-def inputs(shape: Shape, names: int, *, packed: bool) -> Callable[[torch.device], tuple[Tensor, ...]]:
-    """Gate and up in bf16, `packed`: halves of one tensor; before them dy where there are three names."""
+def inputs(
+    shape: Shape, names: int, *, packed: bool, turns: bool = False
+) -> Callable[[torch.device], tuple[Tensor, ...]]:
+    """Gate and up in bf16, `packed`: halves of one tensor, `turns`: its columns; before them dy of three names."""
 
     def make(device: torch.device) -> tuple[Tensor, ...]:
         tensors = [torch.randn(shape, device=device).bfloat16() for _ in range(names)]
         if packed:
             tensors[-2:] = torch.cat(tensors[-2:], -1).chunk(2, -1)
+        if turns:
+            tensors[-2:] = torch.stack(tensors[-2:], -1).flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
         return tuple(tensors)
 
     return make
@@ -93,7 +98,7 @@ def forward_case(name: str, shape: Shape, problem: Glu, *, packed: bool = False,
         id=f"K3-forward-{name}",
         workload=_workload(problem, shape, packed),
         spec=glu.forward(f"glu_fwd_{name.replace('-', '_')}", problem, cut),
-        inputs=inputs(shape, 2, packed=packed),
+        inputs=inputs(shape, 2, packed=packed, turns=problem.spaced),
         reference=plain,
         peers={"compile": plain, **liger},
         bytes=3 * 2 * elements,
@@ -120,19 +125,21 @@ def backward_case(name: str, shape: Shape, problem: Glu, *, packed: bool = False
 
 
 def joined_case(name: str, shape: Shape, problem: Glu) -> Case:
-    """The backward of the halves of a joined projection, whose gradients lie beside each other as they do."""
-    problem = replace(problem, joined=True)
+    """The backward of the parts of one projection, whose gradients lie as they do."""
+    problem = replace(problem, joined=True, layout="interleaved" if problem.spaced else "halves")
 
-    def beside(backward: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor]]:
+    def one(backward: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor]]:
+        if problem.spaced:
+            return lambda *given: (torch.stack(backward(*given), -1).flatten(-2),)
         return lambda *given: (torch.cat(backward(*given), -1),)
 
     return Case(
         id=f"K3-joined-{name}",
         workload=f"{_workload(problem, shape, True)}, both gradients in one",
         spec=glu.backward(f"glu_joined_{name.replace('-', '_')}", problem),
-        inputs=inputs(shape, 3, packed=True),
-        reference=beside(backward_of(problem)),
-        peers={"compile": beside(silu_backward)} if problem.act == "silu" else {},
+        inputs=inputs(shape, 3, packed=not problem.spaced, turns=problem.spaced),
+        reference=one(backward_of(problem)),
+        peers={"compile": one(silu_backward)} if problem.act == "silu" else {},
         bytes=5 * 2 * torch.Size(shape).numel(),
         bound=3e-3,
     )
@@ -140,10 +147,11 @@ def joined_case(name: str, shape: Shape, problem: Glu) -> Case:
 
 def _workload(problem: Glu, shape: Shape, packed: bool) -> str:
     numbers = f", limit {problem.limit}, offset {problem.offset}" if problem.limit else ""
-    return f"{problem.act}{numbers}, {'x'.join(map(str, shape))} bf16{', packed' * packed}"
+    parts = ", columns in turns" if problem.spaced else ", packed" * packed
+    return f"{problem.act}{numbers}, {'x'.join(map(str, shape))} bf16{parts}"
 
 
-def _problem(shape: Shape, act: str, **numbers: float) -> Glu:
+def _problem(shape: Shape, act: str, **numbers: Any) -> Glu:
     return Glu(shape[-1], len(shape) - 1, "bf16", act, **numbers)
 
 
@@ -164,6 +172,8 @@ CASES = [
     for make in (forward_case, backward_case)
 ]
 CASES.append(joined_case("silu-decoder", DECODER, _problem(DECODER, "silu")))
+TURNS = replace(_problem(DECODER, "silu"), spaced=True)
+CASES += [forward_case("silu-turns", DECODER, TURNS), joined_case("silu-turns", DECODER, TURNS)]
 
 TUNINGS = [
     make(f"silu-{rows}x{columns}-{num_warps}", WIDE, _problem(WIDE, "silu"), cut=Tuning(rows, columns, num_warps))
