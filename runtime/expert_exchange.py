@@ -81,11 +81,14 @@ def _rows(places: Tensor, nowhere: int, part: float) -> Tensor:
     return torch.where(places < 0, nowhere, places + torch.arange(ranks, device=places.device) * _room(tokens, part))
 
 
-def own_choices(indices: Tensor, index: int | Tensor, *, num_experts: int, ranks: int) -> Tensor:
+def own_choices(indices: Tensor, index: int | Tensor, *, num_experts: int, ranks: int, used: bool = False) -> Tensor:
     """The experts of received rows by their numbers on this rank, number `index` of `ranks`; indices i64 [R, K].
 
-    What is no expert of this rank gets the number that follows those of its own.
+    What is no expert of this rank gets the number that follows those of its own. With `used` every row is a token's:
+    the number of an expert that there is not raises PackageError on the CPU.
     """
+    if used:
+        check_choices(indices, num_experts)
     own = num_experts // ranks
     local = indices - index * own
     return torch.where((local >= 0) & (local < own), local, own)

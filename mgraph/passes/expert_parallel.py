@@ -194,6 +194,7 @@ class _Ways:
             builder.replace(old, new)
         if choices:
             attrs = {"num_experts": node.attrs["num_experts"], "ranks": self.ranks}
+            attrs |= {"used": True} if self.options.gather else {}
             own = builder.emit("own_choices", (got[-1], self._at(builder)), attrs, types=types[-1:], names=["own"])
             builder.replace(got[-1], own[0])
             self.report.match(self.source.name, node.id, f"tokens go to {self.ranks} ranks of {self.axis}")

@@ -29,6 +29,8 @@ def test_as_the_ops_say(tokens: int, choices: int, experts: int, ranks: int, dty
 def test_an_expert_that_there_is_not_is_told_of(wrong: int) -> None:
     with pytest.raises(PackageError, match=f"a router chose expert {wrong}, and the experts are 0 to 7"):
         e.expert_places(torch.tensor([[0, 8], [wrong, 3]]), num_experts=8, ranks=2)
+    with pytest.raises(PackageError, match=f"a router chose expert {wrong}"):
+        e.own_choices(torch.tensor([[0, 8], [wrong, 3]]), 1, num_experts=8, ranks=2, used=True)
 
 
 def test_choices_and_tails() -> None:

@@ -187,9 +187,10 @@ def _unpack_rows(y: Tensor, places: Tensor, *, part: float = 1.0) -> Tensor:
     return rounded(total, y)
 
 
-def _own_choices(indices: Tensor, index: Tensor, *, num_experts: int, ranks: int) -> Tensor:
+def _own_choices(indices: Tensor, index: Tensor, *, num_experts: int, ranks: int, used: bool = False) -> Tensor:
     """The experts of received rows by their numbers on this rank, number `index` (i64[]) of the `ranks` that share
-    `num_experts`: indices i64[R, K] → i64[R, K], and how many a rank has for those of others."""
+    `num_experts`: indices i64[R, K] → i64[R, K], and how many a rank has for those of others. With `used` every row is
+    a token's, so that there is none without experts, -1."""
     own = num_experts // ranks
     local = indices - index * own
     return local.where((local >= 0) & (local < own), own)
@@ -256,7 +257,7 @@ define_op(
     "own_choices",
     _own_choices,
     infer=lambda types, attrs: (TensorType(DType.I64, types[0].shape),),
-    attrs={"num_experts": REQUIRED, "ranks": REQUIRED},
+    attrs={"num_experts": REQUIRED, "ranks": REQUIRED, "used": False},
     flops=per_element(2),
     bytes=traffic,
 )
