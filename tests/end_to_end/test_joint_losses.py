@@ -31,6 +31,8 @@ MESHES = [
     ("dp=2,fsdp=2", {"zero": 2}),
     ("ep=4", {"dispatch": "allgather"}),
     ("ep=2", {"ep_chunks": 2}),
+    ("ep=2", {"arch": "sm_90a", "precision": "bf16"}),
+    ("dp=2", {"arch": "sm_90a", "overlap": True, "recompute": "full"}),
 ]
 
 
@@ -52,7 +54,7 @@ def joint_gradients(state: dict[str, torch.Tensor], batches: list[Batch]) -> dic
 
 @pytest.mark.parametrize(("mesh", "options"), sampled(MESHES, 4))
 def test_ranks_add_up_to_the_joint_batch(mesh: str, options: dict[str, object]) -> None:
-    module = build_module(Recipe(model="moe-tiny-losses", mesh=mesh, arch="none", **options)).module  # type: ignore[arg-type]
+    module = build_module(Recipe(model="moe-tiny-losses", mesh=mesh, **{"arch": "none", **options})).module  # type: ignore[arg-type]
     sizes = {axis.name: axis.size or 1 for axis in module.mesh if not axis.of}
     ranks = Ranks(module, sizes, initial_state(module))
     data_ranks = max(ranks.data_rank(at) for at in ranks.at) + 1
