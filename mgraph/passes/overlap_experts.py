@@ -9,7 +9,8 @@ The nodes of each function that sends tokens are put into an order in which
 
 * what is sent starts as soon as it is there, and what that is made of comes before all else;
 * nothing is waited for as long as anything else can run: shared experts, gradients of experts' weights, and, where the
-  tokens are sent in chunks (`expert-dispatch`), the experts of another chunk.
+  tokens are sent in chunks (`expert-dispatch`), the experts of another chunk. Sums over ranks that only losses read
+  (`joint-losses`) are treated alike, so that they hold up no tokens.
 
 Communication runs on a stream of its own (`runtime/collectives.py`), of which `wait` is the end. It is the same order
 on all ranks, as they run one program, and each node computes what it did.
@@ -27,7 +28,9 @@ from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.ir.opdef import op_def
 from mgraph.ir.types import PendingType
 from mgraph.passes.base import Pass, Report, Stage, Tier
+from mgraph.passes.data_parallel import DataParallel
 from mgraph.passes.expert_parallel import ExpertParallel
+from mgraph.passes.fully_shard import FullyShard
 
 SENDING = ("all_gather", "all_to_all", "reduce_scatter")
 """The collectives by which `expert-parallel` sends tokens."""
@@ -47,15 +50,20 @@ class OverlapExperts(Pass):
         """Rewrite each function that sends tokens."""
         functions = dict(module.functions)
         for name, function in module.functions.items():
-            sending = [node for node in function.nodes if _sends(node)]
+            sending = [node for node in function.nodes if _sends_tokens(node)]
             if sending:
                 functions[name] = replace(function, nodes=tuple(_ordered(_split(function))))
                 report.match(name, sending[0].id, f"{len(sending)} messages start early")
         return replace(module, functions=functions)
 
 
-def _sends(node: Node) -> bool:
+def _sends_tokens(node: Node) -> bool:
     return node.op in SENDING and node.made_by == ExpertParallel.name
+
+
+def _sends(node: Node) -> bool:
+    """Whether a node sends tokens, or adds up over data ranks what only losses read, which has time."""
+    return _sends_tokens(node) or (node.op == "all_reduce" and node.made_by in (DataParallel.name, FullyShard.name))
 
 
 def _split(function: Function) -> list[Node]:
@@ -122,7 +130,7 @@ def _kinds(nodes: Sequence[Node], needs: Sequence[set[int]]) -> Mapping[int, int
     kinds = {index: WAIT if node.op == "wait" else OTHER for index, node in enumerate(nodes)}
     leads: set[int] = set()
     for index in range(len(nodes) - 1, -1, -1):
-        starts = nodes[index].op.removesuffix("_start") in SENDING and nodes[index].made_by == OverlapExperts.name
+        starts = nodes[index].op.endswith("_start") and nodes[index].made_by == OverlapExperts.name
         if starts or index in leads:
             leads |= needs[index]
         if starts:
