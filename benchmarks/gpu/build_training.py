@@ -28,7 +28,8 @@ def main() -> None:
             model=f"{training_models.__file__}:{name}",
             mesh="dp=1",
             precision="bf16",
-            max_norm=0.0,  # as the peers: no clipping, no decay
+            max_norm=0.0,  # as the peers: no clipping, no decay, and no look at gradients before the update
+            check_finite="loss",
             weight_decay=0.0,
             grad_dtype="param",  # theirs are bf16
             one_microbatch=True,
