@@ -32,10 +32,19 @@ def device(state: dict[str, Tensor]) -> torch.device:
     return next(iter(state.values())).device
 
 
-def glu(gate: Tensor, up: Tensor, *, act: str, alpha: float = 1.702, limit: float = 0.0, offset: float = 0.0) -> Tensor:
+def glu(
+    gate: Tensor,
+    up: Tensor,
+    *,
+    act: str,
+    alpha: float = 1.702,
+    limit: float = 0.0,
+    offset: float = 0.0,
+    spaced: bool = False,
+) -> Tensor:
     """`act(gate) * (up + offset)`; act is `silu`, `gelu_tanh`, `gelu_erf` or `quick_gelu` (`x * sigmoid(alpha x)`).
 
-    With a limit, gate is first cut to at most that and up to both sides.
+    With a limit, gate is first cut to at most that and up to both sides. `spaced`, for kernels, changes no number.
     """
     gate, up = _clamped(gate, up, limit)
     return _activate(gate, act, alpha).mul_(up + offset if offset else up)

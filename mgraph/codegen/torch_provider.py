@@ -503,7 +503,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "within_room": _runtime(),
     "unpack_rows": _runtime(),
     "first_layer": _first_layer,
-    "glu": _runtime(drop=("spaced",)),
+    "glu": _runtime(),
     "glu_grad": _runtime(),
     "glu_grad_joined": _runtime(),
     "gradient_scale": _runtime(),
