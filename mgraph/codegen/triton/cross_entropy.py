@@ -126,9 +126,10 @@ def forward_backward_tuning(problem: CrossEntropy) -> Tuning:
     registers do not; for the longest rows one, whatever L1 holds. Rows of which registers hold all but a tile have
     nothing to load ahead. Where a part is read twice the caches are told so.
 
-    Of a copy's speed on an H200: 0.94 at 32,768 columns in bf16, 0.89 at 50,304 (in place of 0.82 with loads ahead and
-    the rest of the row in L2), 0.90 at 128,256 (0.76). Programs that take several rows, and load the next while they
-    write this one, were no faster."""
+    Of a copy's speed on an H200: 0.87 at 32,768 columns in bf16, 0.86 at 50,304 (in place of 0.82 with loads ahead and
+    the rest of the row in L2), 0.76 at 128,256 (0.75), 0.78 at 262,144 (0.69). Tiles held as pairs in i32 gave 0.90 at
+    128,256 in a sweep. Programs that take several rows, and load the next while they write this one, were no
+    faster."""
     item = ITEM_BYTES[problem.dtype]
     tile = 32 * 8 * THREAD_ELEMENTS
     if item == 2 and 4 * tile < problem.size <= 8 * tile:
