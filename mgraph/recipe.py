@@ -330,8 +330,9 @@ class Recipe:
                 raise OptionError(f"mesh axis {name!r} is not supported", where="--mesh", hint=hint)
             if name != "dp" and size == "*":
                 raise OptionError(f"the mesh axis {name} has no size", where="--mesh", hint=f"a number: {name}=2")
-            if name not in ("dp", "tp") and self.purpose == "serve":
-                raise OptionError(f"the mesh axis {name} is for training", where="--mesh", hint="dp or tp, to serve")
+            if self.purpose == "serve" and name != "tp" and (name, size) not in (("dp", "*"), ("dp", "1")):
+                hint = "tp=N, to serve; of copies of a model each has a server of its own"
+                raise OptionError(f"the mesh axis {name} is for training", where="--mesh", hint=hint)
             if name in axes:
                 raise OptionError(f"mesh axis {name!r} is given twice", where="--mesh", hint="each axis once")
             axes[name] = None if size == "*" else int(size)

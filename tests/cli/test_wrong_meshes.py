@@ -69,11 +69,11 @@ def test_refused(mgraph: Mgraph, tmp_path: Path, mesh: str, said: list[str]) -> 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2,fsdp=2"])
-def test_serving_takes_no_sharded_states(mgraph: Mgraph, tmp_path: Path, mesh: str) -> None:
+@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2", "dp=2,tp=2"])
+def test_serving_shares_layers_alone(mgraph: Mgraph, tmp_path: Path, mesh: str) -> None:
     run = mgraph("compile", "dense-tiny", "--arch", "none", "--for", "serve", f"--mesh={mesh}", "-o", tmp_path / "out")
     assert run.code == 2
-    assert "is for training" in run.err and "dp or tp, to serve" in run.err
+    assert "is for training" in run.err and "tp=N, to serve" in run.err
     assert not list(tmp_path.iterdir())
 
 
