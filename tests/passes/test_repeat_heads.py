@@ -121,5 +121,5 @@ def test_verified_on_the_twin(dense: Module) -> None:
 
 
 def test_where_it_is_in_the_pipeline() -> None:
-    assert "repeat-heads{size=8},autodiff" in pipeline_text(Recipe(model="dense-tiny", mesh="dp=2,tp=8"))
+    assert "repeat-heads{size=8},autodiff" in pipeline_text(Recipe(model="dense-tiny", mesh="dp=1,tp=8"))
     assert "repeat-heads" not in pipeline_text(Recipe(model="dense-tiny", mesh="dp=2"))
