@@ -142,6 +142,8 @@ def _problem(node: Any, inputs: dict[str, Any], reader: ShapeReader) -> str | No
     name = op_name(node)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return None if name == INLINED else f"a region of {name.removeprefix('wrap_with_')}"
+    if isinstance(node.meta.get("val"), torch.SymFloat):
+        return "a number that is a quotient of sizes"
     if not isinstance(node.target, torch._ops.OpOverload) or is_assertion(node) or is_no_dropout(node):
         return None
     if torch.Tag.nondeterministic_seeded in node.target.tags and name not in DRAWN:

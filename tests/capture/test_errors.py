@@ -102,6 +102,13 @@ return y + picked + z.real.sum().float()
         assert any(text in line and f"user.py:{number}" in line for line in lines), (number, text, lines)
 
 
+def test_a_quotient_of_sizes(tmp_path: Path) -> None:
+    """As transformers' Mixtral has one, where it gives the losses of its routers."""
+    body = "twice = torch.cat([x, x])\nreturn self.head(x * (twice.shape[0] / x.shape[0]))"
+    error = failure(write_model(tmp_path, body), CaptureError)
+    assert "a number that is a quotient of sizes" in error.message and "user.py:14" in str(error)
+
+
 @pytest.mark.parametrize(
     ("body", "op"),
     [
