@@ -144,7 +144,7 @@ class _Body:
     def _result(self, value: Value) -> tuple[Value, str]:
         """A result and what it is; those of an entry are parts."""
         kind = self._kind(value, told=self.cone.told_by(value))
-        given = self.whole[value] if kind == JOINT and value in self.counts else self.builder.value(value)
+        given = self._given(value, kind)
         if self.source.name in self.owner.cone.roots and self.cone.pure(value) and kind in (FIXED, JOINT):
             node = self.source.producers().get(value, self.source.nodes[-1])
             return self._share(given, node), PART
@@ -180,7 +180,7 @@ class _Body:
         made = self.owner.function(body, kinds)
         operands = []
         for value, kind, wanted in zip(node.operands, kinds, self.owner.given[body.name], strict=True):
-            given = self.whole[value] if value in self.counts else self.builder.value(value)
+            given = self._given(value, kind)
             operands.append(self._share(given, node) if wanted == PART and kind in (FIXED, JOINT) else given)
         self.builder.nodes.append(replace(node, operands=tuple(operands)))
         self.kinds.update(zip(node.results, made, strict=True))
