@@ -6,10 +6,11 @@ PACKAGE is a serve package for GPUs; its parameters are drawn anew. With --peers
 ones, are timed in the same run, on the shape that the package's config.json has, a row each. `fraction` is the time
 that reading all weights once takes at the rate of a copy on this card, over the time of a token. The prompt has 512
 tokens. The time of a token is the difference between a long and a short continuation over their difference in length,
-so that the prompt's own time is not in it: the median of several pairs. `bare_ms_per_token` is that of the last token's graphs, of the step and of what
-samples, replayed one after the other with nothing of `LLM.generate` around them, as the peers' loops are timed. That
-graphs give what steps give is what tests/runtime/serving/test_gpu.py shows. Compiling a peer's layers takes its time,
-each; with --depths those of two depths are timed, and the time of all layers follows from the difference.
+so that the prompt's own time is not in it: the median of several pairs. `bare_ms_per_token` is that of the last token's
+graphs, of the step and of what samples, replayed one after the other with nothing of `LLM.generate` around them, as the
+peers' loops are timed. That graphs give what steps give is what tests/runtime/serving/test_gpu.py shows. Compiling a
+peer's layers takes its time, each; with --depths those of two depths are timed, and the time of all layers follows from
+the difference.
 """
 
 from __future__ import annotations
