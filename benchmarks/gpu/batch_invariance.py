@@ -5,15 +5,14 @@
 
 PACKAGE is a serve package for GPUs; its parameters are drawn anew. `check` serves random requests (arrivals, lengths,
 shared beginnings, temperatures, log-probabilities of prompts, aborts, chunks, tight caches) and each one alone, and
-compares tokens and log-probabilities bit by bit. `speed` prints output tokens a second of so many requests that write,
-and tokens a second of long prompts, and adds them to the results; packages that were not compiled with
---batch-invariant are served as they are.
+compares tokens and log-probabilities bit by bit. `speed` measures output tokens a second of so many requests that
+write, and tokens a second of long prompts, a row each; packages that were not compiled with --batch-invariant are
+served as they are, and those that follow them are compared with them.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import random
 import sys
@@ -24,9 +23,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import rows
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.package_stepper import PackageStepper
 from mgraph.runtime.serving.parameters import SamplingParams
+
+PLAIN = "not batch-invariant"
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,10 @@ def check(path: str, rounds: int, requests: int) -> bool:
     return good
 
 
-def speed(path: str, counts: list[int]) -> dict[str, Any]:
-    """Output tokens a second with so many requests, and tokens a second of prompts."""
+def speed(path: str, counts: list[int]) -> tuple[dict[str, float], dict[str, int]]:
+    """Output tokens a second with so many requests, and tokens a second of prompts, by workload; how steps ran."""
     stepper = PackageStepper(path, None, 0, "cuda", batch_invariant=_made_for_it(path))
-    found: dict[str, Any] = {"package": Path(path).name, "batch_invariant": _made_for_it(path)}
+    found: dict[str, float] = {}
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     for count in counts:
         engine = Engine(stepper, max_requests=count, prefix_cache=False)
@@ -135,7 +137,7 @@ def speed(path: str, counts: list[int]) -> dict[str, Any]:
             engine.submit([(seed * 31 + i) % stepper.vocab_size for i in range(500)], params)
         while any(not r.sampled for r in engine.scheduler.running) or not engine.scheduler.running:
             engine.step()
-        found[f"tokens_per_second_{count}"] = round(_rate(engine, 60, 20), 1)
+        found[f"{count} requests that write after prompts of 500 tokens"] = round(_rate(engine, 60, 20), 1)
         engine.end_all("abort")
     engine = Engine(stepper, prefix_cache=False)
     for seed in range(12):
@@ -148,9 +150,8 @@ def speed(path: str, counts: list[int]) -> dict[str, Any]:
         engine.step()
     torch.cuda.synchronize()
     done = sum(r.computed for r in engine.scheduler.running) - before
-    found["prompt_tokens_per_second"] = round(done / (time.perf_counter() - begun), 1)
-    found["launches"] = dict(stepper.launches)
-    return found
+    found["prompts of 1948 tokens"] = round(done / (time.perf_counter() - begun), 1)
+    return found, dict(stepper.launches)
 
 
 def _rate(engine: Engine, count: int, warm: int) -> float:
@@ -179,17 +180,18 @@ def main() -> None:
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()
     if options.what == "speed":
+        plain: dict[str, float] = {}
         for path in options.packages:
-            found = {
-                "date": f"{datetime.date.today()}",
-                "gpu": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-            }
-            line = json.dumps(found | speed(path, options.requests))
-            print(line, flush=True)
-            if options.results:
-                with options.results.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+            found, launches = speed(path, options.requests)
+            variant = "batch-invariant" if _made_for_it(path) else PLAIN
+            for workload, rate in found.items():
+                peers = {PLAIN: plain[workload]} if plain and variant != PLAIN else None
+                more: dict[str, Any] = {"variant": variant, "package": Path(path).name, "launches": launches}
+                row = rows.row("batch-invariance", workload, rate, "tokens/s", peers, **more)
+                print(json.dumps(row), flush=True)
+                if options.results:
+                    rows.append(options.results, row)
+            plain = found if variant == PLAIN else plain
         return
     agreed = [check(path, options.rounds, options.requests[-1]) for path in options.packages]
     sys.exit(not all(agreed))

@@ -3,9 +3,9 @@
     python3 -m benchmarks.gpu.choices RESULTS.jsonl [--profile h200] [--heads h32_g8_d128,...] [--into PROFILE.json]
 
 Each provider that takes an attention, forward and backward, first has its results compared with the others', then is
-timed. `ratio` is the fastest provider's time over that of the chosen one: 1 where the choice is right. With `--into`
-the times of `SIZES` become rows of a profile, and those of `BETWEEN`, which it has no rows for, show whether it chooses
-rightly from the rows beside them.
+timed. `variant` is the one that was chosen, and the others are its peers: `ratio` is above 1 where the choice is right.
+With `--into` the times of `SIZES` become rows of a profile, and those of `BETWEEN`, which it has no rows for, show
+whether it chooses rightly from the rows beside them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import datetime
 import functools
 import itertools
-import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import rows
 from mgraph import models
 from mgraph.cli.candidates import candidates, instances, largest_error
 from mgraph.cli.candidates import inputs as random_operands  # `inputs` would be those of the models here
@@ -100,7 +101,8 @@ def measure(
     module = graph(name)
     found, _ = instances(Providers(module, profile, extents(module, {"B": sizes[0], "S": sizes[1]})))
     plain = [(choice, node) for choice, node in found if node.op in ("attention", "attention_grad")]
-    results, rows = [], []
+    results: list[dict[str, Any]] = []
+    timed: list[Row] = []
     source = f"benchmarks/gpu/choices.py B={sizes[0]}, S={sizes[1]}"
     with tempfile.TemporaryDirectory() as folder:
         for candidate in candidates(plain, Path(folder), profile.arch, device):
@@ -114,23 +116,17 @@ def measure(
                 provider: 1e6 * seconds_on_gpu(runs[provider], [drawn]) if time < FAR * min(roughly.values()) else time
                 for provider, time in roughly.items()
             }
-            chosen, best = candidate.choice.chosen.provider, min(microseconds, key=microseconds.__getitem__)
+            chosen = candidate.choice.chosen.provider
             for provider, time in microseconds.items():
                 row = Row(**vars(candidate.instance), provider=provider, microseconds=round(time, 3), source=source)
-                rows.append(replace(row, card=profile.card, date=datetime.date.today().isoformat()))
-            results.append(
-                {
-                    "id": "A1",
-                    "workload": f"{candidate.node.op} causal bf16 {name} B{sizes[0]} S{sizes[1]}",
-                    "chosen": chosen,
-                    "best": best,
-                    "ratio": microseconds[best] / microseconds[chosen] if chosen in microseconds else 0.0,
-                    "microseconds": microseconds,
-                    "errors": errors,
-                }
-            )
+                timed.append(replace(row, card=profile.card, date=datetime.date.today().isoformat()))
+            workload = f"{candidate.node.op} causal bf16 {name} B{sizes[0]} S{sizes[1]}"
+            others = {k: v for k, v in microseconds.items() if k != chosen}
+            # One that is wrong, or too much for this machine, is never the right choice.
+            ours = microseconds.get(chosen, float("inf"))
+            results.append(rows.row("A1", workload, ours, "microseconds", others, variant=chosen, errors=errors))
             torch.cuda.empty_cache()
-    return results, rows
+    return results, timed
 
 
 def main() -> int:
@@ -142,19 +138,20 @@ def main() -> int:
     parser.add_argument("--into", type=Path, help="write the profile with the times as rows")
     options = parser.parse_args()
     device, profile = torch.device("cuda", torch.cuda.current_device()), read_profile(options.profile)
-    card = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "date": datetime.date.today().isoformat()}
     wrong = 0
     for sizes, name in itertools.product((*SIZES, *BETWEEN), options.heads.split(",")):
-        rows, measured = measure(name, sizes, profile, device)
+        results, measured = measure(name, sizes, profile, device)
         if options.into and sizes in SIZES:
             profile = profile.with_rows(measured)
             options.into.write_text(profile.text(), encoding="utf-8")
-        with options.results.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({**row, **card}) + "\n" for row in rows)
-        for row in rows:
-            wrong += row["ratio"] < SLACK
-            times = " ".join(f"{k} {v:.0f}" for k, v in sorted(row["microseconds"].items(), key=lambda p: p[1]))
-            print(f"{row['workload']:55} {row['chosen']:9} {row['ratio']:.3f}  us: {times}", flush=True)
+        for row in results:
+            ratio = row.get("ratio", 1.0)
+            ran = math.isfinite(row["ours"])
+            wrong += not ran or ratio < SLACK
+            if ran:
+                rows.append(options.results, row)
+            times = " ".join(f"{k} {v:.0f}" for k, v in sorted(row.get("peers", {}).items(), key=lambda p: p[1]))
+            print(f"{row['workload']:55} {row['variant']} {row['ours']:.0f} {ratio:.3f}  us: {times}", flush=True)
     print(f"{wrong} choices are not the fastest", flush=True)
     return bool(wrong)
 

@@ -3,23 +3,24 @@
     python3 -m benchmarks.gpu.decode PACKAGE RESULTS.jsonl [--peers [NAME ...]] [--depths N N]
 
 PACKAGE is a serve package for GPUs; its parameters are drawn anew. With --peers those of decode_peers.py, or the named
-ones, are timed in the same run, on the shape that the package's config.json has, a row each. `fraction` is the time
-that reading all weights once takes at the rate of a copy on this card, over the time of a token. The prompt has 512
-tokens. The time of a token is the difference between a long and a short continuation over their difference in length,
-so that the prompt's own time is not in it: the median of several pairs. `bare_ms_per_token` is that of the last token's
-graphs, of the step and of what samples, replayed one after the other with nothing of `LLM.generate` around them, as the
-peers' loops are timed. That graphs give what steps give is what tests/runtime/serving/test_gpu.py shows. Compiling a
-peer's layers takes its time, each; with --depths those of two depths are timed, and the time of all layers follows from
-the difference.
+ones, are timed in the same run, on the shape that the package's config.json has. `fraction` is the time that reading
+all weights once takes at the rate of a copy on this card, over the time of a token. The prompt has 512 tokens. The time
+of a token is the difference between a long and a short continuation over their difference in length, so that the
+prompt's own time is not in it: the median of several pairs. `bare` is that of the last token's graphs, of the step and
+of what samples, replayed one after the other with nothing of `LLM.generate` around them, as the peers' loops are timed.
+That graphs give what steps give is what tests/runtime/serving/test_gpu.py shows. Compiling a peer's layers takes its
+time, each; with --depths those of two depths are timed (`of_layers`), and the time of all layers follows from the
+difference.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,8 +28,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import rows
 from benchmarks.gpu.decode_peers import PEERS, ms_per_token
-from benchmarks.gpu.kernels import copy_rate
 from mgraph.runtime.kernels import DTYPES
 from mgraph.runtime.serving.choices import Sampler
 from mgraph.runtime.serving.engine import Engine
@@ -52,8 +53,9 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="time others' loops as well; all if none is named")
     parser.add_argument("--depths", nargs=2, type=int, metavar="N", help="time peers of so many layers, not of all")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is measured then is written
     device = torch.device("cuda", torch.cuda.current_device())
-    copy = copy_rate(device)
+    copy = rows.copy_rate(device)
     begun = time.perf_counter()
     stepper = PackageStepper(options.package, None, 300, "cuda", seed=0, max_tokens=1024, max_requests=8)
     llm = LLM.over(Engine(stepper, None))
@@ -69,28 +71,23 @@ def main() -> None:
         seconds(LONG)
     rounds = [(seconds(SHORT), seconds(LONG)) for _ in range(ROUNDS)]
     ours = statistics.median(long - short for short, long in rounds) / (LONG - SHORT) * 1e3
-    weights = weight_bytes(options.package)
-    row = {
-        "id": "E3",
-        "package": options.package.name,
-        "context": CONTEXT,
-        "ms_per_token": ours,
-        "bare_ms_per_token": bare_ms(stepper, LONG - SHORT),
-        "fraction": weights / copy * 1e3 / ours,
-        "ready_seconds": ready,
-        "copy": copy,
-        "card": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
-    record(row, options.results)
-    if options.peers is not None:
-        del llm
-        stepper.release()
-        stepper.state.clear()
-        torch.cuda.empty_cache()
-        config = json.loads((options.package / "config.json").read_text(encoding="utf-8"))
-        compare(row, options.peers or list(PEERS), config, options.depths, options.results, device)
+    more: dict[str, Any] = {"bare": bare_ms(stepper, LONG - SHORT), "ready_seconds": ready}
+    more |= {"fraction": weight_bytes(options.package) / copy * 1e3 / ours, "limit": "copy", "copy": copy}
+    print(f"{options.package.name}: {ours:.3f} ms per token, {more}", flush=True)
+    times: dict[str, float] = {}
+    of_layers: dict[str, dict[str, Any]] = {}
+    try:
+        if options.peers is not None:
+            del llm
+            stepper.release()
+            stepper.state.clear()
+            torch.cuda.empty_cache()
+            config = json.loads((options.package / "config.json").read_text(encoding="utf-8"))
+            for name in options.peers or PEERS:
+                time_peer(name, config, options.depths, device, times, of_layers)
+    finally:
+        workload = f"{options.package.name}, one request after {CONTEXT} tokens"
+        rows.append(options.results, rows.row("E3", workload, ours, "ms per token", times, of_layers, **more))
 
 
 def bare_ms(stepper: PackageStepper, steps: int) -> float:
@@ -117,30 +114,28 @@ def weight_bytes(package: Path) -> int:
     return sum(math.prod(item["shape"]) * DTYPES[item["dtype"]].itemsize for item in params)
 
 
-def compare(
-    row: Mapping[str, Any],
-    peers: Sequence[str],
+def time_peer(
+    name: str,
     config: Mapping[str, Any],
     depths: Sequence[int] | None,
-    results: Path,
     device: torch.device,
+    times: dict[str, float],
+    of_layers: dict[str, dict[str, Any]],
 ) -> None:
-    """A row for each peer: its time, and over ours. One that does not run is told of, and the others go on."""
+    """Put the time of a peer's token into `times`, and those of two depths, where asked for, into `of_layers`. One that
+    does not run is told of, and the others go on."""
     layers = config["num_hidden_layers"]
-    for name in peers:
-        try:
-            times = [peer_ms(name, {**config, "num_hidden_layers": n}, device) for n in depths or [layers]]
-        except Exception as error:
-            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)
-            continue
-        taken, how = times[0], {}
-        if depths:
-            few, many = depths
-            taken += (layers - few) * (times[1] - times[0]) / (many - few)
-            how = {"peer_of_layers": dict(zip(depths, times, strict=True))}
-        ratio = taken / row["ms_per_token"]
-        found = {"peer": name, "peer_ms_per_token": taken, "ratio": ratio, "unit": "ms per token", **how}
-        record({**row, **found}, results)
+    try:
+        taken = [peer_ms(name, {**config, "num_hidden_layers": n}, device) for n in depths or [layers]]
+    except Exception as error:
+        print(f"{name}: {type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)
+        return
+    times[name] = taken[0]
+    if depths:
+        few, many = depths
+        times[name] += (layers - few) * (taken[1] - taken[0]) / (many - few)
+        of_layers[name] = {"of_layers": dict(zip(depths, taken, strict=True))}
+    print(f"{name}: {times[name]:.3f} ms per token", flush=True)
 
 
 def peer_ms(name: str, config: Mapping[str, Any], device: torch.device) -> float:
@@ -151,13 +146,6 @@ def peer_ms(name: str, config: Mapping[str, Any], device: torch.device) -> float
     del step
     torch.cuda.empty_cache()
     return taken
-
-
-def record(row: Mapping[str, Any], results: Path) -> None:
-    """Print a row, and add it to the results."""
-    print(json.dumps(row), flush=True)
-    with results.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,16 +3,15 @@
     python3 -m benchmarks.gpu.kernels RESULTS.jsonl [CASE ...] [--no-peers]
 
 CASE is a beginning of an id (K5), all without one. Each kernel is compiled as a package has it, launched through the
-package's own runtime and compared with its reference in float64. Then it and its peers are captured in CUDA graphs of
-several calls, on inputs that do not fit in the L2 cache together, and the median time of a call is taken. `fraction` is
-the least bytes that the work moves, over the time and over what a copy moves on this card in this run. Exit status 1 on
-any complaint.
+package's own runtime and compared with its reference in float64: `error` may be as large as `bound`. Then it and its
+peers are captured in CUDA graphs of several calls, on inputs that do not fit in the L2 cache together, and the median
+time of a call is taken. `fraction` is the least bytes that the work moves, over the time and over what a copy moves on
+this card in this run. A kernel that is wrong has no row. Exit status 1 on any complaint.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
 import json
 import statistics
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import rows
 from benchmarks.gpu.kernel_case import Case
 from mgraph.codegen.triton.aot import build_kernels
 from mgraph.runtime import kernels as runtime
@@ -95,7 +95,7 @@ def seconds_of(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], in_grap
         again()
         end.record()
         torch.cuda.synchronize()
-        taken.append(begin.elapsed_time(end) / 1e3 / CALLS)
+        taken.append(float(begin.elapsed_time(end)) / 1e3 / CALLS)
     return statistics.median(taken[3:])
 
 
@@ -108,24 +108,8 @@ def sets_of(case: Case, device: torch.device) -> list[tuple[Any, ...]]:
     return [first, *(case.inputs(device) for _ in range(count - 1))]
 
 
-def copy_rate(device: torch.device) -> float:
-    """Bytes per second that a copy reads and writes."""
-    source = torch.randn(2**28, device=device)
-    target = torch.empty_like(source)
-    taken = []
-    for _ in range(15):  # in a graph it would be a copy of another kind, and slower
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(CALLS):
-            target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        taken.append(begin.elapsed_time(end) / 1e3 / CALLS)
-    return 8 * source.numel() / statistics.median(taken[3:])
-
-
 def measure(case: Case, device: torch.device, copy: float, with_peers: bool) -> tuple[dict[str, Any], list[str]]:
-    """The row of a case, and complaints."""
+    """The row of a case, empty where the kernel is wrong, and complaints."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
@@ -137,28 +121,31 @@ def measure(case: Case, device: torch.device, copy: float, with_peers: bool) -> 
     inputs = case.inputs(device)
     expected = case.reference(*wide(inputs))
     worst = error_of(site(*inputs), expected)
-    row: dict[str, Any] = {"id": case.id, "workload": case.workload, "error": worst, "bound": case.bound}
     if not worst <= case.bound:
-        return row, [f"{case.id}: error {worst:.1e}, allowed {case.bound:.1e}"]
+        return {}, [f"{case.id}: error {worst:.1e}, allowed {case.bound:.1e}"]
     del inputs, expected
     complaints = []
     sets = sets_of(case, device)
-    row["ours"] = seconds_of(site, sets)
-    row["fraction"] = case.bytes / row["ours"] / copy
-    if case.flops:
-        row["tflops"] = case.flops / row["ours"] / 1e12
+    ours = seconds_of(site, sets)
+    more: dict[str, Any] = {"flops_per_second": case.flops / ours} if case.flops else {}
+    more |= {"fraction": case.bytes / ours / copy, "limit": "copy", "copy": copy}
+    times: dict[str, float] = {}
     for name, peer in case.peers.items() if with_peers else ():
         try:
             torch._dynamo.reset()
             run = torch.compile(peer, dynamic=False) if name.startswith("compile") else peer
-            row[name] = seconds_of(run, sets, name not in case.launched)
+            times[name] = seconds_of(run, sets, name not in case.launched)
         except Exception as error:  # a peer that does not run is a result, and the others go on
             complaints.append(f"{case.id}, {name}: {type(error).__name__}: {str(error).splitlines()[:1]}")
-    times = {name: row[name] for name in case.peers if name in row}
-    if times:
-        row["best_peer"] = min(times, key=times.__getitem__)
-        row["ratio"] = times[row["best_peer"]] / row["ours"]
-    return row, complaints
+    return rows.row(case.id, case.workload, ours, "seconds", times, error=worst, bound=case.bound, **more), complaints
+
+
+def said(row: dict[str, Any]) -> str:
+    """A row in a line."""
+    speed = f"{row['flops_per_second'] / 1e12:5.0f} TFLOP/s  " if "flops_per_second" in row else ""
+    others = " ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in row.get("peers", {}).items())
+    time = f"{row['ours'] * 1e6:9.1f} us {row['fraction']:5.2f} of copy"
+    return f"{row['id']:28} {time}  {speed}error {row['error']:.1e}  {others}"
 
 
 def main() -> int:
@@ -170,10 +157,8 @@ def main() -> int:
     parser.add_argument("--tunings", action="store_true", help="other tunings of the kernels, in place of the cases")
     options = parser.parse_intermixed_args()
     device = torch.device("cuda", torch.cuda.current_device())
-    copy = copy_rate(device)
-    card = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "copy": copy}
-    card["date"] = datetime.date.today().isoformat()
-    print(f"{card['card']}: copy {copy / 1e12:.2f} TB/s", flush=True)
+    copy = rows.copy_rate(device)
+    print(f"{rows.card()}: copy {copy / 1e12:.2f} TB/s", flush=True)
     complaints: list[str] = []
     for family in FAMILIES:
         module = importlib.import_module(f"benchmarks.gpu.cases_{family}")
@@ -186,15 +171,9 @@ def main() -> int:
                 complaints.append(f"{case.id}: {type(error).__name__}: {str(error).splitlines()[:1]}")
                 continue
             complaints += more
-            with options.results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**row, **card}) + "\n")
-            speed = f"{row['tflops']:5.0f} TFLOP/s  " if "tflops" in row else ""
-            others = " ".join(f"{name} {row[name] * 1e6:.1f}" for name in case.peers if name in row)
-            print(
-                f"{case.id:28} {row.get('ours', 0) * 1e6:9.1f} us {row.get('fraction', 0):5.2f} of copy  "
-                f"{speed}error {row['error']:.1e}  {others}",
-                flush=True,
-            )
+            if row:
+                rows.append(options.results, row)
+                print(said(row), flush=True)
             torch.cuda.empty_cache()
     print("\n".join(complaints) or "all kernels are right", flush=True)
     return bool(complaints)

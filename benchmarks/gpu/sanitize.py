@@ -4,13 +4,13 @@
 
 Compiles the kernels and makes inputs and references on the CPU, into DIRECTORY (`--prepare`: only that, on any
 machine); then one process under each tool launches every kernel once and compares. Each tensor is an allocation of its
-own that ends where the tensor does, and what torch launches is left out. Exit status 1 on any finding.
+own that ends where the tensor does, and what torch launches is left out. A row of results says how many errors or
+hazards were found, what the tool said (`summary`) and how many `seconds` it took. Exit status 1 on any finding.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
 import json
 import os
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import rows
 from benchmarks.gpu.kernels import error_of, flat, wide
 from benchmarks.gpu.sanitizer import TOOLS, under
 from mgraph.codegen.triton.aot import build_kernels
@@ -87,10 +88,13 @@ def check(directory: Path, tool: str) -> tuple[dict[str, Any], str]:
     )
     said = done.stdout + done.stderr
     summary = SUMMARY.findall(said)
-    row: dict[str, Any] = {"id": f"sanitizer-{tool}", "summary": summary[-1] if summary else "none"}
-    row |= {"kernels": len(list(directory.iterdir())), "seconds": round(time.perf_counter() - begin, 1)}
-    row |= {"clean": done.returncode == 0 and row["summary"] in CLEAN}
-    return row, said
+    last = summary[-1] if summary else "none"
+    clean = done.returncode == 0 and last in CLEAN
+    workload = f"{len(list(directory.iterdir()))} kernels on small, awkward inputs"
+    count = re.search(r"\d+", last)
+    findings = max(int(count.group()) if count else 0, int(not clean))
+    seconds = round(time.perf_counter() - begin, 1)
+    return rows.row(f"sanitizer-{tool}", workload, findings, "findings", summary=last, seconds=seconds), said
 
 
 def main() -> int:
@@ -108,17 +112,15 @@ def main() -> int:
         prepare(options.directory)
     if options.prepare:
         return 0
-    card = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(datetime.date.today())}
     complaints = 0
     for tool in options.tools:
         row, said = check(options.directory, tool)
         print(json.dumps(row), flush=True)
-        if not row["clean"]:
+        if row["ours"]:
             complaints += 1
             print(said[:3000], flush=True)
         if options.results is not None:
-            with options.results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**row, **card}) + "\n")
+            rows.append(options.results, row)
     return int(complaints > 0)
 
 

@@ -5,14 +5,14 @@
 PACKAGE is a serve package for GPUs; its parameters are drawn anew. Measured is a window of a trace of
 benchmarks/traces in its stationary state: all slots begin somewhere in their outputs (what they wrote so far is part of
 their prompts, and computed before the window), and where one ends, the next of the trace begins. The window is the same
-for the package's own buckets and for the two lists of sizes, which are measured one after the other on one engine. The
-shares of steps in graphs and of padding over the whole trace need no model: `benchmarks/serve_steps.py` counts them.
+for the package's own buckets and for the two lists of sizes, which are measured one after the other on one engine, a
+row each (`variant`; `replayed` is the share of steps that were graphs). The shares of steps in graphs and of padding
+over the whole trace need no model: `benchmarks/serve_steps.py` counts them.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import time
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import serve_steps as traces
+from benchmarks.gpu import rows
 from mgraph.codegen.buckets import POLICIES
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.package_stepper import PackageStepper
@@ -135,22 +136,12 @@ def main() -> None:
             stepper.package.manifest["graph_plan"] = {"buckets": [[b.tokens, b.requests, b.writing] for b in buckets]}
             stepper.graphs = stepper.graphs_of(CudaCapture())
         found = window(engine, noted, options.warm, options.steps, cuda)
-        row = {
-            "id": "E4",
-            "trace": options.trace,
-            "policy": policy,
-            "graphs": len(buckets),
-            **found,
-            "how": f"a window of {options.steps} steps of the stationary state, after {options.warm}",
-            "ready_seconds": phases,
-            "package": options.package.name,
-            "card": torch.cuda.get_device_name() if cuda else "CPU",
-            "torch": torch.__version__,
-            "date": datetime.date.today().isoformat(),
-        }
+        workload = f"{options.package.name}, {options.trace}, {options.slots} slots"
+        how = f"a window of {options.steps} steps of the stationary state, after {options.warm}"
+        more = {"variant": policy, "graphs": len(buckets), **found, "how": how, "ready_seconds": phases}
+        row = rows.row("E4", workload, more.pop("tokens_per_second"), "tokens/s", **more)
         print(json.dumps(row), flush=True)
-        with options.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        rows.append(options.results, row)
     if options.profile:
         profile(engine, 10)
 

@@ -11,7 +11,6 @@ trainer does. `--cold` first lets the system forget the files of torch and of th
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
 import json
 import os
@@ -143,16 +142,12 @@ def main() -> None:
     same = [*sizes, "--out", str(options.out), *["--plain"] * options.plain]
     seconds = measured([str(options.package), str(options.results), *same], report)
     workload = f"{options.package.name} B{options.batch_size} S{options.seq_len}"
-    row: dict[str, Any] = {"id": "start-up", "workload": workload}
     variant = ("cold" if options.cold else "warm") + ", plain" * options.plain
-    import torch  # not before: it is among what is measured
+    from benchmarks.gpu import rows  # not before: torch is among what is measured
 
-    card = {"card": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
-    row |= {"variant": variant, "seconds": sum(seconds.values()), "phases": seconds}
-    row |= {**card, "date": datetime.date.today().isoformat()}
-    with options.results.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-    for name, value in {**seconds, "in all": row["seconds"]}.items():
+    total = sum(seconds.values())
+    rows.append(options.results, rows.row("start-up", workload, total, "seconds", variant=variant, phases=seconds))
+    for name, value in {**seconds, "in all": total}.items():
         print(f"{name:20} {value:7.2f} s", flush=True)
 
 

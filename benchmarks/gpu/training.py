@@ -6,16 +6,14 @@ PACKAGES is what `benchmarks.gpu.build_training` made. All train the same weight
 and gradients in bf16 and AdamW on f32 masters and moments. First the losses of some steps: those of the package may be
 1.5 times as far (root mean square of the relative differences) from an f32 run of eager PyTorch as those of eager bf16
 are. Then the seconds of a step: the median over blocks of steps, with no wait for the GPU within one, as in a run.
-`copy` and `matmul` are this card's ceilings, measured in this run; `fraction` is the model's floating-point operations
-per second over the rate of a bf16 product of 8192^3. Exit status 1 on any complaint.
+`fraction` is the model's floating-point operations per second over the rate of a bf16 product of 8192^3.
+`until_first_step` is in seconds, from making the model on. Exit status 1 on any complaint.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import json
 import math
 import signal
 import statistics
@@ -28,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import peers
+from benchmarks.gpu import peers, rows
 from benchmarks.gpu.training_models import SHAPES, Batch, Shape
 from mgraph.runtime import mesh
 from mgraph.runtime.package import load_package
@@ -39,6 +37,7 @@ CHECKED = 8
 CHECKED_LENGTH = 1024
 BLOCK = 5
 MODES = ("eager", "default", "max-autotune-no-cudagraphs")
+OURS, TUNED = "ours", "ours, tuned"
 PEERS = (*MODES, "transformers", "liger")
 
 
@@ -77,29 +76,6 @@ def timed(step: peers.Step, batches: Sequence[Batch], steps: int) -> float:
     return statistics.median(taken)
 
 
-def ceilings(device: torch.device) -> dict[str, float]:
-    """Bytes per second of a copy (read and written), and floating-point operations per second of a bf16 product."""
-    source = torch.randn(2**29, device=device, dtype=torch.float32)
-    target = torch.empty_like(source)
-    left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return {
-        "copy": 8 * source.numel() / _seconds(lambda: target.copy_(source)),
-        "matmul": 2 * 8192**3 / _seconds(lambda: left @ right),
-    }
-
-
-def _seconds(run: Callable[[], Any], times: int = 20) -> float:
-    for _ in range(3):
-        run()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(times):
-        run()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / times
-
-
 def distance(found: Sequence[float], exact: Sequence[float]) -> float:
     """Root mean square of the relative differences."""
     return math.sqrt(statistics.fmean((a / b - 1) ** 2 for a, b in zip(found, exact, strict=True)))
@@ -112,7 +88,7 @@ def released() -> None:
 
 
 def compare(
-    rows: list[dict[str, Any]],
+    found: dict[str, dict[str, Any]],
     name: str,
     shape: Shape,
     path: Path,
@@ -121,7 +97,7 @@ def compare(
     checked: bool,
     tuned: bool = False,
 ) -> list[str]:
-    """Add the rows of a model to those given, each as soon as it is measured; complaints."""
+    """Put what is measured of a model into `found`, by variant and each as soon as it is there; complaints."""
     device = torch.device("cuda", torch.cuda.current_device())
     batches = shape.batches(0, CHECKED, device)
     weights: dict[str, Tensor] = {}
@@ -136,29 +112,25 @@ def compare(
         started = time.perf_counter() - begun
         losses = [first, *losses_of(step, batches[1:])]
         seconds, peak = timed(step, batches, steps), torch.cuda.max_memory_allocated()
-        rows.append(
-            {
-                "id": IDS[name],
-                "workload": f"{name} B{shape.batch} S{shape.length} bf16",
-                "variant": variant,
-                "seconds": seconds,
-                "tokens_per_second": shape.batch * shape.length / seconds,
-                "flops_per_second": shape.flops() / seconds,
-                "peak_bytes": peak,
-                "until_first_step": started,
-                "losses": losses,
-            }
-        )
+        tokens, operations = shape.batch * shape.length / seconds, shape.flops() / seconds
+        found[variant] = {
+            "seconds": seconds,
+            "tokens_per_second": tokens,
+            "flops_per_second": operations,
+            "peak_bytes": peak,
+            "until_first_step": started,
+            "losses": losses,
+        }
         print(
-            f"{name:7} {variant:28} {seconds * 1e3:8.2f} ms {rows[-1]['tokens_per_second']:10,.0f} tokens/s "
-            f"{rows[-1]['flops_per_second'] / 1e12:6.1f} TFLOP/s peak {peak / 2**30:.1f} GiB first {started:.1f} s",
+            f"{name:7} {variant:28} {seconds * 1e3:8.2f} ms {tokens:10,.0f} tokens/s "
+            f"{operations / 1e12:6.1f} TFLOP/s peak {peak / 2**30:.1f} GiB first {started:.1f} s",
             flush=True,
         )
         return losses
 
-    row("ours", lambda: packaged(path, device, weights))
+    row(OURS, lambda: packaged(path, device, weights))
     if tuned:
-        row("ours, tuned", lambda: packaged(path, device, {}, tuned))
+        row(TUNED, lambda: packaged(path, device, {}, tuned))
     kinds: dict[str, Callable[[], peers.Step]] = {
         mode: lambda m=mode: peers.plain(shape, weights, torch.bfloat16, device, "" if m == "eager" else m)  # type: ignore[misc]
         for mode in MODES
@@ -171,11 +143,11 @@ def compare(
         except Exception as error:  # a peer that does not run is a result, and the others go on
             complaints.append(f"{name}, {kind}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
     if checked:
-        found, noise = gate(shape, path, weights, device, tuned)
-        print(f"{name}: from f32 by {found:.2e}, eager bf16 by {noise:.2e}", flush=True)
-        rows[0] |= {"distance_from_f32": found, "distance_of_eager": noise}
-        if not found <= 1.5 * noise:
-            complaints.append(f"{name}: losses are {found:.2e} from f32, those of eager bf16 {noise:.2e}")
+        off, noise = gate(shape, path, weights, device, tuned)
+        print(f"{name}: from f32 by {off:.2e}, eager bf16 by {noise:.2e}", flush=True)
+        found[OURS] |= {"distance_from_f32": off, "distance_of_eager": noise}
+        if not off <= 1.5 * noise:
+            complaints.append(f"{name}: losses are {off:.2e} from f32, those of eager bf16 {noise:.2e}")
     released()
     return complaints
 
@@ -199,24 +171,39 @@ def gate(
     return distance(losses[0], losses[2]), distance(losses[1], losses[2])
 
 
-def write(rows: Sequence[dict[str, Any]], results: Path, card: dict[str, Any], matmul: float) -> None:
-    """Append the rows of a model, of which the first are ours, and say how these compare."""
-    if not rows:
-        return
-    others = [row for row in rows if not row["variant"].startswith("ours")]
-    best = min(others, key=lambda r: r["seconds"], default=rows[0])
-    with results.open("a", encoding="utf-8") as file:
-        for item in rows:
-            item["fraction"] = item["flops_per_second"] / matmul
-            item |= {"ratio": best["seconds"] / item["seconds"], "best_peer": best["variant"]}
-            file.write(json.dumps({**item, **card}) + "\n")
-    for item in (row for row in rows if row not in others):
-        ratio = best["seconds"] / item["seconds"]
-        print(f"{item['id']}, {item['variant']}: {ratio:.3f} x {best['variant']}", flush=True)
+def beside_seconds(seen: dict[str, Any]) -> dict[str, Any]:
+    """What else was measured."""
+    return {name: value for name, value in seen.items() if name != "seconds"}
+
+
+def write(found: dict[str, dict[str, Any]], name: str, shape: Shape, limits: dict[str, float], results: Path) -> None:
+    """A row for each variant of ours, beside what was measured of others; and say how they compare."""
+    others = {variant: seen for variant, seen in found.items() if variant not in (OURS, TUNED)}
+    times = {variant: seen["seconds"] for variant, seen in others.items()}
+    for variant in (OURS, TUNED):
+        if variant not in found:
+            continue
+        told = {"variant": "tuned products"} if variant == TUNED else {}
+        made = rows.row(
+            IDS[name],
+            f"{name} B{shape.batch} S{shape.length} bf16",
+            found[variant]["seconds"],
+            "seconds",
+            times,
+            {peer: beside_seconds(seen) for peer, seen in others.items()},
+            **told,
+            **beside_seconds(found[variant]),
+            fraction=found[variant]["flops_per_second"] / limits["matmul"],
+            limit="matmul",
+            **limits,
+        )
+        rows.append(results, made)
+        if times:
+            print(f"{IDS[name]}, {variant}: {made['ratio']:.3f} x {made['peer_name']}", flush=True)
 
 
 def main() -> int:
-    """Compare the models asked for; one line of JSON a measurement."""
+    """Compare the models asked for; a row of results each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packages", type=Path)
     parser.add_argument("results", type=Path)
@@ -227,21 +214,20 @@ def main() -> int:
     parser.add_argument("--tune-products", action="store_true", help="measure ours with tuned products, too")
     options = parser.parse_intermixed_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is measured then is written
-    limits = ceilings(torch.device("cuda"))
-    card: dict[str, Any] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
-    card |= {"date": datetime.date.today().isoformat(), **limits}
-    print(f"{card['card']}: copy {limits['copy'] / 1e12:.2f} TB/s, matmul {limits['matmul'] / 1e12:.0f} TFLOP/s")
+    device = torch.device("cuda")
+    limits = {"copy": rows.copy_rate(device), "matmul": rows.matmul_rate(device)}
+    print(f"{rows.card()}: copy {limits['copy'] / 1e12:.2f} TB/s, matmul {limits['matmul'] / 1e12:.0f} TFLOP/s")
     complaints: list[str] = []
     for name in options.models:
         wanted = [peer for peer in options.peers.split(",") if peer]
-        rows: list[dict[str, Any]] = []
+        found: dict[str, dict[str, Any]] = {}
         package = options.packages / name
         try:
             complaints += compare(
-                rows, name, SHAPES[name], package, wanted, options.steps, not options.unchecked, options.tune_products
+                found, name, SHAPES[name], package, wanted, options.steps, not options.unchecked, options.tune_products
             )
         finally:
-            write(rows, options.results, card, limits["matmul"])
+            write(found, name, SHAPES[name], limits, options.results)
     print("\n".join(complaints) or "all losses agree", flush=True)
     return bool(complaints)
 

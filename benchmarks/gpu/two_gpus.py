@@ -7,10 +7,11 @@ parameters and gradients in bf16 and AdamW on f32 masters (`--small`: all in f32
 one GPU that trains on the batches of both ranks (2 % in bf16, 1e-4 in f32). `alone` trains each GPU on its own batch,
 in steps as long as those of the ranks that share: what a GPU does by itself. Then the median seconds of a step over
 blocks of steps, tokens/s in all, the share of the time in which communication runs and no computation does (from the
-kernels that the profiler saw), and peak memory; each is a row that is added to RESULTS. For experts that ranks share
-there are also the seconds of one microbatch, beside those of one GPU that has all experts: as many rows go through
-experts on each, so what is more is the way of the tokens. `--only` takes beginnings of variants. Exit status 1 on any
-complaint.
+kernels that the profiler saw), and peak memory. For experts that ranks share there are also the seconds of one
+microbatch, beside those of one GPU that has all experts: as many rows go through experts on each, so what is more is
+the way of the tokens. Each of ours is a row that is added to RESULTS, `run` the same for what ran together; its peers
+are those that share the same (experts': all), its `fraction` the speed of one of its GPUs over one `alone`. `--only`
+takes beginnings of variants. Exit status 1 on any complaint.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import json
+import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.gpu import rows
 from benchmarks.gpu.peers import LR, Masters, loss_of
+from benchmarks.gpu.training import IDS
 from benchmarks.gpu.training_models import SHAPES, Batch, Shape
 from mgraph.runtime import mesh
 from mgraph.runtime.package import load_package
@@ -46,16 +49,18 @@ Step = Callable[[Sequence[Sequence[Batch]], int], Tensor]
 
 @dataclass
 class Measured:
-    """One variant: losses of the first steps, and what the timed ones took."""
+    """What was measured of a variant: losses of the first steps, and what the timed ones took."""
 
-    model: str
-    variant: str
-    losses: list[float]
+    losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
     tokens_per_second: float = 0.0
     exposed: float | None = None
     peak_bytes: int = 0
-    microbatch_seconds: float = 0.0
+    microbatch_seconds: float | None = None
+
+    def beside_seconds(self) -> dict[str, Any]:
+        """What was measured beside the seconds of a step."""
+        return {name: value for name, value in asdict(self).items() if name != "seconds" and value is not None}
 
 
 ALONE = "alone"
@@ -165,6 +170,8 @@ OURS: dict[str, dict[str, int]] = {
     "ep2": {"ep": 2},
     "ep2-chunks": {"ep": 2},
 }
+KINDS = {"dp": ("DDP",), "fsdp": ("FSDP2",), "tp": ("DTensor TP",), "ep": ("DDP", "FSDP2")}
+"""Whom ours is compared with, by the axis that ranks share."""
 TIMED = 10
 """Microbatches that are timed one after the other."""
 
@@ -278,12 +285,67 @@ def variants(
             yield text, lambda m=make, c=compiled: peer(m, compiled=c)  # type: ignore[misc]
 
 
-def write(path: Path, run: str, row: Measured) -> None:
-    """Add a row to the results."""
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    data = {"run": run, "date": run[:10], "card": card, "torch": torch.__version__, **asdict(row)}
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(data) + "\n")
+def write(results: Path, run: str, name: str, workload: str, found: Mapping[str, Measured]) -> None:
+    """Add a row for each of ours, beside its peers."""
+    for variant, seen in found.items():
+        if variant not in ("one", *OURS):
+            continue
+        axis = next(iter(OURS.get(variant, {})), "")
+        peers = {peer: other for peer, other in found.items() if peer.startswith(KINDS.get(axis, ()))}
+        times = {peer: other.seconds for peer, other in peers.items()}
+        of_peers = {peer: other.beside_seconds() for peer, other in peers.items()}
+        more = {"variant": variant, "run": run, **seen.beside_seconds()}
+        if axis and ALONE in found:
+            more |= {"fraction": found[ALONE].seconds / seen.seconds, "limit": ALONE}
+        rows.append(results, rows.row(IDS[name], workload, seen.seconds, "seconds", times, of_peers, **more))
+
+
+def judged(
+    name: str, variant: str, found: Measured, expected: Sequence[float], allowed: float, talks: bool
+) -> list[str]:
+    """Say what was measured, where this rank talks; complaints."""
+    worst = max(abs(a / b - 1) for a, b in zip(found.losses, expected, strict=True))
+    if talks:
+        exposed = "" if found.exposed is None else f"  exposed {found.exposed:.1%}"
+        if found.microbatch_seconds:
+            exposed += f"  microbatch {found.microbatch_seconds * 1e3:.1f} ms"
+        print(
+            f"{name:6} {variant:20} {found.seconds * 1e3:9.1f} ms {found.tokens_per_second:12,.0f} tokens/s"
+            f"{exposed}  peak {found.peak_bytes / 2**30:.1f} GiB  losses within {worst:.1e}",
+            flush=True,
+        )
+    if worst <= allowed or variant == ALONE:
+        return []
+    return [f"{name}, {variant}: losses differ by {worst:.1e}, allowed {allowed:.0e}"]
+
+
+def compare(
+    name: str, shape: Shape, options: argparse.Namespace, device: torch.device, found: dict[str, Measured]
+) -> list[str]:
+    """Put what is measured of a model into `found`, each variant as soon as it is there; complaints."""
+    complaints: list[str] = []
+    rank = dist.get_rank()
+    timed: dict[str, Callable[[Batch], Any]] = {}
+    forms = (False,) if options.eager else (False, True)
+    for variant, make in variants(name, shape, options.packages, device, forms, timed):
+        if variant != "one" and not variant.startswith(tuple(options.only.split(","))):
+            continue
+        seen = Measured()
+        try:
+            measure(shape, seen, make(), options.steps, device)
+            if (run := timed.pop(variant, None)) is not None and variant.startswith(("one", "ep")):
+                seen.microbatch_seconds = microbatch_seconds(run, shape.batches(rank, 1, device)[0], device)
+            run = None  # it holds a state
+        except Exception as error:  # a peer that does not run is a result, and the others go on
+            complaints.append(f"{name}, {variant}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            continue
+        found[variant] = seen
+        expected = next(iter(found.values())).losses
+        complaints += judged(name, variant, seen, expected, 1e-4 if options.small else 2e-2, rank == 0)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return complaints
 
 
 def main() -> int:
@@ -297,6 +359,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="comma-separated beginnings of variants")
     parser.add_argument("--eager", action="store_true", help="leave out the compiled peers")
     options = parser.parse_intermixed_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is measured then is written
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -306,40 +369,14 @@ def main() -> int:
     complaints: list[str] = []
     for name in options.models:
         shape = SHAPES[f"small-{name}" if options.small else name]
-        expected: list[float] = []
-        timed: dict[str, Callable[[Batch], Any]] = {}
-        for variant, make in variants(
-            name, shape, options.packages, device, (False,) if options.eager else (False, True), timed
-        ):
-            if variant != "one" and not variant.startswith(tuple(options.only.split(","))):
-                continue
-            found = Measured(name, variant, [])
-            try:
-                measure(shape, found, make(), options.steps, device)
-                if (run := timed.pop(variant, None)) is not None and variant.startswith(("one", "ep")):
-                    found.microbatch_seconds = microbatch_seconds(run, shape.batches(rank, 1, device)[0], device)
-                run = None  # it holds a state
-            except Exception as error:  # a peer that does not run is a result, and the others go on
-                complaints.append(f"{name}, {variant}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-                continue
-            expected = expected or found.losses
-            allowed = 1e-4 if options.small else 2e-2
-            worst = max(abs(a / b - 1) for a, b in zip(found.losses, expected, strict=True))
-            if not worst <= allowed and variant != ALONE:
-                complaints.append(f"{name}, {variant}: losses differ by {worst:.1e}, allowed {allowed:.0e}")
+        found: dict[str, Measured] = {}
+        try:
+            complaints += compare(name, shape, options, device, found)
+        finally:
             if rank == 0:
-                exposed = "" if found.exposed is None else f"  exposed {found.exposed:.1%}"
-                if found.microbatch_seconds:
-                    exposed += f"  microbatch {found.microbatch_seconds * 1e3:.1f} ms"
-                print(
-                    f"{name:6} {variant:20} {found.seconds * 1e3:9.1f} ms {found.tokens_per_second:12,.0f} tokens/s"
-                    f"{exposed}  peak {found.peak_bytes / 2**30:.1f} GiB  losses within {worst:.1e}",
-                    flush=True,
-                )
-                write(options.results, begun, found)
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+                dtype = "f32" if options.small else "bf16"
+                workload = f"{name} B{shape.batch} S{shape.length} {dtype}, {dist.get_world_size()} GPUs"
+                write(options.results, begun, name, workload, found)
     if rank == 0:
         print("\n".join(complaints) or "all losses agree", flush=True)
     dist.destroy_process_group()

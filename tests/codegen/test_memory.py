@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.gpu import training_models
+from benchmarks.gpu import training, training_models
 from benchmarks.gpu.build_two_gpus import MESHES
 from mgraph.cli.snapshots import open_package
 from mgraph.codegen.memory import RankMemory
@@ -123,14 +123,14 @@ def test_what_is_measured(tmp_path: Path, model: str, recompute: str, sizes: tup
 
 def _measured() -> dict[tuple[str, str], int]:
     """The last measured peak in bytes by model and variant, of all that a process has on its GPU."""
-    names = {"E1a": "dense", "E1b": "llama8", "E2a": "moe"}
+    names = {target: name for name, target in training.IDS.items()}
     found: dict[tuple[str, str], int] = {}
     for row in map(json.loads, (RESULTS / "training_one_gpu_h100.jsonl").read_text(encoding="utf-8").splitlines()):
-        if row["variant"] == "ours":
+        if "variant" not in row:  # as packages are by default
             found[names[row["id"]], "one"] = row["peak_bytes"]
     for row in map(json.loads, (RESULTS / "two_gpus_h200.jsonl").read_text(encoding="utf-8").splitlines()):
         if row["variant"] in MESHES and "peak_bytes" in row:
-            found[row["model"], row["variant"]] = row["peak_bytes"]
+            found[names[row["id"]], row["variant"]] = row["peak_bytes"]
     return found
 
 
