@@ -37,6 +37,7 @@ FAMILIES = (
     "experts",
     "few_rows",
     "glu",
+    "likeliest",
     "loss",
     "moe",
     "norm",

@@ -20,6 +20,7 @@ from mgraph.codegen.triton import (
     glu,
     grouped,
     grouped_outer,
+    likeliest,
     moe_order,
     moe_route,
     moe_rows,
@@ -98,6 +99,7 @@ ON_GPUS: dict[str, Template] = {
     "linear_cross_entropy_with_grad": Template(
         "cross_entropy", cross_entropy.chunk_problem_of, cross_entropy.forward_backward
     ),
+    "likeliest": Template("likeliest", likeliest.problem_of, likeliest.build),
     "linear": Template("few_rows", few_rows.problem_of, few_rows.forward),
     "linear_glu": Template("few_rows", few_rows.problem_of, few_rows.forward),
     "moe_combine": Template("moe_combine_fwd", moe_rows.problem_of, moe_rows.combine),
