@@ -227,7 +227,8 @@ def _layout(item: Mapping[str, Any], arguments: Collection[str]) -> str:
 @dataclass(frozen=True)
 class _Plan:
     """All that follows from the shapes and strides of a call: dims and strides by name, shape and strides of each new
-    tensor, the grid of each launch (empty: it is left out), and whether the strides are multiples of 16."""
+    tensor, the grid of each launch (empty: it is left out), and whether the strides are those that launches for aligned
+    tensors count on."""
 
     dims: Mapping[str, int]
     created: tuple[tuple[Shape, Shape], ...]
@@ -249,6 +250,7 @@ class GpuSite:
         self._takes: list[str] = [launch.get("takes", "all") for launch in entry["launches"]]
         self._strict = strict
         self._said: set[str] = set()
+        self._beside: dict[str, str] = {item["name"]: item["beside"] for item in entry["inputs"] if item.get("beside")}
         written = {item.get("alias") for item in entry["outputs"]}
         arguments = {name for launch in entry["launches"] for name in launch["args"]}
         self._inputs = [
@@ -278,6 +280,8 @@ class GpuSite:
             key.append(tensor.shape)
             tensors[name] = tensor
             bits |= tensor.data_ptr()
+        if self._beside:
+            bits = self._bits(tensors)
         plan = self._plans.get(tuple(key))
         if plan is None:
             if len(self._plans) >= MOST_PLANS:
@@ -297,6 +301,24 @@ class GpuSite:
                 launcher.launch(tensors, plan.dims, grid, aligned)
         results = tuple([tensors[name] for name in self._results])
         return results if len(results) > 1 else results[0]
+
+    def _bits(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """The bits of the places of inputs; those that lie beside another add a bit if they do not."""
+        bits = 0
+        for name, tensor in tensors.items():
+            place = tensor.data_ptr()
+            if name in self._beside:
+                place = place != tensors[self._beside[name]].data_ptr() + tensor.element_size()
+            bits |= place
+        return bits
+
+    def _in_turns(self, strides: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> bool:
+        """Whether the strides of inputs are those of others whose columns theirs lie between."""
+        for name, other in self._beside.items():
+            told = zip(strides[name], strides[other], shapes[name], strict=True)
+            if strides[name][-1] != 2 or any(here != there for here, there, size in told if size > 1):
+                return False
+        return True
 
     def _plan(self, inputs: Sequence[torch.Tensor]) -> _Plan | str:
         """The plan for inputs, or why the kernel does not take them."""
@@ -343,7 +365,11 @@ class GpuSite:
         )
         if max(*dims.values(), *named.values(), 0) > LARGEST_INDEX:
             return f"{max(*dims.values(), *named.values())} is more than a 32-bit integer counts"
-        return _Plan({**dims, **named}, tuple(created), grids, all(n % ALIGNMENT == 0 for n in named.values()))
+        told = {
+            name for launch in self._entry["launches"] if launch.get("takes") != "others" for name in launch["args"]
+        }
+        even = all(n % ALIGNMENT == 0 for name, n in named.items() if name in told) and self._in_turns(strides, shapes)
+        return _Plan({**dims, **named}, tuple(created), grids, even)
 
     def _refused(self, reason: str, inputs: Sequence[torch.Tensor]) -> Results:
         """Run the twin for a call the kernel does not take; an error under strict."""

@@ -140,6 +140,45 @@ def test_a_launch_takes_the_calls_that_it_is_for(package: Path) -> None:
     assert [launch["kernel"][0] for launch in device.launches] == ["aligned", "generic"]
 
 
+def test_columns_in_turns_are_read_through_the_first(package: Path) -> None:
+    """Where gate and up lie beside each other; else, and where they are off the boundary, by the other launch."""
+    inputs = [
+        {"name": name, "dtype": "f32", "shape": ["n", 8], "strided": True, **more}
+        for name, more in (("gate", {}), ("up", {"beside": "gate"}))
+    ]
+    outputs = [{"name": "y", "dtype": "bf16", "shape": ["n", 8]}]
+    strides = ["gate_stride_0", "up_stride_0", "gate_stride_1", "up_stride_1"]
+    given = (["gate", "y", "gate_stride_0"], ["gate", "up", "y", *strides])
+    abi = {**ABI, "hidden": [0] * 4}
+    launches = [
+        {**ENTRY["launches"][0], "takes": takes, "args": args, "grid": [1], "binaries": [{**abi, **binary}]}
+        for takes, args, binary in zip(("aligned", "others"), given, BINARIES, strict=True)
+    ]
+    entry = {**ENTRY, "inputs": inputs, "outputs": outputs, "scratch": [], "dims": {}, "launches": launches}
+    device = Recorder()
+    sites = bind(package, device, entry=entry)
+    whole, odd = torch.zeros(5, 16), torch.zeros(85)[1:81].view(5, 16)
+    gate, up = whole[:, ::2], whole[:, 1::2]
+    calls = {
+        "aligned": [(gate, up), (gate[:1], up[:1])],
+        "generic": [
+            (up, gate),
+            (gate, gate),
+            (odd[:, ::2], odd[:, 1::2]),
+            (gate.contiguous(), up.contiguous()),
+            (gate, torch.zeros(5, 8)),
+        ],
+    }
+    for kernel, both in calls.items():
+        for pair in both:
+            device.launches.clear()
+            sites.scale(*pair)
+            (launch,) = device.launches
+            assert launch["kernel"][0] == kernel
+            assert launch["values"][0] == pair[0].data_ptr()
+    assert launch["values"][3:7] == [16, 8, 2, 1], "strides of the last call"
+
+
 def test_strided_tensors_are_copied_and_said_once(package: Path) -> None:
     device = Recorder()
     sites = bind(package, device, strict=True)

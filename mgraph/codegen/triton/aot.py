@@ -8,7 +8,8 @@ that fits the tensors it is given.
 An entry of the manifest's `kernels` list, as `build_kernels` returns it:
 
     name      site name; also the name of the twin in reference.py
-    inputs, outputs, scratch    tensors: {name, dtype, shape, strided, like, alias, many}, as in `kernel.py`
+    inputs, outputs, scratch    tensors: {name, dtype, shape, strided, like, alias, many}, as in `kernel.py`, and of
+              those that lie beside another: beside
     dims      named extents, in order of evaluation
     lists     of a kernel over lists of tensors: {chunk, numbers}
     launches  in order; each {function, args, grid, num_warps, num_stages, most_registers, binaries}, each binary;
@@ -217,6 +218,9 @@ def _entry(spec: KernelSpec, directory: Path, archs: Sequence[str], made: Binari
     del entry["source"], entry["twin"]  # They stand in kernels.py and reference.py.
     if spec.lists is None:
         del entry["lists"]
+    for item in (*entry["inputs"], *entry["outputs"], *entry["scratch"]):
+        if not item["beside"]:
+            del item["beside"]
     for launch, data in zip(spec.launches, entry["launches"], strict=True):
         del data["aligned"]
         if data["when"] == 1:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mgraph.codegen.triton.kernel import ITEM_BYTES, TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, TensorSpec
 from mgraph.ir.dims import Dim
@@ -67,8 +68,8 @@ class CrossEntropy:
         return 16 // ITEM_BYTES[self.dtype]
 
     @property
-    def aligned(self) -> bool:
-        """Whether every row starts on a 16-byte boundary when the tensor does."""
+    def even(self) -> bool:
+        """Whether every row starts on a 16-byte boundary when the tensor does; else a row has edges."""
         return self.size % self.vector == 0
 
 
@@ -163,7 +164,7 @@ def forward(name: str, problem: CrossEntropy, tuning: Tuning | None = None) -> K
         outputs=(_SUM, _LSE),
         scratch=(_LOSSES,),
         launches=(
-            Launch(f"{name}_rows", ("logits", "labels", "lse", "losses"), ("rows",), *_shape(cut), problem.aligned),
+            Launch(f"{name}_rows", ("logits", "labels", "lse", "losses"), ("rows",), *_shape(cut), aligned=True),
             _sum_launch(name),
         ),
     )
@@ -181,7 +182,7 @@ def backward(name: str, problem: CrossEntropy, tuning: Tuning | None = None) -> 
         inputs=(_DSUM, _logits(problem), _LABELS, _LSE),
         outputs=(_gradient(problem),),
         scratch=(),
-        launches=(Launch(name, args, grid, *_shape(cut), problem.aligned),),
+        launches=(Launch(name, args, grid, *_shape(cut), problem.even),),
     )
 
 
@@ -198,7 +199,7 @@ def forward_backward(name: str, problem: CrossEntropy, tuning: Tuning | None = N
         outputs=(_SUM, _LSE, _gradient(problem)),
         scratch=(_LOSSES,),
         launches=(
-            Launch(f"{name}_rows", (*args, "lse", "losses"), ("rows",), *_shape(cut), problem.aligned, registers),
+            Launch(f"{name}_rows", (*args, "lse", "losses"), ("rows",), *_shape(cut), True, registers),
             _sum_launch(name),
         ),
     )
@@ -227,16 +228,61 @@ def _sum_launch(name: str) -> Launch:
     return Launch(f"{name}_sum", ("losses", "sum", "rows"), (1,), num_warps=8, num_stages=1, aligned=True)
 
 
-def _mask(column: str, limit: int, known_end: int | None = None) -> str:
-    """The mask of a tile's columns; nothing where the tile is known to end before the limit."""
-    return "" if known_end is not None and known_end <= limit else f", mask={column} < {limit}"
+class _End(NamedTuple):
+    """A column before which something ends: its text in the source, and the least number that it is."""
+
+    text: str
+    least: int
 
 
-def _read(column: str, problem: CrossEntropy, known_end: int | None = None, evict: str = "") -> str:
-    """The text of a tile of logits as they lie. Vectors are read whole, also that in which the classes end."""
-    mask = _mask(column, _read_end(problem), known_end)
+@dataclass(frozen=True)
+class _Span:
+    """Columns from where a pointer points: the ends of what is read, of the classes and of what is written."""
+
+    pointer: str
+    read: _End
+    classes: _End
+    written: _End
+
+    def mask(self, column: str, end: _End, known_end: int | None = None) -> str:
+        """The mask of a tile's columns; nothing where the tile is known to end before."""
+        return "" if known_end is not None and known_end <= end.least else f", mask={column} < {end.text}"
+
+
+def _whole_row(problem: CrossEntropy) -> _Span:
+    """All columns of a row. Vectors are read whole, also that in which the classes end."""
+    read = min(problem.size, -(-problem.real // problem.vector) * problem.vector)
+    return _Span("logits_ptr", *(_End(str(end), end) for end in (read, problem.real, problem.size)))
+
+
+def _body(problem: CrossEntropy) -> _Span:
+    """The columns of a row that are vectors on 16-byte boundaries: all, or those between its edges."""
+    if problem.even:
+        return _whole_row(problem)
+    end = _End("body_end", (problem.size - problem.vector + 1) // problem.vector * problem.vector)
+    classes = _End(f"{problem.real} - head", problem.real - problem.vector + 1) if problem.classes else end
+    return _Span("body_ptr", end, classes, end)
+
+
+def _edge_lines(problem: CrossEntropy) -> list[str]:
+    """Where the body of an uneven row begins and ends, and the logits before and after it, to the base 2."""
+    vector = problem.vector
+    return [
+        f"begin = (row.to(tl.int64) * {problem.size} + {vector - 1}) // {vector} * {vector}",
+        f"head = tl.minimum(begin - row.to(tl.int64) * {problem.size}, {problem.size}).to(tl.int32)",
+        f"body_end = ({problem.size} - head) // {vector} * {vector}",
+        "body_ptr = logits_ptr + begin",
+        f"lane = tl.arange(0, {2 * vector})",
+        f"edge = tl.where(lane < {vector}, lane, head + body_end + lane - {vector})",
+        f"on_edge = tl.where(lane < {vector}, lane < head, edge < {problem.size})",
+    ]
+
+
+def _read(column: str, span: _Span, known_end: int | None = None, evict: str = "") -> str:
+    """The text of a tile of logits as they lie."""
+    mask = span.mask(column, span.read, known_end)
     other = ', other=float("-inf")' if mask else ""
-    return f"tl.load(logits_ptr + {column}{mask}{other}{_policy(evict)})"
+    return f"tl.load({span.pointer} + {column}{mask}{other}{_policy(evict)})"
 
 
 def _policy(evict: str) -> str:
@@ -244,21 +290,16 @@ def _policy(evict: str) -> str:
     return f', eviction_policy="evict_{evict}"' if evict else ""
 
 
-def _read_end(problem: CrossEntropy) -> int:
-    """The column before which a row is read."""
-    return min(problem.size, -(-problem.real // problem.vector) * problem.vector)
-
-
-def _wide_lines(tile: str, column: str, problem: CrossEntropy, known_end: int | None = None) -> list[str]:
+def _wide_lines(tile: str, column: str, span: _Span, known_end: int | None = None) -> list[str]:
     """`x`, a tile of logits as f32, minus infinity outside the classes."""
     lines = [f"x = {tile}.to(tl.float32)"]
-    if _read_end(problem) != problem.real and _mask(column, problem.real, known_end):
-        lines.append(f'x = tl.where({column} < {problem.real}, x, float("-inf"))')
+    if span.read != span.classes and span.mask(column, span.classes, known_end):
+        lines.append(f'x = tl.where({column} < {span.classes.text}, x, float("-inf"))')
     return lines
 
 
 def _rows_source(name: str, problem: CrossEntropy, cut: Tuning, *, gradient: bool) -> str:
-    lanes, tile, vector = cut.tile // problem.vector, cut.tile, problem.vector
+    lanes, tile, vector, span = cut.tile // problem.vector, cut.tile, problem.vector, _body(problem)
     kept = cut.kept if gradient else 0
     assert kept <= -(-problem.size // tile), f"{name}: {kept} tiles of {tile} are more than a row"
     arguments = f"logits_ptr, labels_ptr, {'dsum_ptr, ' * gradient}lse_ptr, losses_ptr"
@@ -267,38 +308,40 @@ def _rows_source(name: str, problem: CrossEntropy, cut: Tuning, *, gradient: boo
     once, again = ("first", "last") if cut.hints else ("", "")
     lines = [
         "row = tl.program_id(0)",
+        *([] if problem.even else _edge_lines(problem)),
         f"logits_ptr += row.to(tl.int64) * {problem.size}",
         f"column = tl.arange(0, {lanes})[:, None] * {vector} + tl.arange(0, {vector})[None, :]",
     ]
     for i in range(kept):
-        lines.append(f"kept_{i} = {_read(_at(i * tile), problem, (i + 1) * tile, once)}")
+        lines.append(f"kept_{i} = {_read(_at(i * tile), span, (i + 1) * tile, once)}")
     lines += _label_lines(problem)
     if gradient:
         lines.append("scale = tl.where(counted, tl.load(dsum_ptr), 0.0)")
-    lines += [f"peak = tl.full([{lanes}], {_LOWEST!r}, tl.float32)", f"total = tl.zeros([{lanes}], tl.float32)"]
-    for i in range(kept):
-        lines += [*_wide_lines(f"kept_{i}", _at(i * tile), problem, (i + 1) * tile), *_ONLINE]
-    if first < problem.real:
-        lines += _loop_lines(first, problem.real, problem, cut, again, lambda _: list(_ONLINE))
+    if not problem.even:
+        lines += [
+            f'at_edge = tl.load(logits_ptr + edge, mask=on_edge & (edge < {problem.real}), other=float("-inf"))',
+            f"edge_x = at_edge.to(tl.float32) * {_LOG2E!r}",
+        ]
+    # The label's logit enters first: so it is on the way with the row, not waited for after it.
     lines += [
-        "top = tl.max(peak)",
-        "lse = top + tl.log2(tl.sum(total * tl.exp2(peak - top)))",
-        f"tl.store(lse_ptr + row, lse * {_LN2!r})",
-        f"tl.store(losses_ptr + row, tl.where(counted, lse * {_LN2!r} - picked, 0.0))",
+        f"peak = tl.full([{lanes}], {_LOWEST!r}, tl.float32)",
+        f"peak = tl.maximum(peak, tl.where(within, picked * {_LOG2E!r}, {_LOWEST!r}))",
+        f"total = tl.zeros([{lanes}], tl.float32)",
     ]
+    for i in range(kept):
+        lines += [*_wide_lines(f"kept_{i}", _at(i * tile), span, (i + 1) * tile), *_ONLINE]
+    if first < problem.real:
+        lines += _loop_lines(first, problem.real, span, cut, again, lambda _: list(_ONLINE))
+    lines += _lse_lines(problem)
     if gradient:
         for i in range(kept):
-            lines += _wide_lines(f"kept_{i}", _at(i * tile), problem, (i + 1) * tile)
-            lines += _gradient_lines(_at(i * tile), problem, (i + 1) * tile, once)
+            lines += _wide_lines(f"kept_{i}", _at(i * tile), span, (i + 1) * tile)
+            lines += _gradient_lines(_at(i * tile), problem, span, (i + 1) * tile, once)
         if first < problem.size:
             lines += _loop_lines(
-                first, problem.size, problem, cut, once, lambda at: _gradient_lines(at, problem, evict=once)
+                first, problem.size, span, cut, once, lambda at: _gradient_lines(at, problem, span, evict=once)
             )
-        lines += [
-            "tl.debug_barrier()  # the label's column was written by another thread, perhaps",
-            f"at_label = (tl.exp2(picked * {_LOG2E!r} - lse) - 1.0) * scale",
-            f"tl.store(logits_ptr + label, at_label.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}), mask=within)",
-        ]
+        lines += _last_lines(problem)
     body_text = "".join(f"    {line}\n" for line in lines)
     return f'''
 @triton.jit
@@ -310,18 +353,43 @@ def {name}_rows({arguments}):
 {body_text}'''
 
 
+def _lse_lines(problem: CrossEntropy) -> list[str]:
+    """lse and loss of a row, of the maxima and sums of its lanes and of its edges."""
+    top, total = "tl.max(peak)", "tl.sum(total * tl.exp2(peak - top))"
+    if not problem.even:
+        top, total = f"tl.maximum({top}, tl.max(edge_x))", f"{total} + tl.sum(tl.exp2(edge_x - top))"
+    return [
+        f"top = {top}",
+        f"lse = top + tl.log2({total})",
+        f"tl.store(lse_ptr + row, lse * {_LN2!r})",
+        f"tl.store(losses_ptr + row, tl.where(counted, lse * {_LN2!r} - picked, 0.0))",
+    ]
+
+
+def _last_lines(problem: CrossEntropy) -> list[str]:
+    """The gradient in the edges of a row, and then in the label's column, wherever it is."""
+    narrow = f".to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
+    at_edge = f"tl.store(logits_ptr + edge, (tl.exp2(edge_x - lse) * scale){narrow}, mask=on_edge)"
+    return [
+        *([] if problem.even else [at_edge]),
+        "tl.debug_barrier()  # the label's column was written by another thread, perhaps",
+        f"at_label = (tl.exp2(picked * {_LOG2E!r} - lse) - 1.0) * scale",
+        f"tl.store(logits_ptr + label, at_label{narrow}, mask=within)",
+    ]
+
+
 def _loop_lines(
-    first: int, end: int, problem: CrossEntropy, cut: Tuning, evict: str, body: Callable[[str], list[str]]
+    first: int, end: int, span: _Span, cut: Tuning, evict: str, body: Callable[[str], list[str]]
 ) -> list[str]:
     """A loop over the tiles from column `first` to `end`: each as `x`, then the body, which is told its columns."""
     if not cut.together:
-        tile = _wide_lines(_read("start + column", problem, evict=evict), "start + column", problem)
+        tile = _wide_lines(_read("start + column", span, evict=evict), "start + column", span)
         lines = [*tile, *body("start + column")]
         return [f"for start in tl.range({first}, {end}, {cut.tile}, num_stages={cut.num_stages}):", *_indented(lines)]
     columns = [f"start + {_at(i * cut.tile)}" for i in range(cut.together)]
-    lines = [f"tile_{i} = {_read(column, problem, evict=evict)}" for i, column in enumerate(columns)]
+    lines = [f"tile_{i} = {_read(column, span, evict=evict)}" for i, column in enumerate(columns)]
     for i, column in enumerate(columns):
-        lines += [*_wide_lines(f"tile_{i}", column, problem), *body(column)]
+        lines += [*_wide_lines(f"tile_{i}", column, span), *body(column)]
     return [f"for start in tl.range({first}, {end}, {cut.together * cut.tile}, num_stages=1):", *_indented(lines)]
 
 
@@ -355,12 +423,14 @@ _ONLINE = (
 """The tile x enters the maxima and the sums of the lanes."""
 
 
-def _gradient_lines(column: str, problem: CrossEntropy, known_end: int | None = None, evict: str = "") -> list[str]:
+def _gradient_lines(
+    column: str, problem: CrossEntropy, span: _Span, known_end: int | None = None, evict: str = ""
+) -> list[str]:
     """The gradient of the tile x, but for the label's column, over its logits."""
     return [
         f"grad = tl.exp2(x * {_LOG2E!r} - lse) * scale",
-        f"tl.store(logits_ptr + {column}, grad.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
-        f"{_mask(column, problem.size, known_end)}{_policy(evict)})",
+        f"tl.store({span.pointer} + {column}, grad.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
+        f"{span.mask(column, span.written, known_end)}{_policy(evict)})",
     ]
 
 
@@ -383,8 +453,9 @@ def _gradient_source(name: str, problem: CrossEntropy, cut: Tuning) -> str:
     row = f"tl.program_id(0) // {blocks}" if blocks > 1 else "tl.program_id(0)"
     start = f"tl.program_id(0) % {blocks} * {cut.tile} + " if blocks > 1 else ""
     end = blocks * cut.tile
-    read = "".join(f"    {line}\n" for line in _wide_lines(_read("column", problem, end), "column", problem, end))
-    store_mask = _mask("column", problem.size, end)
+    span = _whole_row(problem)
+    read = "".join(f"    {line}\n" for line in _wide_lines(_read("column", span, end), "column", span, end))
+    store_mask = span.mask("column", span.written, end)
     return f'''
 @triton.jit
 def {name}(dsum_ptr, logits_ptr, labels_ptr, lse_ptr):

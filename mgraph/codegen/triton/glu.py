@@ -14,7 +14,8 @@ With s(t) = 1 / (1 + exp(-t)),
 
 in f32, each result rounded once. Tensors are [..., size] with up to three leading dims. An input may have any strides
 over these, as the halves of a packed [..., 2 size] have; its last dim is contiguous, unless gate and up are columns in
-turns (`spaced`), which are read where they lie, too. Results are contiguous.
+turns (`spaced`), which are read where they lie, too: whole and then taken apart in registers where each gate has its up
+beside it, else one by one. Results are contiguous.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Glu:
     @property
     def aligned(self) -> bool:
         """Whether every row starts on a 16-byte boundary when the tensor does and its strides are multiples of 16."""
-        return self.size * ITEM_BYTES[self.dtype] % 16 == 0 and not self.spaced
+        return self.size * ITEM_BYTES[self.dtype] % 16 == 0
 
 
 def problem_of(node: Node) -> Glu | str:
@@ -146,19 +147,41 @@ def _site(name: str, problem: Glu, cut: Tuning, inputs: tuple[str, ...], outputs
     count: Expression = 1
     for extent in extents:
         count = extent if count == 1 else ("mul", count, extent)
-    strides = [f"{tensor}_stride_{i}" for tensor in inputs for i in range(problem.leading)]
-    spaced = problem.operands if problem.spaced else ()
-    strides += [f"{tensor}_stride_{problem.leading}" for tensor in spaced]
-    args = (*inputs, *outputs, "count", *extents[1:], *strides)
     grid: Expression = ("mul", ("cdiv", "count", cut.rows), -(-problem.size // cut.columns))
+
+    def launch(function: str, read: tuple[str, ...], spaced: tuple[str, ...], takes: str) -> tuple[Launch, str]:
+        """The launch that reads tensors, some of them with a stride between columns, and its source."""
+        strides = [f"{tensor}_stride_{i}" for tensor in read for i in range(problem.leading)]
+        strides += [f"{tensor}_stride_{problem.leading}" for tensor in spaced]
+        args = (*read, *outputs, "count", *extents[1:], *strides)
+        aligned = problem.aligned and takes != "others"  # others are read column by column
+        source = _source(function, problem, cut, args, read, outputs)
+        return Launch(function, args, (grid,), cut.num_warps, 1, aligned, takes=takes), source
+
+    if not problem.spaced:
+        launches = [launch(name, inputs, (), "all")]
+    elif problem.aligned:
+        whole = tuple(tensor for tensor in inputs if tensor != "up")
+        launches = [launch(f"{name}_whole", whole, (), "aligned"), launch(name, inputs, problem.operands, "others")]
+    else:
+        launches = [launch(name, inputs, problem.operands, "all")]
     return KernelSpec(
         name=name,
-        source=_source(name, problem, cut, args, inputs, outputs),
+        source="".join(source for _, source in launches),
         twin=_twin(name, problem, inputs),
-        inputs=tuple(TensorSpec(t, problem.dtype, shape, strided=bool(extents) or t in spaced) for t in inputs),
+        inputs=tuple(
+            TensorSpec(
+                tensor,
+                problem.dtype,
+                shape,
+                strided=bool(extents) or (problem.spaced and tensor in problem.operands),
+                beside="gate" if problem.spaced and tensor == "up" else "",
+            )
+            for tensor in inputs
+        ),
         outputs=tuple(TensorSpec(tensor, problem.dtype, (*extents, width)) for tensor in outputs),
         scratch=(),
-        launches=(Launch(name, args, (grid,), cut.num_warps, num_stages=1, aligned=problem.aligned),),
+        launches=tuple(made for made, _ in launches),
         dims={"count": count},
     )
 
@@ -189,16 +212,27 @@ def _source(
         *([f"inside = {' & '.join(masks)}"] if masks else []),
         *_index_lines(problem.leading),
     ]
+    place, place_mask = _place(problem, cut, block)
+    whole = problem.spaced and "up" not in inputs
+    if whole or (problem.joined and problem.layout == "interleaved"):
+        lines.append(f"place = {place}")
     for tensor in inputs:
         start = ""
         if problem.leading:
             offsets = [f"index_{i} * {tensor}_stride_{i}" for i in range(problem.leading)]
             lines.append(f"{tensor}_row = {' + '.join(offsets)}")
             start = f" + {tensor}_row[:, None]"
+        if whole and tensor == "gate":
+            lines += [
+                f"whole = tl.load(gate_ptr{start} + place[None, :]{place_mask})",
+                f"gate, up = tl.split(tl.reshape(whole, [{cut.rows}, {cut.columns}, 2]))",
+                "gate, up = gate.to(tl.float32), up.to(tl.float32)",
+            ]
+            continue
         step = f" * {tensor}_stride_{problem.leading}" if problem.spaced and tensor in problem.operands else ""
         lines.append(f"{tensor} = tl.load({tensor}_ptr{start} + column[None, :]{step}{mask}).to(tl.float32)")
     lines += backward_lines(problem) if "dy" in inputs else forward_lines(problem)
-    lines += _store_lines(problem, cut, outputs, block, mask)
+    lines += _store_lines(problem, outputs, mask, place_mask)
     of = " of y" if "dy" in inputs else ""
     body = "".join(f"    {line}\n" for line in lines)
     return f'''
@@ -211,18 +245,22 @@ def {name}({_signature(pointers)}):
 {body}'''
 
 
-def _store_lines(problem: Glu, cut: Tuning, outputs: tuple[str, ...], block: str, mask: str) -> list[str]:
-    """What writes the results; `block` is where the columns of the program begin, and a plus."""
+def _place(problem: Glu, cut: Tuning, block: str) -> tuple[str, str]:
+    """The columns of a tile of pairs, a gate and its up, and their mask; `block` is where those of the program begin in
+    each of the two, and a plus."""
+    start = f"2 * ({block.removesuffix(' + ')}) + " if block else ""
+    masks = ["(row < count)[:, None]"] * (cut.rows > 1)
+    masks += [f"(place < {2 * problem.size})[None, :]"] * (problem.size % cut.columns != 0)
+    return f"{start}tl.arange(0, {2 * cut.columns})", f", mask={' & '.join(masks)}" if masks else ""
+
+
+def _store_lines(problem: Glu, outputs: tuple[str, ...], mask: str, place_mask: str) -> list[str]:
+    """What writes the results."""
     narrow = f".to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
     if problem.joined and problem.layout == "interleaved":
-        start = f"2 * ({block.removesuffix(' + ')}) + " if block else ""
-        masks = ["(row < count)[:, None]"] * (cut.rows > 1)
-        masks += [f"(place < {2 * problem.size})[None, :]"] * (problem.size % cut.columns != 0)
-        inside = f", mask={' & '.join(masks)}" if masks else ""
         return [
-            f"place = {start}tl.arange(0, {2 * cut.columns})",
             f"element = row.to(tl.int64)[:, None] * {2 * problem.size} + place[None, :]",
-            f"tl.store(dx_ptr + element, tl.interleave(dgate{narrow}, dup{narrow}){inside})",
+            f"tl.store(dx_ptr + element, tl.interleave(dgate{narrow}, dup{narrow}){place_mask})",
         ]
     width = problem.size * (2 if problem.joined else 1)
     places = {tensor: f"{tensor}_ptr + element" for tensor in outputs}

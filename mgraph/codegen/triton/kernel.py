@@ -52,6 +52,10 @@ class TensorSpec:
     needs as arguments `<name>_stride_<dim>`. An output has the strides of the input that `like` names (as
     torch.empty_like gives them), or is the input that `alias` names, written in place.
 
+    An input that is to lie `beside` another has its columns in turns with that one's: one element further, with the
+    same strides, of which the last is 2. Launches for `aligned` tensors are given that one alone, read both through it,
+    and are left out of calls in which they lie otherwise.
+
     `many` is a list of tensors of any shapes (`shape` is `("*",)`), of which the kernel takes the first, see `Lists`.
     """
 
@@ -61,6 +65,7 @@ class TensorSpec:
     strided: bool = False
     like: str = ""
     alias: str = ""
+    beside: str = ""
     many: bool = False
 
 

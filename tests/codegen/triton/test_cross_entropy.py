@@ -33,6 +33,8 @@ PROBLEMS: dict[str, tuple[CrossEntropy, Tuning | None]] = {
     "half": (CrossEntropy(264, "f16"), Tuning(128, 4, 2, kept=1)),
     "brain": (CrossEntropy(520, "bf16", classes=517), Tuning(256, 4, 1, kept=1)),
     "brain_default": (CrossEntropy(2050, "bf16"), None),
+    "edges": (CrossEntropy(529, "bf16"), Tuning(128, 4, 1, kept=2, hints=True, together=2)),
+    "edges_padded": (CrossEntropy(531, "f16", classes=503), Tuning(128, 4, 1, kept=1, hints=True, together=3)),
 }
 ROWS = (1, 5, 2)
 DSUM = (1.0, 0.7, -1.3)
@@ -155,9 +157,11 @@ def test_twin(name: str) -> None:
 
 
 def test_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
-    """The aligned variants move rows by vectors; single numbers are labels, lse, losses and the label's column."""
-    texts = ptx_of(sites("site", CrossEntropy(50304, "bf16", classes=50257), None), tmp_path)
-    single = {"site_fwd_rows": 4, "site_bwd": 4, "site_both_rows": 6}
+    """The aligned variants move rows by vectors; single numbers are labels, lse, losses, labels' columns, edges."""
+    even = sites("site", CrossEntropy(50304, "bf16", classes=50257), None)
+    edges = sites("edges", CrossEntropy(50259, "bf16", classes=50257), None)
+    texts = ptx_of([*even, edges[0], edges[2]], tmp_path)
+    single = {"site_fwd_rows": 4, "site_bwd": 4, "site_both_rows": 6, "edges_fwd_rows": 5, "edges_both_rows": 8}
     for name, most in single.items():
         accesses = re.findall(r"(?:ld|st)\.global\S*", texts[f"{name}.aligned"])
         vectors = [access for access in accesses if ".v4.b32" in access]

@@ -153,10 +153,17 @@ def test_twin(name: str) -> None:
 
 
 def test_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
-    """The aligned variants load and store vectors only, of halves of a packed tensor with leading dims too."""
-    problems = {"wide": Glu(14336, 2, "bf16", "silu"), "odd": Glu(176, 2, "f32", "gelu_erf", limit=7.0)}
+    """The aligned variants load and store vectors only, of halves of a packed tensor with leading dims too, and of its
+    columns in turns."""
+    problems = {
+        "wide": Glu(14336, 2, "bf16", "silu"),
+        "odd": Glu(176, 2, "f32", "gelu_erf", limit=7.0),
+        "turns": Glu(5632, 2, "bf16", "silu", joined=True, layout="interleaved", spaced=True),
+    }
     texts = ptx_of([spec for name, problem in problems.items() for spec in both(name, problem, None)], tmp_path)
-    assert set(texts) == {f"{name}_{way}{a}" for name in problems for way in ("fwd", "bwd") for a in ("", ".aligned")}
+    ways = [f"{name}_{way}" for name in problems for way in ("fwd", "bwd")]
+    whole = {way: f"{way}{'_whole' * way.startswith('turns')}.aligned" for way in ways}
+    assert set(texts) == {*ways, *whole.values()}
     for name in (name for name in texts if name.endswith(".aligned")):
         accesses = re.findall(r"(?:ld|st)\.global\S*", texts[name])
         assert len(accesses) >= 3 and all(".v4.b32" in access for access in accesses), (name, accesses)
