@@ -48,7 +48,7 @@ from mgraph.recipe import MESH_AXES, Recipe
 from mgraph.serving_plan import serving_plan
 
 RAISE = "raise-norm,raise-rope,raise-attention,raise-glu,raise-moe,raise-loss,cse,dce"
-FUSE, REGIONS = "fuse-rope,fuse-norm,fuse-loss,fuse-experts,fuse-products,", "fuse-regions,"
+FUSE, REGIONS = "fuse-rope,fuse-residual,fuse-norm,fuse-loss,fuse-experts,fuse-products,", "fuse-regions,"
 """What is fused for GPUs: into ops that have a name, and what is left."""
 TIMES = "compilation.json"
 """The file in a package's graphs/ that keeps the seconds of each stage and the capture's report."""

@@ -1,8 +1,9 @@
 """cuBLASLt's products of two matrices, with the kernel chosen among those that its heuristic proposes.
 
 torch asks cuBLAS for one kernel and takes it. Which of the proposed ones is fastest depends on the shapes, the card and
-how warm it runs, so `Product` offers all of them: `run(i, …)` multiplies by the i-th. The library is the one that torch
-has loaded; its types and functions are those of cublasLt.h.
+how warm it runs, so `Product` offers all of them: `run(i, …)` multiplies by the i-th. It may add a third matrix where
+it writes the product, which torch does only over what it adds to: `sum_of` is that with the first of the kernels. The
+library is the one that torch has loaded; its types and functions are those of cublasLt.h.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ WORKSPACE = 32 << 20
 _COMPUTE_32F, _R_32F = 68, 0
 _TYPES = {torch.bfloat16: 14, torch.float16: 2}
 _TRANSPOSE_A, _TRANSPOSE_B, _MOST_WORKSPACE = 3, 4, 1
+_ALIGNMENTS, ALIGNMENT = (5, 6, 7, 8), 16
+"""Attributes that say where operands and result begin, and the bytes that all of them are multiples of."""
+_NOT_SUPPORTED = 15
 
 
 class _Candidate(ctypes.Structure):
@@ -75,6 +79,8 @@ class Shape:
         lies = Lie.of(left), Lie.of(right)
         if lies[0] is None or lies[1] is None or left.dtype not in _TYPES or right.dtype is not left.dtype:
             return None
+        if not (_is_aligned(left, lies[0].stride) and _is_aligned(right, lies[1].stride)):
+            return None
         return Shape(left.shape[0], right.shape[1], left.shape[1], lies[0], lies[1], left.dtype)
 
 
@@ -92,26 +98,26 @@ class Product:
         self._left = self._layout(kind, shape.rows, shape.depth, shape.left)
         self._out = self._layout(kind, shape.rows, shape.columns, Lie(False, shape.columns))
         preference = self._made("MatmulPreferenceCreate")
-        most = ctypes.c_uint64(WORKSPACE)
-        _check(
-            self._lib.cublasLtMatmulPreferenceSetAttribute(preference, _MOST_WORKSPACE, ctypes.byref(most), _size(8))
-        )
+        limits = (_MOST_WORKSPACE, ctypes.c_uint64(WORKSPACE)), *((a, ctypes.c_uint32(ALIGNMENT)) for a in _ALIGNMENTS)
+        for attribute, number in limits:
+            size = _size(ctypes.sizeof(number))
+            _check(self._lib.cublasLtMatmulPreferenceSetAttribute(preference, attribute, ctypes.byref(number), size))
         self._candidates, found = (_Candidate * MOST)(), ctypes.c_int(0)
         layouts = self._right, self._left, self._out, self._out
-        _check(
-            self._lib.cublasLtMatmulAlgoGetHeuristic(
-                self._handle, self._how, *layouts, preference, MOST, self._candidates, ctypes.byref(found)
-            )
+        code = self._lib.cublasLtMatmulAlgoGetHeuristic(
+            self._handle, self._how, *layouts, preference, MOST, self._candidates, ctypes.byref(found)
         )
-        self.count = found.value
+        _check(0 if code == _NOT_SUPPORTED else code)
+        self.count = found.value if code == 0 else 0
 
-    def run(self, index: int, left: Tensor, right: Tensor, out: Tensor) -> bool:
-        """Write left @ right over out, on the current stream; False where the kernel refuses it."""
-        one, zero = ctypes.c_float(1), ctypes.c_float(0)
+    def run(self, index: int, left: Tensor, right: Tensor, out: Tensor, added: Tensor | None = None) -> bool:
+        """Write left @ right, plus what is `added`, which lies as out does, over out, on the current stream; False
+        where the kernel refuses it."""
+        one, factor = ctypes.c_float(1), ctypes.c_float(added is not None)
         space = _workspace(out.device)
         code = self._lib.cublasLtMatmul(
             self._handle, self._how, ctypes.byref(one), _pointer(right), self._right, _pointer(left), self._left,
-            ctypes.byref(zero), _pointer(out), self._out, _pointer(out), self._out,
+            ctypes.byref(factor), _pointer(out if added is None else added), self._out, _pointer(out), self._out,
             ctypes.byref(self._candidates[index].algorithm), _pointer(space), _size(WORKSPACE),
             ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
         )  # fmt: skip
@@ -129,6 +135,28 @@ class Product:
         made = ctypes.c_void_p()
         _check(self._lib.cublasLtMatrixLayoutCreate(ctypes.byref(made), kind, *numbers))
         return made
+
+
+def sum_of(total: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
+    """total [M, N] + left [M, K] @ right [K, N] in memory of its own: one pass over the total, as the product is
+    written, where torch first copies it. None where the library is not asked for such a sum, or has no kernel."""
+    if not (left.is_cuda and total.dtype is left.dtype and total.is_contiguous() and left.numel() and total.numel()):
+        return None
+    shape = Shape.of(left, right)
+    if shape is None or not _is_aligned(total, total.shape[1]) or _path() is None:
+        return None
+    product, out = _product(shape), torch.empty_like(total)
+    return out if product.count and product.run(0, left, right, out, total) else None
+
+
+@functools.cache
+def _product(shape: Shape) -> Product:
+    return Product(shape)
+
+
+def _is_aligned(matrix: Tensor, stride: int) -> bool:
+    """Whether all rows, or columns, begin where kernels can read many numbers at once."""
+    return not (matrix.data_ptr() % ALIGNMENT or stride * matrix.element_size() % ALIGNMENT)
 
 
 def _size(number: int) -> ctypes.c_size_t:
@@ -153,11 +181,17 @@ def _workspace(device: torch.device) -> Tensor:
 @functools.cache
 def _library() -> tuple[Any, ctypes.c_void_p]:
     """The library that torch has loaded, and a handle."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text(encoding="utf-8").splitlines() if maps.is_file() else []
-    path = next((line.split()[-1] for line in lines if "libcublasLt.so" in line), None)
+    path = _path()
     if path is None:
         raise PackageError("torch has not loaded cuBLASLt", hint="run without --tune-products")
     library, handle = ctypes.CDLL(path), ctypes.c_void_p()
     _check(library.cublasLtCreate(ctypes.byref(handle)))
     return library, handle
+
+
+@functools.cache
+def _path() -> str | None:
+    """Where the library lies that torch has loaded, if it has."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text(encoding="utf-8").splitlines() if maps.is_file() else []
+    return next((line.split()[-1] for line in lines if "libcublasLt.so" in line), None)

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mgraph.runtime.cublas_lt import sum_of
+
 _CHUNK_ELEMENTS = 1 << 18
 """Rows of logits are taken in pieces of about this many elements: temporaries stay in the processor's cache."""
 _CHUNK_ELEMENTS_CUDA = 1 << 26
@@ -275,9 +277,19 @@ def mm_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def matmul_add_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Add left [..., K] @ right [K, N] to total [..., N], contiguous, in place."""
+    """Add left [..., K] @ right [K, N] to total [..., N] in place."""
+    if not total.is_contiguous():
+        return total.add_(left @ right)
     total.view(-1, total.shape[-1]).addmm_(left.reshape(-1, left.shape[-1]), right)
     return total
+
+
+def matmul_add(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """total [..., N] + left [..., K] @ right [K, N], in memory of its own. On a GPU a product of low-precision matrices
+    reads the total where it writes the sum."""
+    flat, rows = total.reshape(-1, total.shape[-1]), left.reshape(-1, left.shape[-1])
+    made = sum_of(flat, rows, right)
+    return (torch.addmm(flat, rows, right) if made is None else made).view(total.shape)
 
 
 def embedding_grad_(total: Tensor, grad: Tensor, indices: Tensor) -> Tensor:

@@ -82,9 +82,8 @@ def write(site: Site) -> Written:
     if name in ("global_norm", "square_sum"):
         return Written(_of_all(site), {})
     if name == "matmul_add":
-        total, *rest = site.operands
-        total = total if site.overwrite == 0 else f"{total}.clone()"
-        return Written(f"rt.matmul_add_({', '.join([total, *rest])})", {0: 0} if site.overwrite == 0 else {})
+        taken = site.overwrite == 0
+        return Written(f"rt.matmul_add{'_' * taken}({', '.join(site.operands)})", {0: 0} if taken else {})
     if name == "linear_cross_entropy_with_grad":
         return _linear_cross_entropy(site)
     if name in ("linear", "linear_glu") and not site.kernels.fixed:

@@ -48,6 +48,7 @@ PASSES: dict[str, str] = {
     # fuse
     "fuse-loss": "mgraph.passes.fuse_loss:FuseLoss",
     "chunk-loss": "mgraph.passes.chunk_loss:ChunkLoss",
+    "fuse-residual": "mgraph.passes.fuse_residual:FuseResidual",
     "fuse-norm": "mgraph.passes.fuse_norm:FuseNorm",
     "fuse-append": "mgraph.passes.fuse_append:FuseAppend",
     "fuse-rope": "mgraph.passes.fuse_rope:FuseRope",

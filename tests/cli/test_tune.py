@@ -53,7 +53,7 @@ def test_every_provider_is_compared_and_timed(model: str) -> None:
     assert not [line for line in lines if line[3] == "wrong"], lines
     assert len(heard) == len(lines) and {line[2] for line in lines} >= {"torch", "triton", "cudnn", "flash"}
     units = {"glu", "glu_grad_joined"} if model == "dense-tiny" else set()
-    assert {"attention", "attention_grad", "rope_join", "rope_joined", "add_rms_norm", *units} <= {
+    assert {"attention", "attention_grad", "rope_join", "rope_joined", "add_rms_norm_grad", *units} <= {
         line[0] for line in lines
     }
     assert "adamw" in left and "state" in left["adamw"] and "list" in left["global_norm"]
