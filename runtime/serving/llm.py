@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -79,6 +80,7 @@ class LLM:
         self.engine, self.template = engine, template
         self._lock = threading.Lock()
         self._arrived: dict[int, deque[Delta]] = {}
+        self._dropped: deque[int] = deque()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -99,7 +101,7 @@ class LLM:
         inputs = [_Input.of(self, prompt) for prompt in all_prompts]
         groups: list[int] = []
         try:
-            with self._lock:
+            with self._engine_alone():
                 for given, one in zip(inputs, all_params, strict=True):
                     groups.append(self._submit(given, one))
             gathered = [Gathering(g.text, g.ids, p) for g, p in zip(inputs, all_params, strict=True)]
@@ -134,8 +136,18 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget what the cache holds of earlier prompts, as after a change of the weights."""
-        with self._lock:
+        with self._engine_alone():
             self.engine.scheduler.pool.forget_all()
+
+    @contextmanager
+    def _engine_alone(self) -> Iterator[None]:
+        """The engine is this thread's; what was dropped before or meanwhile is ended."""
+        try:
+            with self._lock:
+                self._end_dropped()
+                yield
+        finally:
+            self._end_dropped_if_idle()
 
     def _submit(self, given: _Input, params: SamplingParams) -> int:
         group = self.engine.submit(given.ids, params)
@@ -143,7 +155,7 @@ class LLM:
         return group
 
     def _stream(self, given: _Input, params: SamplingParams) -> Iterator[Delta]:
-        with self._lock:
+        with self._engine_alone():
             group = self._submit(given, params)
         count = params.n
         try:
@@ -157,7 +169,7 @@ class LLM:
     def _next(self, group: int) -> Delta:
         """The next delta of a request, for which steps are made."""
         while True:
-            with self._lock:
+            with self._engine_alone():
                 if self._arrived[group]:
                     return self._arrived[group].popleft()
                 for delta in self.engine.step():
@@ -165,11 +177,25 @@ class LLM:
                         self._arrived[delta.group].append(delta)
 
     def _drop(self, groups: Sequence[int]) -> None:
-        """Nobody waits for these any more."""
-        with self._lock:
-            for group in groups:
-                self._arrived.pop(group, None)
-                self.engine.abort(group)
+        """Nobody waits for these any more. This never waits: a stream that is garbage is dropped wherever Python happens
+        to collect it, also in the middle of a step and by the thread that makes it."""
+        self._dropped.extend(groups)
+        self._end_dropped_if_idle()
+
+    def _end_dropped_if_idle(self) -> None:
+        # Whoever holds the lock comes here after it is free again, so that nothing stays.
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                self._end_dropped()
+            finally:
+                self._lock.release()
+
+    def _end_dropped(self) -> None:
+        """End what was dropped; the lock is held."""
+        while self._dropped:
+            group = self._dropped.popleft()
+            self._arrived.pop(group, None)
+            self.engine.abort(group)
 
 
 class Gathering:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -117,6 +119,33 @@ def test_a_stream_that_nobody_reads_begins_nothing(llm: LLM) -> None:
         nothing_left(llm)
     with pytest.raises(RequestError, match="token 256"):
         llm.stream([256], GREEDY)
+    nothing_left(llm)
+
+
+@pytest.mark.parametrize("moment", ["run", "end"])
+def test_a_stream_that_is_collected_during_a_step_is_ended_after_it(
+    llm: LLM, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream("one", {"max_tokens": 50})
+    next(stream)
+    cycle: list[Any] = [stream]
+    cycle.append(cycle)
+    del stream, cycle
+    owner: Any = llm.engine.stepper if moment == "run" else llm.engine.scheduler
+    inner = getattr(owner, moment)
+
+    def collecting(*arguments: Any) -> Any:
+        gc.collect()
+        return inner(*arguments)
+
+    monkeypatch.setattr(owner, moment, collecting)
+    tokens: list[tuple[int, ...]] = []
+    thread = threading.Thread(
+        target=lambda: tokens.append(llm.generate("two", GREEDY)[0].outputs[0].token_ids), daemon=True
+    )
+    thread.start()
+    thread.join(20)  # one that waits for itself would wait for ever
+    assert tokens == [expected(llm, b"two")]
     nothing_left(llm)
 
 
