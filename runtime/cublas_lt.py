@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,18 @@ def sum_of(total: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
     if shape is None or not _is_aligned(total, total.shape[1]) or _path() is None:
         return None
     product, out = _product(shape), torch.empty_like(total)
-    return out if product.count and product.run(0, left, right, out, total) else None
+    if not product.count:
+        return None
+    return out if product.run(kernel_of_sum(shape, product, total, left, right), left, right, out, total) else None
+
+
+def _first(shape: Shape, product: Product, total: Tensor, left: Tensor, right: Tensor) -> int:
+    """The kernel that the library would take itself."""
+    return 0
+
+
+kernel_of_sum: Callable[[Shape, Product, Tensor, Tensor, Tensor], int] = _first
+"""Which kernel makes a sum of a total and a product; tuning chooses others (`tuned_products.py`)."""
 
 
 @functools.cache

@@ -1,23 +1,26 @@
 """Products of matrices by the fastest of the kernels that cuBLASLt proposes, timed where a step first makes them.
 
-While a `TunedProducts` is entered, each product of two matrices in bf16 or f16 on a GPU (`aten.mm`) goes through it.
-The first of a shape is timed on the tensors that it is handed: every candidate, and torch's own choice, in turns, so
-that all run equally warm. What wins runs all others of this shape, in CUDA graphs, too. A candidate must give what
-torch gives, within roundings. While a graph is captured nothing is timed: what is not known then runs as in torch.
+While a `TunedProducts` is entered, each product of two matrices in bf16 or f16 on a GPU (`aten.mm`) goes through it,
+and sums of a total and a product (`cublas_lt.sum_of`) ask it which kernel to take. The first of a shape is timed on the
+tensors that it is handed: every candidate, and what would run otherwise, in turns, so that all run equally warm. What
+wins runs all others of this shape, in CUDA graphs, too. A candidate must give what torch gives, within roundings. While
+a graph is captured nothing is timed: what is not known then runs as in torch.
 
 Times differ from run to run, and so may choices: two runs with tuned products agree within roundings, not bit by bit.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mgraph.runtime import cublas_lt
 from mgraph.runtime.cublas_lt import Product, Shape
 
 _aten: Any = torch.ops.aten
@@ -35,13 +38,24 @@ Run = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 class TunedProducts(TorchDispatchMode):
-    """Runs products by what is fastest; `chosen` says by which candidate, None where torch's own choice is."""
+    """Runs products by what is fastest; `chosen` says by which candidate, None where torch's own choice is, and `sums`
+    by which one a product is added to a residual."""
 
     def __init__(self, timer: Callable[[Callable[[], Any]], float] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._runs: dict[Shape, Run | None] = {}
         self._timer = timer or _seconds
         self.chosen: dict[Shape, int | None] = {}
+        self.sums: dict[Shape, int] = {}
+
+    def __enter__(self) -> Self:
+        self._before, cublas_lt.kernel_of_sum = cublas_lt.kernel_of_sum, self.kernel_of_sum
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        cublas_lt.kernel_of_sum = self._before
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (_aten.mm.default, _aten.mm.out):
@@ -72,28 +86,50 @@ class TunedProducts(TorchDispatchMode):
 
     def tune(self, shape: Shape, product: Product, left: Tensor, right: Tensor) -> Run | None:
         """The fastest kernel of a product on these operands, if it is faster than what torch takes."""
-        out, want = (left.new_empty(shape.rows, shape.columns) for _ in range(2))
-        torch.mm(left, right, out=want)
+        want = left.new_empty(shape.rows, shape.columns)
+        index = self._fastest(product, lambda: torch.mm(left, right, out=want), want, left, right)
+        self.chosen[shape] = index
+        return None if index is None else lambda a, b, to: product.run(index, a, b, to)
+
+    def kernel_of_sum(self, shape: Shape, product: Product, total: Tensor, left: Tensor, right: Tensor) -> int:
+        """The fastest kernel that adds a product of this shape to a total, timed at the first one."""
+        work = shape.rows * shape.columns * shape.depth
+        if shape not in self.sums:
+            if work < LEAST_WORK or torch.cuda.is_current_stream_capturing():
+                return 0
+            want = torch.empty_like(total)
+            first = functools.partial(product.run, 0, left, right, want, total)
+            self.sums[shape] = self._fastest(product, first, want, left, right, total) or 0
+        return self.sums[shape]
+
+    def _fastest(
+        self,
+        product: Product,
+        usual: Callable[[], Any],
+        want: Tensor,
+        left: Tensor,
+        right: Tensor,
+        added: Tensor | None = None,
+    ) -> int | None:
+        """The kernel that is faster than the usual run, which writes over `want`; None where that is as fast."""
+        out = torch.empty_like(want)
+        usual()
         bound = CLOSE * float(want.abs().max())
 
         def agrees(index: int) -> bool:
-            return product.run(index, left, right, out) and float((out - want).abs().max()) <= bound
+            return product.run(index, left, right, out, added) and float((out - want).abs().max()) <= bound
 
-        candidates = [index for index in range(product.count) if agrees(index)]
-        times: dict[int | None, list[float]] = {index: [] for index in (None, *candidates)}
+        runs: dict[int | None, Callable[[], Any]] = {None: usual}
+        for index in range(product.count):
+            if agrees(index):
+                runs[index] = functools.partial(product.run, index, left, right, out, added)
+        times: dict[int | None, list[float]] = {index: [] for index in runs}
         for _ in range(ROUNDS):
-            for index, taken in times.items():
-                if index is None:
-                    taken.append(self._timer(lambda: torch.mm(left, right, out=want)))
-                else:
-                    taken.append(self._timer(lambda index=index: product.run(index, left, right, out)))  # type: ignore[misc]
-        usual = statistics.median(times[None])
-        best = min(times, key=lambda index: statistics.median(times[index]))
-        if best is None or statistics.median(times[best]) >= LEAST_GAIN * usual:
-            self.chosen[shape] = None
-            return None
-        self.chosen[shape] = index = best
-        return lambda a, b, to: product.run(index, a, b, to)
+            for which, run in runs.items():
+                times[which].append(self._timer(run))
+        seconds = {which: statistics.median(taken) for which, taken in times.items()}
+        best = min(seconds, key=seconds.__getitem__)
+        return best if seconds[best] < LEAST_GAIN * seconds[None] else None
 
 
 def tuned_entry(entry: Callable[..., tuple[Tensor, ...]], products: TunedProducts) -> Callable[..., tuple[Tensor, ...]]:

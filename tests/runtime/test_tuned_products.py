@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mgraph.runtime import cublas_lt, tuned_products
 from mgraph.runtime.cublas_lt import Lie, Product, Shape
 from mgraph.runtime.tuned_products import TunedProducts, tuned_entry
 
@@ -21,11 +22,11 @@ class Kernels:
         self.count, self.wrong, self.refuses = 3, wrong, refuses
         self.ran: list[int] = []
 
-    def run(self, index: int, left: Tensor, right: Tensor, out: Tensor) -> bool:
+    def run(self, index: int, left: Tensor, right: Tensor, out: Tensor, added: Tensor | None = None) -> bool:
         self.ran.append(index)
         if index == self.refuses:
             return False
-        torch.mm(left, right, out=out)
+        torch.addmm(out if added is None else added, left, right, beta=int(added is not None), out=out)
         if index == self.wrong:
             out[0, 0] += 1
         return True
@@ -71,6 +72,24 @@ def test_the_fastest_wins() -> None:
 def test_what_is_not_taken(kernels: Kernels, usual: float, chosen: int | None) -> None:
     modes, run = tuned(kernels, {0: 3.0, 1: 1.0, 2: 2.0}, usual)
     assert list(modes.chosen.values()) == [chosen] and (run is None) == (chosen is None)
+
+
+def test_sums_ask_while_it_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is slower than the first, or wrong, is not taken; a shape is timed once, and small ones never."""
+    monkeypatch.setattr(tuned_products, "LEAST_WORK", 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    kernels, before = Kernels(wrong=1), cublas_lt.kernel_of_sum
+    modes = TunedProducts(lambda run: (run(), {0: 3.0, 1: 1.0, 2: 2.0}[kernels.ran[-1]])[1])
+    total, left, right = torch.ones(6, 5), torch.ones(6, 4), torch.ones(4, 5)
+    given = Shape(6, 5, 4, Lie(False, 4), Lie(False, 5), torch.float32), cast(Product, kernels), total, left, right
+    assert cublas_lt.kernel_of_sum(*given) == 0 and not kernels.ran
+    with modes:
+        assert cublas_lt.kernel_of_sum(*given) == 2 and modes.sums == {given[0]: 2}
+        kernels.ran.clear()
+        assert cublas_lt.kernel_of_sum(*given) == 2 and not kernels.ran
+    assert cublas_lt.kernel_of_sum is before and torch.equal(total, torch.ones(6, 5))
+    monkeypatch.setattr(tuned_products, "LEAST_WORK", 10**6)
+    assert TunedProducts().kernel_of_sum(*given) == 0
 
 
 def test_how_matrices_lie() -> None:
