@@ -1,4 +1,4 @@
-"""Set-up of every test: reproducible, and without the network."""
+"""Set-up of every test: reproducible, without the network, and no model captured twice."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests import results_table
+import mgraph.capture
+import mgraph.compiler
+from tests import captures, results_table
 
 # Before any import of transformers: its configurations must never be looked up online.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Here, and not in a fixture, so that builds of a session share captures, too.
+for user in (mgraph.capture, mgraph.compiler):
+    user.capture_with_report = captures.shared  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import captures
 from tests.capture.models import llama_config
+
+
+@pytest.fixture(autouse=True)
+def _captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others captured does not stand in for a capture here."""
+    monkeypatch.setattr(captures, "_seen", {})
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,11 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mgraph import compiler
-from mgraph.capture import capture_with_report
 from mgraph.cli import main
-
-_captured = functools.cache(capture_with_report)
 
 NEAR_NORM = '''
 """A norm whose rsqrt is read twice: no rms_norm can take its place."""
@@ -54,9 +49,8 @@ Mgraph = Callable[..., Run]
 
 
 @pytest.fixture
-def mgraph(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Mgraph:
+def mgraph(capsys: pytest.CaptureFixture[str]) -> Mgraph:
     """Run the command line. No run may print a traceback, or write errors to stdout."""
-    monkeypatch.setattr(compiler, "capture_with_report", _captured)  # a capture takes seconds
 
     def run(*arguments: str | Path) -> Run:
         capsys.readouterr()
@@ -73,9 +67,7 @@ def mgraph(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A train package of dense-tiny, not to be written to."""
     path = tmp_path_factory.mktemp("cli") / "dense"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "capture_with_report", _captured)
-        assert main(["compile", "dense-tiny", "--arch", "none", "-o", str(path)]) == 0
+    assert main(["compile", "dense-tiny", "--arch", "none", "-o", str(path)]) == 0
     return path
 
 

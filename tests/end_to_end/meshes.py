@@ -7,7 +7,6 @@ of routers count the tokens of each rank here, as one device does; test_joint_lo
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 
-from mgraph.capture import capture_with_report
 from mgraph.compiler import build_module
 from mgraph.ir.graph import Module, StateKind
 from mgraph.ir.interpreter import run_ranks
@@ -86,7 +84,6 @@ MODEL_FILES = {
     "limited-weight": LIMITED.format(factor=0.75, keeps="weight"),
     "limited-position": LIMITED.format(factor=1.25, keeps="position"),
 }
-capture = functools.cache(capture_with_report)
 
 
 @dataclass(frozen=True)
@@ -253,7 +250,7 @@ def initial_state(module: Module) -> Tensors:
 
 
 class Table:
-    """The rows of a table, with what they share kept: captures, single-device graphs and their steps."""
+    """The rows of a table, with what they share kept: single-device graphs and their steps."""
 
     def __init__(self, directory: Path, steps: int = 3) -> None:
         self.directory, self.steps = directory, steps

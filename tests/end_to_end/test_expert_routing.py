@@ -71,7 +71,6 @@ def test_routing(
     monkeypatch.setattr(meshes, "initial_state", skewed)
     for name, value in zip(("BATCH", "SEQUENCE", "IGNORED"), (*TOKENS[tokens], 0), strict=True):
         monkeypatch.setattr(meshes, name, value)
-    monkeypatch.setattr("mgraph.compiler.capture_with_report", meshes.capture)
     table = Table(tmp_path)
     row = Row(model, mesh, tuple(WAYS[way].items()))
     biases = [n for n, s in table.alone(row).state.items() if s.kind is StateKind.BUFFER and s.type.shape == (8,)]

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from mgraph import compiler
-from tests.end_to_end.meshes import Row, Table, capture
+from tests.end_to_end.meshes import Row, Table
 from tests.end_to_end.processes import Runs, assert_close
 from tests.families.configs import CONFIGS
 from tests.sampling import sampled
@@ -192,8 +191,7 @@ CASES += sampled(EXPERT_ROWS, 0, always=[Row("moe-tiny-losses", "ep=2,tp=2", (("
 
 
 @pytest.mark.parametrize("row", CASES, ids=str)
-def test_all_ranks_in_one_process(row: Row, table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "capture_with_report", capture)
+def test_all_ranks_in_one_process(row: Row, table: Table) -> None:
     assert table.worst(row) <= 1e-9
 
 
@@ -229,9 +227,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize("row", sampled(RUN_ROWS, 0, always=RUN_ROWS[:1]), ids=str)
-def test_processes_train_as_one(row: Row, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_train_as_one(row: Row, runs: Runs) -> None:
     """Over gloo, in f32."""
-    monkeypatch.setattr(compiler, "capture_with_report", capture)
     assert_close(runs.alone(row), runs.train(row))
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from mgraph import compiler
 from mgraph.compiler import build_module
 from mgraph.errors import MgraphError
 from mgraph.ir.collective_proof import prove
@@ -20,7 +19,7 @@ from mgraph.ir.collectives import message_bytes
 from mgraph.ir.dims import evaluate
 from mgraph.ir.graph import Module
 from mgraph.recipe import Recipe
-from tests.end_to_end.meshes import Row, capture
+from tests.end_to_end.meshes import Row
 
 EXPERTS, CHOICES, FACTOR, WIDTH = 8, 2, 0.75, 64
 
@@ -28,11 +27,6 @@ EXPERTS, CHOICES, FACTOR, WIDTH = 8, 2, 0.75, 64
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(autouse=True)
-def captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "capture_with_report", capture)
 
 
 @functools.cache
