@@ -1,11 +1,15 @@
-"""What a person may say to a trainer: a dataclass, from which the command line, its help and its checks follow."""
+"""What a person may say to a program: a dataclass, from which the command line, its help and its checks follow."""
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
+import reprlib
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar, get_type_hints
 
@@ -23,9 +27,11 @@ EXIT_CODES = """exit codes:
 torchrun itself exits with 1 where a process it started exits with another code, or where it was stopped itself."""
 
 
-def about(text: str, low: float | None = None, choices: Sequence[str] | None = None) -> dict[str, Any]:
-    """Facts of a field: its help, the smallest value it may have, the values it may take."""
-    return {"help": text, "low": low, "choices": choices}
+def about(
+    text: str, low: float | None = None, choices: Sequence[str] | None = None, high: float | None = None
+) -> dict[str, Any]:
+    """Facts of a field: its help, the smallest and the largest value it may have, the values it may take."""
+    return {"help": text, "low": low, "high": high, "choices": choices}
 
 
 S = TypeVar("S", bound="Settings")
@@ -35,14 +41,49 @@ S = TypeVar("S", bound="Settings")
 class Settings:
     """Settings of a program; each field is a flag of the same name, with `about` as its metadata.
 
-    Raises OptionError for a number below the least that it may be.
+    Raises OptionError for a value of another type, or one that it may not have. Paths may be given as texts.
     """
 
     def __post_init__(self) -> None:
+        types = get_type_hints(type(self))
         for item in fields(self):
-            value, low = getattr(self, item.name), item.metadata["low"]
-            if low is not None and not value >= low:  # written so that nan fails too
-                raise OptionError(f"{flag(item.name)} {value}: must be at least {low}", hint="see --help")
+            value, kind = getattr(self, item.name), types[item.name]
+            problem = _problem(value, kind, item.metadata)
+            if problem is not None:
+                name = self.written(item.name)
+                shown = value if isinstance(value, int | float) else reprlib.repr(value)
+                raise OptionError(f"{name} {shown}: must be {problem}", hint=f"{name} is {item.metadata['help']}")
+            if kind not in _PLAIN and value is not None:
+                object.__setattr__(self, item.name, Path(value))  # frozen for others
+
+    @classmethod
+    def written(cls, name: str) -> str:
+        """How a person writes a field."""
+        return flag(name)
+
+
+_PLAIN = (bool, int, float, str)
+"""Types of fields; any other is that of a path."""
+
+
+def _problem(value: Any, kind: Any, facts: Mapping[str, Any]) -> str | None:
+    """What a value must be that it is not."""
+    low, high, choices = facts["low"], facts["high"], facts["choices"]
+    if choices is not None:
+        return None if value in choices else f"one of {', '.join(choices)}"
+    if kind is bool:
+        return None if isinstance(value, bool) else "true or false"
+    if kind is str:
+        return None if isinstance(value, str) else "a text"
+    if kind not in _PLAIN:
+        return None if value is None or isinstance(value, str | os.PathLike) else "a path"
+    if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
+        return "a whole number" if kind is int else "a number"
+    if low is not None and not value >= low:  # written so that nan fails too
+        return f"at least {low}"
+    if high is not None and not value <= high:
+        return f"at most {high}"
+    return None if isinstance(value, Integral) or math.isfinite(value) else "finite"
 
 
 @dataclass(frozen=True)
@@ -157,6 +198,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def flag_of(item: Field[Any]) -> str:
+    """The same; that of a field that is true by itself makes it false."""
+    return flag(f"no_{item.name}" if item.default is True else item.name)
+
+
 def parse(arguments: Sequence[str] | None, program: str) -> Options:
     """Options of a trainer from a command line (None: the process's). Raises `OptionError`; `--help` exits with 0."""
     about_it = "Train the model of this step package. Run it alone, or with torchrun on many processes."
@@ -178,17 +224,30 @@ def read(
     for item in fields(settings):
         text = item.metadata["help"]
         if types[item.name] is bool:
-            parser.add_argument(flag(item.name), action="store_true", help=text)
+            action = "store_false" if item.default else "store_true"
+            parser.add_argument(flag_of(item), dest=item.name, action=action, help=text)
             continue
         parser.add_argument(
-            flag(item.name),
-            type=types[item.name] if types[item.name] in (int, float, str) else Path,
+            flag_of(item),
+            type=_converter(types[item.name]),
             default=item.default,
             choices=item.metadata["choices"],
             metavar=None if item.metadata["choices"] else item.name.upper(),
             help=text if item.default is None or "default" in text else f"{text} (default: {item.default})",
         )
     return settings(**vars(parser.read(arguments)))
+
+
+def _converter(kind: Any) -> Callable[[str], Any]:
+    """From a flag's text to a value of this type. What is no number stays a text, which `Settings` refuses."""
+
+    def convert(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            return text
+
+    return convert if kind in _PLAIN else Path
 
 
 class Parser(argparse.ArgumentParser):
@@ -198,7 +257,8 @@ class Parser(argparse.ArgumentParser):
         """The options (None: of the process's command line); an unknown one is an error with the nearest there is."""
         values, unknown = self.parse_known_args(arguments)
         if unknown:
-            near = did_you_mean(unknown[0].partition("=")[0], map(flag, vars(values)))
+            known = [text for action in self._actions for text in action.option_strings]
+            near = did_you_mean(unknown[0].partition("=")[0], known)
             hint = near if near.startswith("did you mean") else f"{self.prog} --help lists all options"
             raise OptionError(f"unrecognized arguments: {' '.join(unknown)}", hint=hint)
         return values

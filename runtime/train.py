@@ -545,6 +545,10 @@ class Trainer:
         )
         self.unread_since = time.perf_counter()
 
+    def read_by_servers(self) -> list[tuple[str, Path | None]]:
+        """Files that whoever serves the run reads besides, by their options."""
+        return [(name, getattr(self.options, name)) for name in ("tokenizer", "chat_template")]
+
     def save(self) -> Path:
         """Begin to write a checkpoint of this step; where it will be."""
         position = self.stream.position
@@ -552,6 +556,7 @@ class Trainer:
             "identity": self.identity(),
             "position": [position.epoch, position.row],
             "options": {name: str(value) for name, value in vars(self.options).items()},
+            "places": {name: None if path is None else str(path.absolute()) for name, path in self.read_by_servers()},
         }
         path = self.saver.save(self.step, self.state, record)
         self.unread_since = time.perf_counter()

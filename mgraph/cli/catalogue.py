@@ -71,12 +71,12 @@ def serve_rows() -> list[tuple[str, str, str, str]]:
 
 
 def _option_rows(settings: type[Settings]) -> list[tuple[str, str, str, str]]:
-    from mgraph.runtime.options import flag
+    from mgraph.runtime.options import flag_of
 
     rows = []
     for field in dataclasses.fields(settings):
-        default = "" if field.default is None or field.default is False else str(field.default)
-        rows.append((flag(field.name), default, "/".join(field.metadata["choices"] or ()), field.metadata["help"]))
+        default = "" if field.default is None or isinstance(field.default, bool) else str(field.default)
+        rows.append((flag_of(field), default, "/".join(field.metadata["choices"] or ()), field.metadata["help"]))
     return rows
 
 

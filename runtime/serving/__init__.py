@@ -16,7 +16,8 @@
     continuation    what a sequence has said, and whether a token ended it
     engine          the loop: plan, run, take the results in
 
-    opening         from a package and weights to an engine
+    opening         from a package, weights and settings to an engine
+    beside          what lies beside weights: tokenizer, chat template, ends of texts
     llm             the engine for a program: `LLM(...).generate`, `stream`, `chat`
     background      the engine in a thread of its own, for programs with an event loop
     protocol        bodies of HTTP requests, checked        answers, exchange, streaming     those of responses

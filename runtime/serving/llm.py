@@ -177,8 +177,8 @@ class LLM:
                         self._arrived[delta.group].append(delta)
 
     def _drop(self, groups: Sequence[int]) -> None:
-        """Nobody waits for these any more. This never waits: a stream that is garbage is dropped wherever Python happens
-        to collect it, also in the middle of a step and by the thread that makes it."""
+        """Nobody waits for these any more. This never waits: a stream that is garbage is dropped wherever Python
+        happens to collect it, also in the middle of a step and by the thread that makes it."""
         self._dropped.extend(groups)
         self._end_dropped_if_idle()
 

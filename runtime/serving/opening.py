@@ -2,57 +2,106 @@
 
 from __future__ import annotations
 
-import json
 import math
-import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import os
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mgraph.errors import DataError, OptionError, did_you_mean
-from mgraph.runtime import mesh
+from mgraph.errors import OptionError, did_you_mean
+from mgraph.runtime import mesh, options
 from mgraph.runtime.chat import ChatTemplate, load_template
 from mgraph.runtime.handshake import Facts
+from mgraph.runtime.options import about
 from mgraph.runtime.package import Package, read_manifest
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.step import Stepper
-from mgraph.runtime.tokenizer import Tokenizer, holds_tokenizer, load_tokenizer
+from mgraph.runtime.tokenizer import load_tokenizer
 
-GENERATION = "generation_config.json"
-"""Beside weights, the file that names the tokens that end a text."""
+OF_A_RANK = ("weights", "tokenizer", "chat_template")
+"""Settings that the ranks of a package need not have alike: places of files, on machines of their own."""
 
-OF_RANK_0 = ("tokenizer", "chat_template")
-"""Settings that the other ranks do not need, or need not have alike."""
+MOST_GIB = 2**20
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a package is opened for serving."""
+class Settings(options.Settings):
+    """How a package is opened for serving: the keywords of `LLM`, and flags of the server.
 
-    random_init: bool = False
-    """Serve without weights: the parameters are drawn anew, and the text is noise."""
-    tokenizer: Path | str | None = None
-    """A tokenizer.json or a directory with one (None: that beside the weights, else bytes)."""
-    chat_template: Path | str | None = None
-    """A Jinja file (None: the tokenizer's own)."""
-    num_blocks: int = 0
-    """Blocks of the cache (0: what the memory allows)."""
-    cache_memory: float = 0.0
-    """GiB of the cache of a rank, instead of a number of blocks (0: what the memory allows)."""
-    max_requests: int = 0
-    """The most requests of a step (0: the package's)."""
-    step_tokens: int = 0
-    """The most tokens of a step (0: the package's)."""
-    prefix_cache: bool = True
-    """Whether what was computed of earlier prompts is used again."""
-    batch_invariant: bool = False
-    """Whether what a request gets has the same bits whatever else is served, and however its prompt is computed."""
-    device: str = "auto"
-    seed: int = 0
-    """Of drawn weights, and of requests that bring none."""
+    Raises OptionError for what is no value of a setting, or where it is not said what is served.
+    """
+
+    weights: Path | None = field(
+        default=None, metadata=about("safetensors file or directory, or a training run's directory")
+    )
+    random_init: bool = field(
+        default=False, metadata=about("serve without weights: parameters are drawn anew, and the text is noise")
+    )
+    tokenizer: Path | None = field(
+        default=None,
+        metadata=about(
+            "a tokenizer.json, or a directory that has one (default: that beside the weights or of the training run, "
+            "or bytes)"
+        ),
+    )
+    chat_template: Path | None = field(
+        default=None, metadata=about("how conversations become text, in Jinja (default: the tokenizer's own)")
+    )
+    num_blocks: int = field(
+        default=0,
+        metadata=about(
+            "blocks of the cache; of a layer with a window those of the window only (default 0: what memory allows)",
+            low=0,
+        ),
+    )
+    cache_memory: float = field(
+        default=0.0,
+        metadata=about(
+            "GiB of the cache of a rank, in place of its number of blocks (default 0: what memory allows)",
+            low=0,
+            high=MOST_GIB,
+        ),
+    )
+    max_requests: int = field(
+        default=0, metadata=about("sequences in a step at most (default 0: what the package allows)", low=0)
+    )
+    step_tokens: int = field(
+        default=0, metadata=about("tokens in a step at most (default 0: what the package allows)", low=0)
+    )
+    prefix_cache: bool = field(
+        default=True, metadata=about("compute every prompt anew, even one that begins like an earlier one")
+    )
+    """Whether what was computed of earlier prompts is used again; the flag says that it is not."""
+    batch_invariant: bool = field(
+        default=False,
+        metadata=about(
+            "give each request the same bits whatever else is served; slower, and on a GPU only packages that were "
+            "compiled with it"
+        ),
+    )
+    device: str = field(
+        default="auto", metadata=about("where to run; auto is cuda if there is one", choices=("auto", "cpu", "cuda"))
+    )
+    seed: int = field(default=0, metadata=about("of parameters drawn anew, and of requests without one", low=0))
+
+    def __post_init__(self) -> None:
+        """What is served, and settings that exclude each other."""
+        super().__post_init__()
+        weights, noise, *cache = map(self.written, ("weights", "random_init", "num_blocks", "cache_memory"))
+        if self.weights is None and not self.random_init:
+            hint = f"give {weights}, or {noise} to serve parameters drawn anew"
+            raise OptionError("there are no weights to serve", hint=hint)
+        if self.weights is not None and self.random_init:
+            raise OptionError(f"{weights} and {noise} exclude each other", hint="leave one of them out")
+        if self.num_blocks and self.cache_memory:
+            raise OptionError(f"{' and '.join(cache)} exclude each other", hint="leave one of them out")
+
+    @classmethod
+    def written(cls, name: str) -> str:
+        """As a keyword."""
+        return name
 
 
 def open_engine(
@@ -63,17 +112,19 @@ def open_engine(
     for name in settings:
         if name not in known:
             raise OptionError(f"there is no setting '{name}'", hint=did_you_mean(name, known))
-    chosen = Settings(**settings)
-    directory = None if weights is None else Path(weights)
-    check_weights(directory, chosen.random_init)
-    stepper = open_stepper(Path(package), directory, chosen)
-    tokenizer = load_tokenizer(_tokenizer_path(chosen, directory), stepper.vocab_size)
-    template_file = None if chosen.chat_template is None else Path(chosen.chat_template)
+    if not isinstance(package, str | os.PathLike):
+        raise OptionError(f"the package is {package!r}: must be a path", hint="the directory that was compiled")
+    chosen = Settings(**{"weights": weights, **settings})
+    stepper = open_stepper(Path(package), chosen)
+    from mgraph.runtime.serving import beside  # loads torch's part of the runtime
+
+    tokenizer = load_tokenizer(chosen.tokenizer or beside.find_tokenizer(chosen.weights), stepper.vocab_size)
+    template_file = chosen.chat_template or beside.find_template(chosen.weights)
     template = load_template(template_file, tokenizer.chat_template, tokenizer.special_tokens)
     engine = Engine(
         stepper,
         tokenizer,
-        ends_of_text=ends_of_text(tokenizer, directory, stepper.vocab_size),
+        ends_of_text=beside.ends_of_text(tokenizer, chosen.weights, stepper.vocab_size),
         seed=chosen.seed,
         prefix_cache=chosen.prefix_cache,
         max_requests=chosen.max_requests,
@@ -82,18 +133,7 @@ def open_engine(
     return engine, template
 
 
-def check_weights(weights: Path | None, random_init: bool) -> None:
-    """Raise OptionError where it is not said what is served."""
-    if weights is None and not random_init:
-        raise OptionError(
-            "there are no weights to serve",
-            hint="give weights (--weights DIR), or random_init (--random-init) to serve parameters drawn anew",
-        )
-    if weights is not None and random_init:
-        raise OptionError("weights and random_init exclude each other", hint="leave one of them out")
-
-
-def open_stepper(package: Path, weights: Path | None, settings: Settings) -> Stepper:
+def open_stepper(package: Path, settings: Settings) -> Stepper:
     """The package with its parameters and its cache on a device.
 
     Where several ranks share the package, torchrun starts this process on each, and all call this. It returns on rank 0
@@ -102,8 +142,6 @@ def open_stepper(package: Path, weights: Path | None, settings: Settings) -> Ste
     from mgraph.runtime.serving import package_stepper as found  # loads torch's part of the runtime
     from mgraph.runtime.serving.ranks import led
 
-    if settings.num_blocks and settings.cache_memory:
-        raise OptionError("num_blocks and cache_memory exclude each other", hint="leave one of them out")
     opened: list[Package] = []
 
     def prepare() -> tuple[torch.device, dict[str, int], Facts]:
@@ -114,7 +152,7 @@ def open_stepper(package: Path, weights: Path | None, settings: Settings) -> Ste
         opened.append(loaded)
         axes = mesh.bind_axes(loaded.manifest["mesh"], mesh.environment()[1], "serve.py")
         given = {item.name: str(getattr(settings, item.name)) for item in fields(settings)}
-        return device, axes, {n: v for n, v in given.items() if n not in OF_RANK_0} | loaded.facts()
+        return device, axes, {n: v for n, v in given.items() if n not in OF_A_RANK} | loaded.facts()
 
     where = mesh.ALONE
     if ranks_of(package) > 1:
@@ -124,7 +162,7 @@ def open_stepper(package: Path, weights: Path | None, settings: Settings) -> Ste
         torch.set_num_threads(mesh.share_of_threads())
     stepper = found.PackageStepper(
         opened[0] if opened else package,
-        weights,
+        settings.weights,
         settings.num_blocks,
         where.device if opened else mesh.choose_device(settings.device),
         seed=settings.seed,
@@ -143,42 +181,3 @@ def ranks_of(package: Path) -> int:
 
     manifest = read_manifest(package.resolve())
     return math.prod(int(manifest["mesh"][axis]) for axis in shared_axes(manifest))
-
-
-def ends_of_text(tokenizer: Tokenizer, weights: Path | None, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that end a text: the tokenizer's `eos_token`, and those of a generation_config.json beside the weights.
-
-    A token that the model does not have ends nothing, and is warned of. Raises DataError for what is no token.
-    """
-    text = tokenizer.special_tokens.get("eos_token")
-    own = None if text is None else tokenizer.token_id(text)
-    return tuple(sorted({*_generation_ends(weights, vocab_size), *([] if own is None else [own])}))
-
-
-def _generation_ends(weights: Path | None, vocab_size: int) -> Sequence[int]:
-    file = None if weights is None else (weights if weights.is_dir() else weights.parent) / GENERATION
-    if file is None or not file.is_file():
-        return []
-    try:
-        found = json.loads(file.read_text("utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"{file} cannot be read: {error}", hint="repair it, or remove it") from error
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-            raise DataError(
-                f"{file}: eos_token_id is {json.dumps(found)}: {json.dumps(token)} is no token id",
-                hint="write a token id, or a list of them, or remove the key",
-            )
-        if token >= vocab_size:
-            message = f"{file}: eos_token_id {token} never comes: the model has the tokens 0 to {vocab_size - 1}"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
-    return [token for token in ids if token < vocab_size]
-
-
-def _tokenizer_path(settings: Settings, weights: Path | None) -> Path | None:
-    if settings.tokenizer is not None:
-        return Path(settings.tokenizer)
-    if weights is not None and holds_tokenizer(weights):
-        return weights
-    return None

@@ -27,6 +27,7 @@ from mgraph.runtime import checkpoint
 from mgraph.runtime.invariant import fixed_shapes
 from mgraph.runtime.mesh import ALONE, Mesh, bind_axes
 from mgraph.runtime.package import Package, State, StateSpec, load_package
+from mgraph.runtime.room import room, size_text
 from mgraph.runtime.serving.blocks import Windows, most_blocks
 from mgraph.runtime.serving.choices import sampled
 from mgraph.runtime.serving.dispatch import Bucket
@@ -98,20 +99,26 @@ class PackageStepper:
         self.num_blocks = 0
         if cache_bytes and not num_blocks:
             num_blocks = max(1 + len(self.windows), cache_bytes // self.block_bytes)
-        self.resize(num_blocks or min(mesh.gather(self._blocks_that_fit(self.block_bytes))))
+        num_blocks = num_blocks or min(mesh.gather(self._blocks_that_fit(self.block_bytes)))
+        mesh.together(lambda: self.resize(num_blocks))
         if batch_invariant:
             self._prove_invariant()
 
     def resize(self, num_blocks: int) -> None:
-        """Give the cache another number of blocks, all empty."""
+        """Give the cache another number of blocks, all empty. Raises OptionError where they are too few or too many."""
         least = 1 + len(self.windows)
         if num_blocks < least:
             raise OptionError(f"a cache of {num_blocks} blocks holds no request", hint=f"at least {least} blocks")
         self.num_blocks = num_blocks
-        for spec, *others in self._shared:
-            shape = (num_blocks * self.block_size, *spec.share(self.mesh).shape[1:])
-            self.state[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=self.device)
-            self.state.update((other.name, self.state[spec.name]) for other in others)
+        self.graphs = None  # which hold the cache of before
+        for spec in (spec for shared in self._shared for spec in shared):
+            self.state.pop(spec.name, None)
+        asked = f"a cache of {num_blocks} blocks of {size_text(self.block_bytes)}"
+        with room(self.device, num_blocks * self.block_bytes, asked, "a smaller num_blocks or cache_memory"):
+            for spec, *others in self._shared:
+                shape = (num_blocks * self.block_size, *spec.share(self.mesh).shape[1:])
+                self.state[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=self.device)
+                self.state.update((other.name, self.state[spec.name]) for other in others)
         self.graphs = self.graphs_of(CudaCapture()) if self._captures else None
 
     def release(self) -> None:
@@ -274,11 +281,17 @@ def _parameters(package: Package, weights: Path | str | None, seed: int, device:
     """This rank's shares of all state but the cache: drawn anew, or read from files of weights or a training run's
     newest checkpoint."""
     specs = [spec for spec in package.state_specs if spec.kind != "cache"]
+    read = () if weights is None else tuple(s for s in specs if s.kind in ("param", "buffer") and s.persist)
+    needed = sum(math.prod(spec.share(mesh).shape) * spec.dtype.itemsize for spec in specs)
+
+    def create() -> State:
+        with room(device, needed, "the weights", "a package of less, as by --precision or --mesh tp=N"):
+            return create_state(specs, seed, device, {spec.name for spec in read}, mesh)
+
+    state = mesh.together(create)
     if weights is None:
-        return mesh.together(lambda: create_state(specs, seed, device, mesh=mesh))
+        return state
     path = Path(weights)
-    read = tuple(s for s in specs if s.kind in ("param", "buffer") and s.persist)
-    state = mesh.together(lambda: create_state(specs, seed, device, {spec.name for spec in read}, mesh))
     found = mesh.together(lambda: run_checkpoint(path))
     if found is not None:
         checkpoint.load_parameters(found, state, read, mesh)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mgraph.errors import MgraphError, OptionError
 from mgraph.runtime import mesh
-from mgraph.runtime.options import Settings, about, read
+from mgraph.runtime.options import about, flag, read
 from mgraph.runtime.serving import opening, workload
 from mgraph.runtime.serving.local_ranks import end_with_rank_0, local_ranks
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 KEY = "MGRAPH_API_KEY"
 
+MOST_MIB = 2**20
+
 EXIT_CODES = """exit codes:
   0  stopped by SIGTERM or Ctrl-C, after the requests under way, or before there were any
   1  a second signal, or requests that did not end in time: they were cut off; or a rank has died
@@ -36,87 +38,43 @@ EXIT_CODES = """exit codes:
 
 
 @dataclass(frozen=True)
-class ServeOptions(Settings):
+class ServeOptions(opening.Settings):
     """All settings of a server."""
 
-    weights: Path | None = field(
-        default=None, metadata=about("safetensors file or directory, or a training run's directory")
-    )
     prompt: str = field(
         default="", metadata=about("continue this text on stdout, the likeliest token each time, instead of serving")
     )
     max_new_tokens: int = field(default=100, metadata=about("tokens after --prompt", low=1))
-    random_init: bool = field(
-        default=False, metadata=about("serve without weights: parameters are drawn anew, and the text is noise")
-    )
     host: str = field(default="127.0.0.1", metadata=about("address to listen at; 0.0.0.0 is all of the machine's"))
-    port: int = field(default=8000, metadata=about("port to listen at; 0 takes any that is free", low=0))
+    port: int = field(default=8000, metadata=about("port to listen at; 0 takes any that is free", low=0, high=65535))
     api_key: str = field(default="", metadata=about(f"key that clients must send (or the variable {KEY})"))
     served_model_name: str = field(default="", metadata=about("name of the model for clients (default: the package's)"))
-    tokenizer: Path | None = field(
-        default=None,
-        metadata=about("a tokenizer.json, or a directory that has one (default: that beside the weights, or bytes)"),
-    )
-    chat_template: Path | None = field(
-        default=None, metadata=about("how conversations become text, in Jinja (default: the tokenizer's own)")
-    )
-    num_blocks: int = field(
-        default=0,
-        metadata=about(
-            "blocks of the cache; of a layer with a window those of the window only (default 0: what memory allows)",
-            low=0,
-        ),
-    )
-    cache_memory: float = field(
-        default=0.0,
-        metadata=about("GiB of the cache of a rank, in place of --num-blocks (default 0: what memory allows)", low=0),
-    )
-    max_requests: int = field(
-        default=0, metadata=about("sequences in a step at most (default 0: what the package allows)", low=0)
-    )
-    step_tokens: int = field(
-        default=0, metadata=about("tokens in a step at most (default 0: what the package allows)", low=0)
-    )
-    no_prefix_cache: bool = field(
-        default=False, metadata=about("compute every prompt anew, even one that begins like an earlier one")
-    )
-    batch_invariant: bool = field(
-        default=False,
-        metadata=about(
-            "give each request the same bits whatever else is served; slower, and on a GPU only packages that were "
-            "compiled with it"
-        ),
-    )
     max_queue: int = field(
         default=1024, metadata=about("sequences under way or waiting; more are refused with 429", low=1)
     )
-    max_body: float = field(default=16.0, metadata=about("MiB of a request's body at most", low=0))
+    max_body: float = field(default=16.0, metadata=about("MiB of a request's body at most", low=0, high=MOST_MIB))
     drain_timeout: float = field(
         default=60.0, metadata=about("seconds that requests under way have after SIGTERM", low=0)
     )
     record_workload: Path | None = field(
         default=None, metadata=about("write here at the end what steps there were, for mgraph compile --graph-workload")
     )
-    device: str = field(
-        default="auto", metadata=about("where to run; auto is cuda if there is one", choices=("auto", "cpu", "cuda"))
-    )
-    seed: int = field(default=0, metadata=about("of parameters drawn anew, and of requests without one", low=0))
 
     def __post_init__(self) -> None:
-        """Options that exclude each other, and a port that is none."""
+        """Options that exclude each other."""
         super().__post_init__()
-        if self.port > 65535:
-            raise OptionError(f"--port {self.port}: there are ports up to 65535", hint="--port 8000")
-        if self.num_blocks and self.cache_memory:
-            raise OptionError("--num-blocks and --cache-memory exclude each other", hint="leave one of them out")
         if self.prompt and self.record_workload is not None:
             problem = "--record-workload records what a server does, and with --prompt there is none"
             raise OptionError(problem, hint="leave one of them out")
 
+    @classmethod
+    def written(cls, name: str) -> str:
+        """As a flag."""
+        return flag(name)
+
     def opening(self) -> dict[str, Any]:
         """The settings of the engine among them."""
-        shared = {item.name for item in fields(opening.Settings)} & {item.name for item in fields(self)}
-        return {name: getattr(self, name) for name in shared} | {"prefix_cache": not self.no_prefix_cache}
+        return {item.name: getattr(self, item.name) for item in fields(opening.Settings)}
 
 
 def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoReturn:
@@ -134,14 +92,13 @@ def serve(package_dir: Path, arguments: Sequence[str] | None, program: str) -> i
     """As `main`; gives the exit code. Raises MgraphError for wrong input."""
     about_it = "Serve this package behind HTTP, as OpenAI's API does, with a page at / to try it."
     options = read(ServeOptions, arguments, program, about_it, EXIT_CODES)
-    opening.check_weights(options.weights, options.random_init)
     wanted, (rank, started) = opening.ranks_of(package_dir), mesh.environment()
     if started > 1 and wanted == 1:
         problem = f"{started} processes were started, and {package_dir} is for one"
         raise OptionError(problem, hint="python PKG/serve.py, or compile it with --mesh tp=N")
     if rank:
         end_with_rank_0()
-        opening.open_engine(package_dir, options.weights, **options.opening())  # which does not return
+        opening.open_engine(package_dir, **options.opening())  # which does not return
     if wanted == 1 or started > 1:
         return _serve(package_dir, options, started)
     given = sys.argv[1:] if arguments is None else arguments
@@ -160,7 +117,7 @@ def _serve(package_dir: Path, options: ServeOptions, ranks: int) -> int:
         workload.check_target(options.record_workload)
     listening = listen(options.host, options.port)
     try:
-        engine, template = opening.open_engine(package_dir, options.weights, **options.opening())
+        engine, template = opening.open_engine(package_dir, **options.opening())
         from mgraph.runtime.serving.server import Serving
 
         serving = Serving(
@@ -186,7 +143,7 @@ def continuation(package_dir: Path, options: ServeOptions) -> str:
     """What follows `options.prompt`. Raises RequestError where it does not fit."""
     from mgraph.runtime.serving.llm import LLM
 
-    model = LLM(package_dir, options.weights, **options.opening())
+    model = LLM(package_dir, **options.opening())
     params = {"temperature": 0.0, "max_tokens": options.max_new_tokens}
     return model.generate(options.prompt, params)[0].outputs[0].text
 

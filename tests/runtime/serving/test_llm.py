@@ -5,21 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mgraph.errors import DataError, OptionError
 from mgraph.runtime.chat import ChatTemplate
-from mgraph.runtime.serving import opening
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.llm import LLM
-from mgraph.runtime.serving.opening import Settings, ends_of_text, open_engine
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
-from mgraph.runtime.tokenizer import ByteTokenizer, Tokenizer
+from mgraph.runtime.tokenizer import ByteTokenizer
 from tests.runtime.serving.fake_stepper import FakeStepper, alone
 
 TEMPLATE = (
@@ -185,46 +180,9 @@ def test_the_cache_can_be_forgotten(llm: LLM) -> None:
     nothing_left(llm)
 
 
-def test_without_weights_it_refuses() -> None:
-    with pytest.raises(OptionError, match="no weights to serve"):
-        LLM("nowhere")
-    with pytest.raises(OptionError, match="exclude"):
-        open_engine("nowhere", "weights", random_init=True)
-    with pytest.raises(OptionError, match="no setting 'num_block'"):
-        open_engine("nowhere", "weights", num_block=3)
-
-
 def test_public_names() -> None:
     import mgraph
     import mgraph.runtime
 
     assert mgraph.LLM is mgraph.runtime.LLM is LLM
     assert mgraph.SamplingParams is mgraph.runtime.SamplingParams is SamplingParams
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"])
-def test_part_of_a_tokenizer_among_the_weights_is_not_taken_for_bytes(tmp_path: Path, name: str) -> None:
-    assert opening._tokenizer_path(Settings(), tmp_path) is None
-    (tmp_path / name).write_text("{}")
-    assert opening._tokenizer_path(Settings(), tmp_path) == tmp_path
-
-
-def test_tokens_that_end_a_text(tmp_path: Path) -> None:
-    class WithEnd(ByteTokenizer):
-        special_tokens: Mapping[str, str] = {"eos_token": "$"}
-
-    tokenizer: Tokenizer = WithEnd()
-    assert ends_of_text(tokenizer, None, 256) == (36,)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert ends_of_text(tokenizer, tmp_path, 256) == (7, 9, 36)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert ends_of_text(ByteTokenizer(), tmp_path / "model.safetensors", 256) == (7,)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
-    assert ends_of_text(ByteTokenizer(), tmp_path, 256) == ()
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 999999]}')
-    with pytest.warns(RuntimeWarning, match="eos_token_id 999999 never comes: the model has the tokens 0 to 255"):
-        assert ends_of_text(ByteTokenizer(), tmp_path, 256) == (7,)
-    for wrong in ('"x"', "[7, 1.5]", "-1", "true"):
-        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {wrong}}}')
-        with pytest.raises(DataError, match=r"generation_config.json: eos_token_id is .* is no token id"):
-            ends_of_text(ByteTokenizer(), tmp_path, 256)

@@ -154,8 +154,7 @@ def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options() -> None:
     options = read(ServeOptions, ["--weights", "w", "--num-blocks", "9", "--no-prefix-cache"], "serve", "")
-    given = options.opening()
-    assert given["num_blocks"] == 9 and given["prefix_cache"] is False and "host" not in given
+    assert (options.num_blocks, options.prefix_cache, options.port) == (9, False, 8000)
     for wrong in (
         ["--port", "70000"],
         ["--num-blocks", "4", "--cache-memory", "1"],
@@ -164,4 +163,4 @@ def test_options() -> None:
         ["--prompt", "hi", "--record-workload", "steps.json"],
     ):
         with pytest.raises(OptionError):
-            read(ServeOptions, wrong, "serve", "")
+            read(ServeOptions, ["--weights", "w", *wrong], "serve", "")

@@ -1,0 +1,89 @@
+"""What belongs to weights besides: their tokenizer, their chat template, and the tokens that end a text.
+
+It lies in the directory of the weights; where those are a file, in the directory of that file. A training run says in
+its checkpoints which tokenizer and chat template it was trained with. Texts are bytes only where nothing names another.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from mgraph.errors import DataError
+from mgraph.runtime.checkpoint import Checkpoint
+from mgraph.runtime.options import flag
+from mgraph.runtime.serving.package_stepper import run_checkpoint
+from mgraph.runtime.tokenizer import Tokenizer, holds_tokenizer
+
+GENERATION = "generation_config.json"
+"""Beside weights, the file that names the tokens that end a text."""
+
+
+def find_tokenizer(weights: Path | None) -> Path | None:
+    """The tokenizer of weights; None: bytes. Raises DataError where it is named and not there."""
+    directory = _directory(weights)
+    if directory is not None and holds_tokenizer(directory):
+        return directory
+    return _of_run(weights, "tokenizer")
+
+
+def find_template(weights: Path | None) -> Path | None:
+    """The chat template that is not the tokenizer's own. Raises DataError where it is named and not there."""
+    return _of_run(weights, "chat_template")
+
+
+def ends_of_text(tokenizer: Tokenizer, weights: Path | None, vocab_size: int) -> tuple[int, ...]:
+    """Tokens that end a text: the tokenizer's `eos_token`, and those of a generation_config.json beside the weights.
+
+    A token that the model does not have ends nothing, and is warned of. Raises DataError for what is no token.
+    """
+    text = tokenizer.special_tokens.get("eos_token")
+    own = None if text is None else tokenizer.token_id(text)
+    return tuple(sorted({*_generation_ends(weights, vocab_size), *([] if own is None else [own])}))
+
+
+def _directory(weights: Path | None) -> Path | None:
+    return None if weights is None else weights if weights.is_dir() else weights.parent
+
+
+def _of_run(weights: Path | None, name: str) -> Path | None:
+    """A file that a training run was given with the option of this name."""
+    run = None if weights is None else run_checkpoint(weights)
+    given = None if run is None else _place(run, name)
+    if run is None or given is None or given.exists():
+        return given
+    raise DataError(
+        f"the run was trained with {flag(name)} {given}, which is not there",
+        where=str(run.path),
+        hint=f"put it there again, or say where it is: {flag(name)} PATH ({name} in Python)",
+    )
+
+
+def _place(run: Checkpoint, name: str) -> Path | None:
+    places, options = run.run.get("places", {}), run.run.get("options", {})
+    text = places[name] if name in places else options.get(name)  # of an older run as it was written
+    return None if text in (None, "None") else Path(text)
+
+
+def _generation_ends(weights: Path | None, vocab_size: int) -> Sequence[int]:
+    directory = _directory(weights)
+    file = None if directory is None else directory / GENERATION
+    if file is None or not file.is_file():
+        return []
+    try:
+        found = json.loads(file.read_text("utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{file} cannot be read: {error}", hint="repair it, or remove it") from error
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise DataError(
+                f"{file}: eos_token_id is {json.dumps(found)}: {json.dumps(token)} is no token id",
+                hint="write a token id, or a list of them, or remove the key",
+            )
+        if token >= vocab_size:
+            message = f"{file}: eos_token_id {token} never comes: the model has the tokens 0 to {vocab_size - 1}"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+    return [token for token in ids if token < vocab_size]

@@ -1,0 +1,73 @@
+"""What lies beside weights: tokenizers, chat templates, tokens that end a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgraph.errors import DataError
+from mgraph.runtime.serving.beside import ends_of_text, find_template, find_tokenizer
+from mgraph.runtime.tokenizer import ByteTokenizer, Tokenizer
+
+
+def run(directory: Path, **said: Any) -> Path:
+    """A training run whose newest checkpoint says this."""
+    whole = directory / "checkpoints" / "step_00000007"
+    whole.mkdir(parents=True)
+    (whole / "run.json").write_text(json.dumps({"step": 7, "run": said, "layout": {}, "files": {}}))
+    return directory
+
+
+def test_a_training_run_names_its_tokenizer_and_template(tmp_path: Path) -> None:
+    place, template = tmp_path / "tokenizer", tmp_path / "chat.jinja"
+    trained = run(tmp_path / "run", places={"tokenizer": str(place), "chat_template": str(template)})
+    for find, file in ((find_tokenizer, place), (find_template, template)):
+        with pytest.raises(DataError, match=f"trained with --.* {file}, which is not there") as caught:
+            find(trained)
+        assert "step_00000007" in str(caught.value) and "PATH" in str(caught.value)
+        file.touch()
+        assert find(trained) == find(trained / "checkpoints") == file
+    (trained / "tokenizer.json").touch()
+    assert find_tokenizer(trained) == trained
+
+
+def test_runs_of_before_and_runs_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").touch()
+    of_before = run(tmp_path / "before", options={"tokenizer": "mine", "chat_template": "None"})
+    of_bytes = run(tmp_path / "bytes", places={"tokenizer": None, "chat_template": None}, options={"tokenizer": "x"})
+    assert find_tokenizer(of_before) == Path("mine") and find_template(of_before) is None
+    assert find_tokenizer(of_bytes) is find_template(of_bytes) is find_tokenizer(None) is None
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"])
+def test_part_of_a_tokenizer_among_the_weights_is_not_taken_for_bytes(tmp_path: Path, name: str) -> None:
+    weights = (tmp_path, tmp_path / "model.safetensors")
+    assert [find_tokenizer(each) for each in weights] == [None, None]
+    (tmp_path / name).write_text("{}")
+    assert [find_tokenizer(each) for each in weights] == [tmp_path, tmp_path]
+
+
+def test_tokens_that_end_a_text(tmp_path: Path) -> None:
+    class WithEnd(ByteTokenizer):
+        special_tokens: Mapping[str, str] = {"eos_token": "$"}
+
+    tokenizer: Tokenizer = WithEnd()
+    assert ends_of_text(tokenizer, None, 256) == (36,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert ends_of_text(tokenizer, tmp_path, 256) == (7, 9, 36)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert ends_of_text(ByteTokenizer(), tmp_path / "model.safetensors", 256) == (7,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert ends_of_text(ByteTokenizer(), tmp_path, 256) == ()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 999999]}')
+    with pytest.warns(RuntimeWarning, match="eos_token_id 999999 never comes: the model has the tokens 0 to 255"):
+        assert ends_of_text(ByteTokenizer(), tmp_path, 256) == (7,)
+    for wrong in ('"x"', "[7, 1.5]", "-1", "true"):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {wrong}}}')
+        with pytest.raises(DataError, match=r"generation_config.json: eos_token_id is .* is no token id"):
+            ends_of_text(ByteTokenizer(), tmp_path, 256)
