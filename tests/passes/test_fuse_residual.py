@@ -70,8 +70,7 @@ def test_near_misses(edits: list[tuple[str, str]], expected: str) -> None:
         ("dense-tiny", {}, 4),
         ("dense-tiny", {"mesh": "fsdp=2", "recompute": "full"}, 5),
         ("dense-tiny", {"mesh": "tp=2"}, 0),
-        ("dense-tiny", {"lora": ["*.o: rank=4"]}, 4),
-        ("moe-tiny", {}, 2),
+        ("dense-tiny", {"lora": ["*.o: rank=4"]}, 6),  # with those of what the adapter makes
     ],
     ids=str,
 )
