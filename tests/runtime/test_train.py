@@ -26,6 +26,7 @@ from mgraph.runtime.mesh import current
 from mgraph.runtime.options import parse
 from mgraph.runtime.package import load_package
 from mgraph.runtime.schedule import learning_rate
+from mgraph.runtime.serving.beside import find_template, find_tokenizer
 from mgraph.runtime.state import create_state
 from mgraph.runtime.text import load_text
 from mgraph.runtime.tokenizer import ByteTokenizer
@@ -277,15 +278,22 @@ def test_validation_loss_is_the_mean_over_tokens(
 
 
 def test_tokenizer_file_and_nats_per_byte(
-    package_dir: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    package_dir: Path,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from tokenizers import Tokenizer, models, trainers
 
     library = Tokenizer(models.BPE())
     library.train_from_iterator([text_file.read_text()], trainers.BpeTrainer(vocab_size=200, show_progress=False))
     library.save(str(tmp_path / "tokenizer.json"))
-    arguments = ("--tokenizer", str(tmp_path / "tokenizer.json"), "--steps", "30", "--sample-length", "5")
-    train(package_dir, tmp_path / "run", text_file, *arguments)
+    monkeypatch.chdir(tmp_path)
+    train(package_dir, tmp_path / "run", text_file, *"--tokenizer tokenizer.json --steps 30 --sample-length 5".split())
+    monkeypatch.undo()
+    assert find_tokenizer(tmp_path / "run") == tmp_path / "tokenizer.json"
+    assert find_template(tmp_path / "run") is None
     per_byte = load_text(str(text_file), ByteTokenizer(), 19)
     words = capsys.readouterr().out.splitlines()[-1].split()
     assert float(words[8]) == pytest.approx(per_byte.unigram_entropy, abs=1e-4)
