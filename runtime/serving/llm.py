@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ from mgraph.runtime.chat import ChatTemplate, Message
 from mgraph.runtime.serving.engine import Delta, Engine, Score
 from mgraph.runtime.serving.opening import open_engine
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
+from mgraph.runtime.serving.prompts import Input, Prompt, read_chat, read_prompt, separate
 from mgraph.runtime.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int]
-"""A text, or token ids."""
 
 Params = SamplingParams | Mapping[str, Any]
 """Parameters, or a dict of their fields."""
@@ -96,9 +93,10 @@ class LLM:
 
         Raises RequestError, before anything is begun, if one of them cannot be served.
         """
-        all_prompts = _prompts(prompts)
-        all_params = _params(params, len(all_prompts))
-        inputs = [_Input.of(self, prompt) for prompt in all_prompts]
+        return self._generate([read_prompt(self.engine, prompt) for prompt in separate(prompts)], params)
+
+    def _generate(self, inputs: Sequence[Input], params: Params | Sequence[Params] | None) -> list[RequestOutput]:
+        all_params = _params(params, len(inputs))
         groups: list[int] = []
         try:
             with self._engine_alone():
@@ -120,7 +118,7 @@ class LLM:
         RequestError, at the latest with the first delta, if the request cannot be served.
         """
         (one,) = _params(params, 1)
-        given = _Input.of(self, prompt)
+        given = read_prompt(self.engine, prompt)
         self.engine.check(given.ids, one)
         return self._stream(given, one)
 
@@ -130,9 +128,10 @@ class LLM:
         params: Params | Sequence[Params] | None = None,
         tools: Sequence[Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several."""
-        several = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
-        return self.generate([chat_prompt(self.engine, self.template, m, tools) for m in several], params)  # type: ignore[arg-type]
+        """Answer one conversation, or several, as `generate`. What a message may hold is told in `prompts`."""
+        several = isinstance(messages, list | tuple) and bool(messages) and not isinstance(messages[0], Mapping)
+        conversations = messages if several else [messages]
+        return self._generate([read_chat(self.engine, self.template, each, tools) for each in conversations], params)
 
     def reset_prefix_cache(self) -> None:
         """Forget what the cache holds of earlier prompts, as after a change of the weights."""
@@ -149,12 +148,12 @@ class LLM:
         finally:
             self._end_dropped_if_idle()
 
-    def _submit(self, given: _Input, params: SamplingParams) -> int:
+    def _submit(self, given: Input, params: SamplingParams) -> int:
         group = self.engine.submit(given.ids, params)
         self._arrived[group] = deque()
         return group
 
-    def _stream(self, given: _Input, params: SamplingParams) -> Iterator[Delta]:
+    def _stream(self, given: Input, params: SamplingParams) -> Iterator[Delta]:
         with self._engine_alone():
             group = self._submit(given, params)
         count = params.n
@@ -237,69 +236,6 @@ class Gathering:
             stop_reason=last.stop_reason,
             error=last.error,
         )
-
-
-def encode_prompt(engine: Engine, text: str) -> list[int]:
-    """The tokens of a text, with those that the tokenizer puts before each. Raises RequestError without a tokenizer."""
-    tokenizer = engine.tokenizer
-    if tokenizer is None:
-        raise RequestError("there is no tokenizer for a text", "prompt", "give token ids")
-    return [*tokenizer.prefix, *_encode(tokenizer, text, "prompt")]
-
-
-def chat_prompt(
-    engine: Engine, template: ChatTemplate | None, messages: Sequence[Message], tools: Sequence[Any] | None = None
-) -> list[int]:
-    """The tokens of a conversation up to where the assistant's answer begins."""
-    if template is None:
-        raise RequestError(
-            "the tokenizer has no chat template, so there is no way to write a conversation",
-            "messages",
-            "give --chat-template FILE, or a prompt instead of messages",
-        )
-    if engine.tokenizer is None:
-        raise RequestError("there is no tokenizer for a text", "messages", "give token ids as a prompt")
-    return _encode(engine.tokenizer, template.prompt(messages, tools), "messages")
-
-
-def _encode(tokenizer: Tokenizer, text: str, param: str) -> list[int]:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"the text has half of a surrogate pair, {text[error.start]!r}, as character {error.start}",
-            param,
-            "join it with its other half, or leave it out",
-        ) from error
-    return [int(token) for token in tokenizer.encode(text).tolist()]
-
-
-@dataclass(frozen=True)
-class _Input:
-    text: str | None
-    ids: Sequence[int]
-
-    @classmethod
-    def of(cls, llm: LLM, prompt: Prompt) -> _Input:
-        if isinstance(prompt, str):
-            return cls(prompt, encode_prompt(llm.engine, prompt))
-        wrong = next((token for token in prompt if not isinstance(token, Integral)), None)
-        if wrong is not None:
-            raise RequestError(f"a prompt of token ids has {wrong!r}, which is no integer", "prompts")
-        return cls(None, [int(token) for token in prompt])
-
-
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Collection) or isinstance(prompts, Mapping | Set):
-        raise RequestError(f"prompts must be a text, token ids, or a list of either, not {prompts!r}", "prompts")
-    if len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    for item in prompts:
-        if not isinstance(item, str | Sequence):
-            raise RequestError(f"a prompt must be a text or a list of token ids, not {item!r}", "prompts")
-    return list(prompts)  # type: ignore[arg-type]
 
 
 def _params(params: Any, count: int) -> list[SamplingParams]:

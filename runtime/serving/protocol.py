@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 from mgraph.errors import did_you_mean
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
+from mgraph.runtime.serving.prompts import Prompt, Role, separate
 from mgraph.runtime.serving.step import MOST_ALTERNATIVES
 
 MOST_PROMPTS = 2048
@@ -109,11 +110,9 @@ class CompletionRequest(_Generation):
         """Whether nothing is to be generated."""
         return bool(self.echo) and self.max_tokens == 0
 
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[Prompt]:
         """One or more, each a text or token ids."""
-        given: Any = self.prompt
-        one = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int))
-        prompts: list[str | list[int]] = [given] if one else list(given)
+        prompts = separate(self.prompt)
         if not prompts or len(prompts) > MOST_PROMPTS:
             raise RequestError(f"{len(prompts)} prompts: there must be 1 to {MOST_PROMPTS}", "prompt")
         return prompts
@@ -144,22 +143,10 @@ class ChatMessage(BaseModel):
     """A turn of a conversation; what else it holds is for the template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: StrictStr | list[TextPart] | None = Field(
         None, description="must be there, unless an assistant called tools (tool_calls, function_call) or refused"
     )
-
-    @property
-    def silent(self) -> bool:
-        """Whether nothing is said in it, though something must be."""
-        instead = ("tool_calls", "function_call", "refusal") if self.role == "assistant" else ()
-        return self.content is None and not any((self.model_extra or {}).get(name) for name in instead)
-
-    def plain(self) -> dict[str, Any]:
-        """As a template reads it: the content is one text."""
-        parts = self.content
-        text = "".join(part.text for part in parts) if isinstance(parts, list) else parts
-        return {**self.model_dump(exclude_unset=True), "content": "" if text is None else text}
 
 
 class ResponseFormat(_Body):
@@ -182,13 +169,6 @@ class ChatRequest(_Generation):
     def params(self) -> SamplingParams:
         """As the engine takes them. Raises RequestError."""
         self.check()
-        for at, message in enumerate(self.messages):
-            if message.silent:
-                raise RequestError(
-                    f"the field 'messages.{at}.content' is missing",
-                    f"messages.{at}.content",
-                    "give the text; only an assistant that called tools may have none",
-                )
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs", "top_logprobs", 'give "logprobs": true')
         asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

@@ -26,9 +26,9 @@ from mgraph.runtime.serving.background import BackgroundEngine, Overloaded
 from mgraph.runtime.serving.engine import Engine, EngineDead
 from mgraph.runtime.serving.exchange import Exchange, chat_events, completion_events
 from mgraph.runtime.serving.gate import Gate
-from mgraph.runtime.serving.llm import chat_prompt, encode_prompt
 from mgraph.runtime.serving.metrics import CONTENT_TYPE, Metrics
 from mgraph.runtime.serving.parameters import RequestError
+from mgraph.runtime.serving.prompts import read_chat, read_prompt
 from mgraph.runtime.serving.protocol import ChatRequest, CompletionRequest, openapi, refusal
 from mgraph.runtime.serving.streaming import EventStream, until_disconnect
 
@@ -133,7 +133,7 @@ class _Server:
         body = await self._body(request, CompletionRequest)
         params, given = body.params(), body.prompts()
         engine = self.serving.engine
-        prompts = [encode_prompt(engine, one) if isinstance(one, str) else one for one in given]
+        prompts = [read_prompt(engine, one).ids for one in given]
         exchange = await self._begin(prompts, [params] * len(prompts))
         heading = Heading(self.serving.model, chat=False)
         tokenizer = engine.tokenizer
@@ -154,8 +154,8 @@ class _Server:
         body = await self._body(request, ChatRequest)
         params = body.params()
         engine, template = self.serving.engine, self.serving.template
-        prompt = chat_prompt(engine, template, [message.plain() for message in body.messages])
-        exchange = await self._begin([prompt], [params])
+        given = read_chat(engine, template, [message.model_dump(exclude_unset=True) for message in body.messages])
+        exchange = await self._begin([given.ids], [params])
         heading, choices = Heading(self.serving.model, chat=True), Chats(engine.tokenizer)
         if body.stream:
             return EventStream(exchange, chat_events(exchange, heading, choices, _wants_usage(body)))

@@ -290,7 +290,8 @@ def test_tokenizer_file_and_nats_per_byte(
     library.train_from_iterator([text_file.read_text()], trainers.BpeTrainer(vocab_size=200, show_progress=False))
     library.save(str(tmp_path / "tokenizer.json"))
     monkeypatch.chdir(tmp_path)
-    train(package_dir, tmp_path / "run", text_file, *"--tokenizer tokenizer.json --steps 30 --sample-length 5".split())
+    arguments = ("--tokenizer", "tokenizer.json", "--steps", "30", "--sample-length", "5")
+    train(package_dir, tmp_path / "run", text_file, *arguments)
     monkeypatch.undo()
     assert find_tokenizer(tmp_path / "run") == tmp_path / "tokenizer.json"
     assert find_template(tmp_path / "run") is None

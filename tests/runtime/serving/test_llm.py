@@ -24,6 +24,20 @@ TEMPLATE = (
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
+WRONG_PROMPTS: list[tuple[Any, str]] = [
+    ("", "empty"),
+    ([256], "token 256"),
+    ([1, "a"], "|".join(("has 'a', which is no integer", "must be a text or a list of token ids, not 1"))),
+    (["a", True], "|".join(("has 'a', which is no integer", "must be a text or a list of token ids, not True"))),
+    (5, "must be a text"),
+    (None, "must be a text"),
+    (b"bytes", "must be a text"),
+    ({"a": 1}, "must be a text"),
+    ({1}, "must be a text"),
+    ("ab\ud800", "half of a surrogate pair, '.ud800', as character 2"),
+]
+
+
 @pytest.fixture
 def llm() -> LLM:
     stepper = FakeStepper(vocab_size=256, num_blocks=40, max_length=128)
@@ -65,22 +79,18 @@ def test_parameters_for_each(llm: LLM) -> None:
     nothing_left(llm)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        (["a", ""], "empty"),
-        (["a", [256]], "token 256"),
-        ([["a"]], "has 'a', which is no integer"),
-        ([{1}], "must be a text"),
-        (5, "must be a text, token ids, or a list of either, not 5"),
-        (None, "must be a text"),
-        ({"a": 1}, "must be a text"),
-        ("ab\ud800", "half of a surrogate pair, '.ud800', as character 2"),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "message"), WRONG_PROMPTS)
 def test_a_wrong_prompt_begins_nothing(llm: LLM, prompts: Any, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        llm.generate(prompts, GREEDY)
+    for ask in (llm.generate, llm.stream):
+        with pytest.raises(RequestError, match=message):
+            ask(prompts, GREEDY)
+        nothing_left(llm)
+
+
+@pytest.mark.parametrize("several", [["a", ""], ["a", [256]], ["a", 5], [{1}], [None], {1: "a"}])
+def test_a_wrong_one_among_prompts_begins_nothing(llm: LLM, several: Any) -> None:
+    with pytest.raises(RequestError):
+        llm.generate(several, GREEDY)
     nothing_left(llm)
 
 
@@ -168,6 +178,56 @@ def test_chat(llm: LLM) -> None:
     without = LLM.over(llm.engine)
     with pytest.raises(RequestError, match="no chat template"):
         without.chat([{"role": "user", "content": "hi"}])
+
+
+def test_conversations_in_parts_and_of_tools(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    of_parts: list[dict[str, Any]] = [{"role": "user", "content": parts}]
+    of_tools: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {"role": "tool", "content": "4"},
+    ]
+    first, second = llm.chat([of_parts, of_tools], GREEDY)
+    assert first.outputs[0].token_ids == expected(llm, b"user: hi\nassistant: ")
+    assert second.outputs[0].token_ids == expected(llm, b"user: x\nassistant: \ntool: 4\nassistant: ")
+    assert of_parts[0]["content"] is parts, "what was given stays as it was"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (5, "messages"),
+        (None, "messages"),
+        ("hi", "messages"),
+        ({"role": "user", "content": "hi"}, "messages"),
+        ([{"content": "x"}], "messages.0.role"),
+        ([{"role": "king", "content": "x"}], "messages.0.role"),
+        ([{"role": "user", "content": "x"}, 5], "messages.1"),
+        ([{"role": "user", "content": 3}], "messages.0.content"),
+        ([{"role": "user"}], "messages.0.content"),
+        ([{"role": "assistant", "content": None}], "messages.0.content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content"),
+        ([{"role": "user", "content": ["x"]}], "messages.0.content"),
+    ],
+)
+def test_what_is_no_conversation(llm: LLM, messages: Any, param: str) -> None:
+    good = [{"role": "user", "content": "hi"}]
+    for asked in (messages, [good, messages]):
+        with pytest.raises(RequestError) as caught:
+            llm.chat(asked, GREEDY)
+        assert caught.value.param == param
+        nothing_left(llm)
+
+
+def test_no_messages_and_wrong_tools(llm: LLM) -> None:
+    empty: list[Any] = [[], [[]]]
+    for none in empty:
+        with pytest.raises(RequestError, match="has no messages"):
+            llm.chat(none)
+    tools: Any = "find"
+    with pytest.raises(RequestError, match="tools must be a list, not 'find'"):
+        llm.chat([{"role": "user", "content": "hi"}], tools=tools)
 
 
 def test_the_cache_can_be_forgotten(llm: LLM) -> None:

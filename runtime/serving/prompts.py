@@ -1,0 +1,134 @@
+"""What a person may give to be continued: texts, token ids, conversations. `LLM` and the server read them here.
+
+A message's content is a text, or a list of parts that are texts; an assistant that called tools, or refused, may have
+said nothing. Templates see one text, and whatever else a message holds.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, Literal, get_args
+
+from mgraph.runtime.chat import ChatTemplate, Message
+from mgraph.runtime.serving.engine import Engine
+from mgraph.runtime.serving.parameters import RequestError
+from mgraph.runtime.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+SAID_INSTEAD = ("tool_calls", "function_call", "refusal")
+"""What an assistant's message may have in place of content."""
+
+_EXAMPLE = 'as in [{"role": "user", "content": "Hello"}]'
+
+
+@dataclass(frozen=True)
+class Input:
+    """A prompt as it was given, where that was a text, and its tokens."""
+
+    text: str | None
+    ids: Sequence[int]
+
+
+def separate(prompts: Any) -> list[Prompt]:
+    """One prompt, or several, as a list; what is in it is not looked at. Raises RequestError for anything else."""
+    if isinstance(prompts, str) or (_listed(prompts) and len(prompts) > 0 and all(map(_is_token, prompts))):
+        return [prompts]
+    if not _listed(prompts):
+        raise RequestError(f"a prompt must be a text, token ids, or a list of either, not {_shown(prompts)}", "prompt")
+    return list(prompts)
+
+
+def read_prompt(engine: Engine, prompt: Any) -> Input:
+    """One prompt; a text begins with what the tokenizer puts before each. Raises RequestError for what is none."""
+    if isinstance(prompt, str):
+        if engine.tokenizer is None:
+            raise RequestError("there is no tokenizer for a text", "prompt", "give token ids")
+        return Input(prompt, [*engine.tokenizer.prefix, *_encode(engine.tokenizer, prompt, "prompt")])
+    if not _listed(prompt):
+        raise RequestError(f"a prompt must be a text or a list of token ids, not {_shown(prompt)}", "prompt")
+    wrong = [token for token in prompt if not _is_token(token)]
+    if wrong:
+        raise RequestError(f"a prompt of token ids has {_shown(wrong[0])}, which is no integer", "prompt")
+    return Input(None, [int(token) for token in prompt])
+
+
+def read_chat(engine: Engine, template: ChatTemplate | None, messages: Any, tools: Any = None) -> Input:
+    """A conversation up to where the assistant's answer begins. Raises RequestError for what is none, DataError where
+    the template refuses it."""
+    if template is None:
+        raise RequestError(
+            "the tokenizer has no chat template, so there is no way to write a conversation",
+            "messages",
+            "give --chat-template FILE, or a prompt instead of messages",
+        )
+    if engine.tokenizer is None:
+        raise RequestError("there is no tokenizer for a text", "messages", "give token ids as a prompt")
+    if tools is not None and not _listed(tools):
+        raise RequestError(f"tools must be a list, not {_shown(tools)}", "tools")
+    return Input(None, _encode(engine.tokenizer, template.prompt(plain_messages(messages), tools), "messages"))
+
+
+def plain_messages(messages: Any) -> list[Message]:
+    """Messages whose contents are texts. Raises RequestError with the place of what is wrong."""
+    if not _listed(messages):
+        raise RequestError(f"a conversation must be a list of messages, not {_shown(messages)}", "messages", _EXAMPLE)
+    if not len(messages):
+        raise RequestError("the conversation has no messages", "messages", _EXAMPLE)
+    return [_plain(message, f"messages.{at}") for at, message in enumerate(messages)]
+
+
+def _plain(message: Any, place: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"a message must have a role and content, not be {_shown(message)}", place, _EXAMPLE)
+    role, content, roles = message.get("role"), message.get("content"), get_args(Role)
+    if role not in roles:
+        raise RequestError(f"{place}.role is {_shown(role)}: must be one of {', '.join(roles)}", f"{place}.role")
+    if content is None and not (role == "assistant" and any(message.get(name) for name in SAID_INSTEAD)):
+        raise RequestError(
+            f"the field '{place}.content' is missing",
+            f"{place}.content",
+            "give the text; only an assistant that called tools may have none",
+        )
+    if isinstance(content, str):
+        return message
+    parts = [] if content is None else content
+    if not _listed(parts) or not all(map(_is_text, parts)):
+        problem = f"{place}.content must be a text, or a list of parts of text, not {_shown(content)}"
+        raise RequestError(problem, f"{place}.content", '[{"type": "text", "text": "Hello"}]')
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _listed(value: Any) -> bool:
+    """Whether these are things in an order."""
+    return isinstance(value, Collection) and not isinstance(value, str | bytes | bytearray | Mapping | Set)
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)
+
+
+def _encode(tokenizer: Tokenizer, text: str, param: str) -> list[int]:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text has half of a surrogate pair, {text[error.start]!r}, as character {error.start}",
+            param,
+            "join it with its other half, or leave it out",
+        ) from error
+    return [int(token) for token in tokenizer.encode(text).tolist()]
