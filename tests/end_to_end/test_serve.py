@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 import subprocess
 import sys
@@ -23,11 +22,10 @@ from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
 from mgraph.runtime.serving.step import Batch, Pending, Sampling, Stepper
 from tests.end_to_end.builds import Build, build, llama
+from tests.end_to_end.cells import CELLS, CHUNK, answers, dense, worst
+from tests.end_to_end.windows import save_weights, spread
 from tests.families.configs import eager, write_config
 from tests.sampling import sampled
-
-SHARED = [(33, 4), (0, 9), (33, 2), (20, 11), (33, 1), (0, 1), (16, 16)]
-"""Prompts: how many tokens of a common beginning they have, and how many of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +130,6 @@ def test_the_server_of_a_package(served: tuple[Build, torch.nn.Module, Path]) ->
     assert "".join(pieces) == bytes(generate(model, list(b"The cat"), 20)).decode(errors="replace")
 
 
-CELLS = list(itertools.product(["whole", "chunks"], [False, True], ["ample", "tight"]))
 FAMILIES = [(family, *cell) for family in ("qwen3", "qwen3-moe", "gpt-oss") for cell in CELLS]
 
 
@@ -187,19 +184,13 @@ def test_many_requests_of_families(
 
 def of_family(family: str, directory: Path) -> tuple[Path, Path, torch.nn.Module]:
     """A package of a `transformers` class, made once, with spread-out weights."""
-    model = eager(family, seed=3).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 and "norm" not in name:
-                parameter.mul_(4)
+    model = spread(eager(family, seed=3)).eval()
     weights = directory / "model.safetensors"
     if not weights.is_file():
         configuration = write_config(family, directory / "model")
         output = str(directory / "package")
         compile_package(Recipe(model=configuration, purpose="serve", output=output, arch="none", max_length=64))
-        tied = getattr(model.config, "tie_word_embeddings", False)
-        tensors = {n: t.contiguous() for n, t in model.state_dict().items() if not (tied and "lm_head" in n)}
-        save_file(tensors, weights)
+        save_weights(model, weights)
     return directory / "package", weights, model
 
 
@@ -211,29 +202,11 @@ def compare(package: Path, weights: Path, model: torch.nn.Module, prompts: str, 
         weights,
         device="cpu",
         prefix_cache=prefix_cache,
-        num_blocks=2 + 3 * groups if cache == "tight" else 60,
-        step_tokens=7 if prompts == "chunks" else 0,
+        num_blocks=6 * groups if cache == "tight" else 60,
+        step_tokens=CHUNK if prompts == "chunks" else 0,
         max_requests=5,
     )
-    draw = torch.Generator().manual_seed(len(prompts))
-    common = torch.randint(256, (33,), generator=draw).tolist()
-    inputs = [common[:cut] + torch.randint(256, (new,), generator=draw).tolist() for cut, new in SHARED]
-    asked = [None if at % 3 else 0 for at in range(len(inputs))]
-    params = [SamplingParams(temperature=0, max_tokens=12, logprobs=2, prompt_logprobs=count) for count in asked]
-    greedy(llm, common, 1)  # from now on its blocks may be found
-    for output in llm.generate(inputs, params):
-        (one,) = output.outputs
-        with torch.no_grad():
-            exact = model(torch.tensor([[*output.prompt_token_ids, *one.token_ids]])).logits[0].log_softmax(-1)
-        first = len(output.prompt_token_ids)
-        for at, (token, score) in enumerate(zip(one.token_ids, one.logprobs or (), strict=True)):
-            best = exact[first + at - 1].topk(2)
-            assert abs(score.logprob - float(exact[first + at - 1, token])) < 1e-4
-            if float(best.values[0] - best.values[1]) > 1e-3:
-                assert token == int(best.indices[0])
-        for at, of_prompt in enumerate((output.prompt_logprobs or ())[1:], 1):
-            assert of_prompt is not None
-            assert abs(of_prompt.logprob - float(exact[at - 1, output.prompt_token_ids[at]])) < 1e-4
+    assert worst(dense(model), answers(llm, len(prompts))) < 1e-4
     scheduler = llm.engine.scheduler
     assert (scheduler.counts.preemptions > 0) == (cache == "tight")
     assert (scheduler.counts.prefix_hits > 0) == prefix_cache

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from mgraph.compiler import compile_package
 from mgraph.recipe import Recipe
@@ -51,11 +52,16 @@ def dense(kind: str) -> Any:
         assert config.sliding_window == WINDOW
         model = transformers.GptOssForCausalLM(config)
     model.config.use_cache = False
+    return spread(model).eval()
+
+
+def spread(model: nn.Module) -> nn.Module:
+    """A model whose drawn weights are made larger: it has preferences, and errors show."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "norm" not in name:
                 parameter.mul_(4)
-    return model.eval()
+    return model
 
 
 def build(kind: str, model: Any, directory: Path, **more: Any) -> tuple[Path, Path]:
@@ -68,8 +74,14 @@ def build(kind: str, model: Any, directory: Path, **more: Any) -> tuple[Path, Pa
     recipe = Recipe(model=f"hf:{written}", purpose="serve", output=str(directory / "package"), **{**sizes, **more})
     package = compile_package(recipe).package
     assert package is not None
-    save_file({n: t.contiguous() for n, t in model.state_dict().items()}, directory / "model.safetensors")
+    save_weights(model, directory / "model.safetensors")
     return package, directory / "model.safetensors"
+
+
+def save_weights(model: Any, file: Path) -> None:
+    """Write a model's tensors, one that is tied once."""
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    save_file({n: t.contiguous() for n, t in model.state_dict().items() if not (tied and "lm_head" in n)}, file)
 
 
 class Poisoned(PackageStepper):
