@@ -46,7 +46,6 @@ ALWAYS = ("id", "workload", "ours", "unit", "card", "versions", "date")
 """Fields that every row has."""
 UNITS = {"seconds": "less", "microseconds": "less", "ms per token": "less", "findings": "less", "tokens/s": "more"}
 """What is measured, and whether less or more of it is better."""
-CALLS = 10
 
 
 def row(
@@ -105,20 +104,23 @@ def copy_rate(device: torch.device) -> float:
 
 
 def matmul_rate(device: torch.device) -> float:
-    """Floating-point operations per second of a product of 8192^3 in bf16."""
+    """Floating-point operations per second of a product of 8192^3 in bf16, in a short burst of them: in a long one the
+    card comes to its limit of power, and is slower by a seventh."""
     left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / _seconds(lambda: left @ right)
+    for _ in range(3):
+        left @ right
+    return 2 * 8192**3 / _seconds(lambda: left @ right, rounds=1, calls=20)
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def _seconds(run: Callable[[], Any], rounds: int = 15, calls: int = 10) -> float:
     """Median seconds of a call; not in a graph, where a copy would be of another kind, and slower."""
     taken = []
-    for _ in range(15):
+    for _ in range(rounds):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        for _ in range(CALLS):
+        for _ in range(calls):
             run()
         end.record()
         torch.cuda.synchronize()
-        taken.append(float(begin.elapsed_time(end)) / 1e3 / CALLS)
-    return statistics.median(taken[3:])
+        taken.append(float(begin.elapsed_time(end)) / 1e3 / calls)
+    return statistics.median(taken[rounds // 5 :])
