@@ -130,6 +130,7 @@ FIXED_ON_GPUS: dict[str, Template] = {
     "expert_sum": Template("expert_sum", expert_sum.problem_of, expert_sum.fixed),
     "grouped_matmul": Template("grouped_matmul", grouped.problem_of, grouped.fixed),
     "grouped_matmul_sum": Template("grouped_matmul", grouped.problem_of, grouped.fixed),
+    "likeliest": Template("likeliest", likeliest.fixed_problem_of, likeliest.build),
     "linear": Template("fixed_rows", few_rows.instance_of, few_rows.fixed),
     "linear_glu": Template("fixed_rows", few_rows.instance_of, few_rows.fixed),
     "paged_attention": Template("paged_attention", paged_attention.fixed_problem_of, paged_attention.forward),

@@ -48,6 +48,11 @@ def problem_of(node: Node) -> Likeliest | str:
     return Likeliest(classes, dtype)
 
 
+def fixed_problem_of(node: Node) -> str:
+    """Why the kernel takes no node of a batch-invariant package."""
+    return "among rows that are sampled a row's log-probability is torch's, and it must have the same bits alone"
+
+
 def build(name: str, problem: Likeliest) -> KernelSpec:
     """The site `tokens, logprobs = name(logits, targets)`: logits [N, V], targets i64 [N] → i64 [N], f32 [N]."""
     found = ("tops", "places", "sums")
