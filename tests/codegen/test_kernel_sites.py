@@ -37,6 +37,8 @@ def test_with_one_way_the_same_functions_run_for_any_number_of_rows(module: Modu
     assert not change[True]
     assert {name.rpartition("_")[0] for name in change[False]} == {"expert_glu_fwd", "expert_sum", "paged_attention"}
     assert {spec.name.rpartition("_")[0] for spec in ways[True]} >= {"fixed_rows", "expert_sum", "paged_attention"}
-    greedy = {fixed: {spec.name for spec in specs if spec.name.startswith("likeliest")} for fixed, specs in ways.items()}
+    greedy = {
+        fixed: {spec.name for spec in specs if spec.name.startswith("likeliest")} for fixed, specs in ways.items()
+    }
     assert greedy == {True: set(), False: {"likeliest_0"}}, "a greedy row among sampled ones is not the kernel's"
     assert set(FIXED_ON_GPUS) - {"aten.addmm.default"} <= set(ON_GPUS)
