@@ -1,4 +1,7 @@
-"""What every HTTP request passes: it gets a number, shows its key, and is counted while it is answered."""
+"""What every HTTP request passes: it gets a number, shows its key, and is counted while it is answered.
+
+It is under way from the end of its body on, or from the beginning of its answer, if that comes before.
+"""
 
 from __future__ import annotations
 
@@ -38,21 +41,34 @@ class Gate:
         given = headers.get("x-request-id", "")
         number = given if _SAFE.fullmatch(given) else uuid.uuid4().hex
 
+        counted = False
+
+        def count() -> None:
+            nonlocal counted
+            self._serving.requests += not counted
+            counted = True
+
+        async def received() -> Message:
+            message = await receive()
+            if not message.get("more_body", False):
+                count()
+            return message
+
         async def numbered(message: Message) -> None:
+            count()
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = number
             await send(message)
 
-        self._serving.requests += 1
         try:
             if self._allows(scope["path"], headers.get("authorization", "")):
-                await self._inner(scope, receive, numbered)
+                await self._inner(scope, received, numbered)
             else:
                 message = "the API key is missing or wrong: send it as Authorization: Bearer KEY"
                 body = error_body(message, "authentication_error", None, "invalid_api_key")
-                await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, numbered)
+                await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, received, numbered)
         finally:
-            self._serving.requests -= 1
+            self._serving.requests -= counted
 
     def _allows(self, path: str, authorization: str) -> bool:
         key = self._serving.api_key

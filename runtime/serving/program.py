@@ -187,16 +187,24 @@ def run(serving: Serving, listening: socket.socket, drain_timeout: float) -> int
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if serving.draining:
-                self.cut = self.force_exit = self.should_exit = True
+                self.deadline = 0.0
             else:
-                serving.draining, self.deadline = True, time.monotonic() + drain_timeout
+                serving.stopping.set()
+                self.deadline = time.monotonic() + drain_timeout
                 say(f"stopping: {serving.requests} requests are finished first; a second signal ends at once")
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            say(f"serving {serving.model} at {address(listening)}")  # from here on signals are the server's
 
         async def on_tick(self, counter: int) -> bool:
             if serving.draining and serving.requests == 0:
                 return True
             if serving.draining and time.monotonic() > self.deadline:
-                self.cut = self.force_exit = True
+                say(f"{serving.requests} requests are cut off")
+                self.cut = True
+                for connection in list(self.server_state.connections):
+                    connection.transport.abort()  # as if the clients had gone, which ends their requests
                 return True
             return await super().on_tick(counter)
 
@@ -206,10 +214,9 @@ def run(serving: Serving, listening: socket.socket, drain_timeout: float) -> int
     server = Server(config)
     try:
         serving.background.start()
-        say(f"serving {serving.model} at {address(listening)}")
-        end_at_signals(1, "stopped at once")  # where the server has not taken them yet, or no more
         asyncio.run(server.serve(sockets=[listening]))
     finally:
+        end_at_signals(1, "stopped at once")
         serving.background.stop()
     return int(server.cut)
 

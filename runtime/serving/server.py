@@ -6,6 +6,7 @@ client that goes away ends its request. While the server drains, it refuses new 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -30,9 +31,11 @@ from mgraph.runtime.serving.metrics import CONTENT_TYPE, Metrics
 from mgraph.runtime.serving.parameters import RequestError
 from mgraph.runtime.serving.prompts import read_chat, read_prompt
 from mgraph.runtime.serving.protocol import ChatRequest, CompletionRequest, openapi, refusal
-from mgraph.runtime.serving.streaming import EventStream, until_disconnect
+from mgraph.runtime.serving.streaming import EventStream, unless, until_disconnect
 
 PAGE = Path(__file__).with_name("page.html")
+
+SHUTTING_DOWN = "the server is shutting down"
 
 _SHOWN = 200  # characters of what is wrong in a body
 
@@ -49,10 +52,11 @@ class Serving:
     """Sequences that may be under way."""
     max_body: int = 16 * 2**20
     """Bytes of a request."""
-    draining: bool = False
     requests: int = 0
-    """HTTP requests that are being answered."""
+    """HTTP requests that are under way: their bodies have come, and they are being answered."""
     created: int = 0
+    stopping: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    """Set when it begins to drain."""
     background: BackgroundEngine = field(init=False)
     metrics: Metrics = field(init=False)
 
@@ -62,11 +66,16 @@ class Serving:
         self.background = BackgroundEngine(self.engine, self.max_queue, self.metrics.watch)
 
     @property
+    def draining(self) -> bool:
+        """Whether requests under way are finished, and no others taken."""
+        return self.stopping.is_set()
+
+    @property
     def trouble(self) -> str | None:
         """Why no request is taken, if none is."""
         if self.background.failure is not None:
             return f"the engine has failed: {self.background.failure}"
-        return "the server is shutting down" if self.draining else None
+        return SHUTTING_DOWN if self.draining else None
 
 
 def create_app(serving: Serving) -> Gate:
@@ -92,8 +101,14 @@ class _Refused(Exception):
 
     def __init__(self, code: int, message: str, kind: str, param: str | None = None, name: str | None = None) -> None:
         super().__init__(message)
-        headers = {"Retry-After": "1"} if code in (429, 503) else None
+        headers = {"Retry-After": "1"} if code in (429, 503) else {}
+        if code == 503:
+            headers["Connection"] = "close"
         self.response = JSONResponse(error_body(message, kind, param, name), code, headers)
+
+
+def _unavailable(trouble: str) -> _Refused:
+    return _Refused(503, trouble, "server_error", None, "unavailable")
 
 
 B = TypeVar("B", bound=BaseModel)
@@ -216,19 +231,24 @@ class _Server:
         """The body, checked. Raises what `_answering` answers."""
         trouble = self.serving.trouble
         if trouble is not None:
-            raise _Refused(503, trouble, "server_error", None, "unavailable")
+            raise _unavailable(trouble)
+        # A client that takes its time over the body does not hold up a server that drains.
+        raw = await unless(self.serving.stopping.wait(), self._raw(request), _unavailable(SHUTTING_DOWN))
+        try:
+            body = kind.model_validate(_json(raw))
+        except ValidationError as error:
+            raise refusal(error, kind) from error
+        self._check_model(getattr(body, "model", None))
+        return body
+
+    async def _raw(self, request: Request) -> bytes:
         raw = bytearray()
         async for part in request.stream():
             raw += part
             if len(raw) > self.serving.max_body:
                 message = f"the body is larger than {self.serving.max_body} bytes"
                 raise _Refused(413, message, "invalid_request_error", None, "too_large")
-        try:
-            body = kind.model_validate(_json(bytes(raw)))
-        except ValidationError as error:
-            raise refusal(error, kind) from error
-        self._check_model(getattr(body, "model", None))
-        return body
+        return bytes(raw)
 
     async def _begin(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> Exchange:
         """Submit all prompts of a request, or none."""

@@ -1,4 +1,4 @@
-"""Responses that end when the client goes away."""
+"""Work that ends before its time, as responses do when the client goes away."""
 
 from __future__ import annotations
 
@@ -24,7 +24,21 @@ class Closable(Protocol):
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled if the client goes away first. Raises ClientDisconnect."""
-    return await _first(work, request.receive)
+    return await unless(_gone(request.receive), work, ClientDisconnect())
+
+
+async def unless(event: Coroutine[Any, Any, Any], work: Coroutine[Any, Any, T], error: Exception) -> T:
+    """The result of `work`. If `event` ends first, `work` is cancelled, and `error` raised."""
+    working, ended = asyncio.ensure_future(work), asyncio.ensure_future(event)
+    try:
+        await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise error
+    finally:
+        for task in (working, ended):
+            task.cancel()
+        await asyncio.gather(working, ended, return_exceptions=True)
 
 
 class EventStream(Response):
@@ -40,7 +54,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events as they come."""
         try:
-            await _first(self._send(send), receive)
+            await unless(_gone(receive), self._send(send), ClientDisconnect())
         except ClientDisconnect:
             pass
         finally:
@@ -52,19 +66,6 @@ class EventStream(Response):
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _first(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnect
-    finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 async def _gone(receive: Receive) -> None:

@@ -67,16 +67,30 @@ def status(place: str, method: str, path: str, body: str | None = None) -> int:
     return connection.getresponse().status
 
 
+def half_sent(place: str) -> http.client.HTTPConnection:
+    """A request of whose body one byte has come."""
+    connection = http.client.HTTPConnection(place, timeout=10)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("Content-Length", "1000")
+    connection.endheaders(b"{")
+    return connection
+
+
 def test_sigterm_finishes_what_is_under_way() -> None:
     with program(0.01, 30) as (process, place):
         threads, lines = streams(place, 10)
+        half = half_sent(place)
+        time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
+        assert half.getresponse().status == 503
         time.sleep(0.2)
         assert status(place, "GET", "/health") == 503
         assert status(place, "POST", "/v1/completions", BODY) == 503
         for thread in threads:
             thread.join(20)
         assert process.wait(10) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == "stopping: 10 requests are finished first; a second signal ends at once\n"
     for each in lines:
         assert each[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in each[-2]
@@ -94,6 +108,8 @@ def test_a_second_signal_or_the_time_ends_at_once(how: str) -> None:
             process.send_signal(signal.SIGINT)
         assert process.wait(10) == 1
         assert time.monotonic() - started < 6, "80 steps of 150 ms take longer"
+        assert process.stderr is not None
+        assert process.stderr.read().splitlines()[1:] == ["4 requests are cut off"]
     assert not any(each and each[-1] == "data: [DONE]" and '"length"' in each[-2] for each in lines)
 
 
