@@ -34,6 +34,8 @@ RUN_FILE = "run.json"
 _NAME = re.compile(r"step_(\d{8,})")
 _FEW = 5
 _SAME_RUN = "resume with the package and options that wrote it, or start anew in another --out"
+_OF_A_PARAMETER = (".m", ".v", ".master")
+"""Behind the name of a parameter: what an optimizer keeps of it."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -79,12 +81,32 @@ def load(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec, ...], mes
 def load_parameters(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec, ...], mesh: Mesh = ALONE) -> None:
     """Fill this rank's shares of the persistent tensors of `specs` alone: the weights of a run, for another package.
 
-    Raises `CheckpointError` where the checkpoint lacks one, has it in another shape, or is damaged, on all ranks.
+    Raises `CheckpointError` where the checkpoint lacks one, has it in another shape, has weights besides, or is damaged,
+    on all ranks.
     """
     layout = layout_of(specs)
     saved = {name: kept for name, kept in checkpoint.layout.items() if name in layout}
-    check_same(saved, layout, checkpoint.path, "state", "take a run of the model that this package was compiled from")
+    shapes = [{name: kept[kept.index("[") :] for name, kept in each.items()} for each in (saved, layout)]
+    hint = "take a run of the model that this package was compiled from"
+    if shapes[0] == shapes[1]:
+        hint = "compile for serving with the --precision of the run, or --export the run's weights, which are converted"
+    check_same(saved, layout, checkpoint.path, "state", hint)
+    besides = [name for name in weights_in(checkpoint.layout) if name not in layout]
+    if besides:
+        more = f" and {len(besides) - _FEW} more" if len(besides) > _FEW else ""
+        raise CheckpointError(
+            f"the run has weights that this package has not: {', '.join(besides[:_FEW])}{more}",
+            where=str(checkpoint.path),
+            hint="compile the package from the model of the run, with its --lora if it has one, or give the weights "
+            "that train.py --resume --export DIR writes, into which adapters are merged",
+        )
     _read_verified(checkpoint, state, specs, mesh)
+
+
+def weights_in(layout: Mapping[str, str]) -> list[str]:
+    """The names of a checkpoint's parameters and buffers: all that is neither the optimizer's nor a single number."""
+    kept = {name + suffix for name in layout for suffix in _OF_A_PARAMETER}
+    return [name for name, kind in layout.items() if name not in kept and not kind.endswith("[]")]
 
 
 def _read_verified(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec, ...], mesh: Mesh) -> None:

@@ -62,14 +62,24 @@ def ignore(done: int, total: int) -> None:
 class WeightFiles:
     """The safetensors files of a path: itself, those of its index, or all in the directory. `bytes` is their size.
 
-    Raises CheckpointError where there are none, where one is absent, cut off, or lacks what the index says it has.
+    Raises CheckpointError where there are none, where one is absent, cut off, or lacks what the index says it has, and
+    where two files have a tensor and no index says which counts.
     """
 
     def __init__(self, path: Path) -> None:
         index = _read_index(path / INDEX)
         self.stored: dict[str, Path] = {}
         for file in _files(path, None if index is None else set(index.values())):
-            self.stored |= dict.fromkeys(_names(file), file)
+            for name in _names(file):
+                if index is not None and index.get(name, file.name) != file.name:
+                    continue  # that of another file counts
+                other = self.stored.setdefault(name, file)
+                if other != file:
+                    raise CheckpointError(
+                        f"two files have the tensor '{name}': {other.name} and {file.name}",
+                        where=str(path),
+                        hint="give the one file that is meant, or move the other out of the directory",
+                    )
         lacking = [n for n, file in (index or {}).items() if self.stored.get(n, Path()).name != file]
         if index is not None and lacking:
             raise CheckpointError(

@@ -118,6 +118,25 @@ def test_parameters_of_another_model_are_named(tmp_path: Path) -> None:
     assert "package was compiled from" in str(caught.value.hint)
 
 
+def test_weights_that_a_package_has_not_are_named(tmp_path: Path) -> None:
+    """Adapters of a run are no part of a package without them; what an optimizer keeps is of no concern."""
+    weights = {"q.weight": torch.randn(5, 3), "q.lora_A.weight": torch.randn(2, 3), "q.lora_B.weight": torch.randn(5, 2)}
+    kept = {f"{name}{end}": tensor.clone() for name, tensor in weights.items() for end in (".m", ".v", ".master")}
+    run = {**weights, **kept, "step": torch.tensor(3)}
+    with Saver(tmp_path, specs_of(run), ALONE, 1) as saver:
+        saver.save(3, run, {})
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    state = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    checkpoint.load_parameters(found, state, specs_of(state))
+    assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
+    plain = {"q.weight": torch.zeros(5, 3)}
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load_parameters(found, plain, specs_of(plain))
+    assert caught.value.message.endswith("this package has not: q.lora_A.weight, q.lora_B.weight")
+    assert "--lora" in str(caught.value.hint) and "--export" in str(caught.value.hint) and not plain["q.weight"].any()
+
+
 def test_damaged_run_file(tmp_path: Path) -> None:
     save(tmp_path, 1)
     file = tmp_path / "step_00000001" / "run.json"

@@ -129,6 +129,19 @@ def test_what_is_not_whole(tmp_path: Path, spoil: Callable[[Path], None], messag
     assert re.search(message, str(caught.value))
 
 
+def test_which_of_two_files_counts(tmp_path: Path) -> None:
+    """The index says it; without one there is no telling."""
+    for name, number in (("one", 1.0), ("two", 2.0)):
+        save_file({"w": torch.full((3,), number), name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CheckpointError, match=r"two files have the tensor 'w': one\.safetensors and two\.safetensors"):
+        WeightFiles(tmp_path)
+    for name, number in (("one", 1.0), ("two", 2.0)):
+        weight_map = {"w": f"{name}.safetensors", "one": "one.safetensors", "two": "two.safetensors"}
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        files = WeightFiles(tmp_path)
+        assert files.read("w").tolist() == [number] * 3 and sorted(files.names()) == ["one", "two", "w"]
+
+
 def test_a_file_of_another_format(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(3)}, tmp_path / "model.bin")
     with pytest.raises(CheckpointError, match="safetensors files alone"):
