@@ -81,8 +81,8 @@ def load(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec, ...], mes
 def load_parameters(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec, ...], mesh: Mesh = ALONE) -> None:
     """Fill this rank's shares of the persistent tensors of `specs` alone: the weights of a run, for another package.
 
-    Raises `CheckpointError` where the checkpoint lacks one, has it in another shape, has weights besides, or is damaged,
-    on all ranks.
+    Raises `CheckpointError`, on all ranks, where the checkpoint lacks one, has another shape or weights besides, or is
+    damaged.
     """
     layout = layout_of(specs)
     saved = {name: kept for name, kept in checkpoint.layout.items() if name in layout}

@@ -120,7 +120,8 @@ def test_parameters_of_another_model_are_named(tmp_path: Path) -> None:
 
 def test_weights_that_a_package_has_not_are_named(tmp_path: Path) -> None:
     """Adapters of a run are no part of a package without them; what an optimizer keeps is of no concern."""
-    weights = {"q.weight": torch.randn(5, 3), "q.lora_A.weight": torch.randn(2, 3), "q.lora_B.weight": torch.randn(5, 2)}
+    shapes = {"q.weight": (5, 3), "q.lora_A.weight": (2, 3), "q.lora_B.weight": (5, 2)}
+    weights = {name: torch.randn(shape) for name, shape in shapes.items()}
     kept = {f"{name}{end}": tensor.clone() for name, tensor in weights.items() for end in (".m", ".v", ".master")}
     run = {**weights, **kept, "step": torch.tensor(3)}
     with Saver(tmp_path, specs_of(run), ALONE, 1) as saver:
