@@ -46,8 +46,10 @@ def reference(problem: PagedAttention) -> Callable[..., tuple[Tensor]]:
     return run
 
 
-def contiguous(requests: int, new: int, length: int) -> Callable[..., Tensor]:
-    """torch's attention on rows that lie together already: how fast it would be without blocks."""
+def contiguous(requests: int, new: int, length: int, seen: int) -> Callable[..., Tensor]:
+    """torch's attention on rows that lie together already: how fast it would be without blocks, and without sinks. Of
+    single tokens with a window it is handed what they see alone."""
+    length = seen if new == 1 else length
 
     def run(q: Tensor, keys: Tensor, values: Tensor, *_: Tensor) -> Tensor:
         rows = requests * length
@@ -79,7 +81,7 @@ def case(
         spec=paged_attention.forward(name.replace("-", "_"), problem, cuts),
         inputs=inputs(problem, requests, new, length),
         reference=reference(problem),
-        peers={} if problem.window or problem.sinks else {"sdpa without blocks": contiguous(requests, new, length)},
+        peers={"sdpa without blocks": contiguous(requests, new, length, seen)},
         bytes=item * problem.width * (2 * requests * seen * problem.groups + 2 * requests * new * problem.heads),
         bound=1e-2,
         flops=4 * pairs * problem.width if new > 16 else 0.0,

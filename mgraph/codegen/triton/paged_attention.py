@@ -42,7 +42,9 @@ FIXED_ROWS, FIXED_RUNS, FIXED_KEYS = 64, 8, 256
 """With fixed runs: rows of a tile, the most runs of the longest sequence, and the fewest keys of a run. More runs help
 few long sequences, and need more room for their sums."""
 SPAN = 32
-"""Runs that are added at once, and starts of requests that are looked at at once."""
+"""Starts of requests that are looked at at once."""
+JOINED = 8
+"""Runs that are added at once, by a single warp: its threads have all of a column, and wait for no others."""
 WIDEST = 256
 LOG2_E = 1.4426950408889634
 LOWEST = -3.0e38
@@ -118,6 +120,8 @@ def tunings(problem: PagedAttention) -> tuple[Tuning, Tuning]:
     wide = max(_power(problem.width), _power(problem.value_width)) * ITEM_BYTES[problem.dtype]
     least = max(16, _power(problem.heads // problem.groups))
     single = Tuning(least, 64 if wide <= 256 else 32)
+    if 0 < problem.window <= 4 * single.keys:  # which begins anywhere: of high tiles it would see little
+        single = Tuning(least, 32, num_warps=2)
     if problem.dtype == "f32":
         return single, Tuning(max(32, least), 32)
     return single, Tuning(max(128, least), 64, 8, 3, 128) if wide <= 256 else Tuning(max(64, least), 32)
@@ -126,7 +130,7 @@ def tunings(problem: PagedAttention) -> tuple[Tuning, Tuning]:
 def fixed_tuning(problem: PagedAttention) -> Tuning:
     """One tile for single tokens and for chunks."""
     single, _ = tunings(problem)
-    return single if problem.dtype == "f32" else replace(single, rows=max(FIXED_ROWS, single.rows))
+    return single if problem.dtype == "f32" else replace(single, rows=max(FIXED_ROWS, single.rows), num_warps=4)
 
 
 def forward(name: str, problem: PagedAttention, cuts: tuple[Tuning, ...] | None = None) -> KernelSpec:
@@ -174,7 +178,7 @@ def forward(name: str, problem: PagedAttention, cuts: tuple[Tuning, ...] | None 
                 )
                 for way, cut in ways
             ),
-            Launch(f"{name}_ends", ends, ("T", problem.heads), 4, 1, aligned, when="parts"),
+            Launch(f"{name}_ends", ends, ("T", problem.heads), 1, 1, aligned, when="parts"),
         ),
         dims=_dims(problem, cuts),
     )
@@ -423,8 +427,8 @@ def {name}_ends(
     tokens = tl.load(starts_ptr + R)
     made = tl.zeros([{value_width}], dtype=tl.float32)
     {(chr(10) + "    ").join(begin)}
-    for base in tl.range(0, splits, {SPAN}):  # what is not there is read as well: loads then wait for none
-        run = base + tl.arange(0, {SPAN})
+    for base in tl.range(0, splits, {JOINED}):  # what is not there is read as well: loads then wait for none
+        run = base + tl.arange(0, {JOINED})
         place = row + run.to(tl.int64) * T * {problem.heads}
         tops = tl.load(top_ptr + place, mask=run < splits, other=float("-inf"))
         totals = tl.load(total_ptr + place, mask=run < splits, other=0.0)
