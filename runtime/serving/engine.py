@@ -138,25 +138,24 @@ class Engine:
         """Whether there is anything to do."""
         return bool(self._sequences or self._under_way)
 
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """How many tokens may be generated after a prompt. Raises `RequestError` for what cannot be served."""
+    def check(self, prompt: Sequence[int], params: SamplingParams, field: str = "prompt") -> int:
+        """How many tokens may be generated after a prompt, which the person calls `field`. Raises `RequestError` for
+        what cannot be served."""
         if not prompt:
-            raise RequestError("the prompt is empty", "prompt", "give at least one token")
-        vocab_size = self.stepper.vocab_size
-        wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise RequestError(
-                f"the prompt has token {wrong}, and the model has tokens 0 to {vocab_size - 1}", "prompt"
-            )
-        self._check_ids("stop_token_ids", params.stop_token_ids)
+            raise RequestError("the prompt is empty", field, "give at least one token")
         room = self.longest - len(prompt)
         if room < 1:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, and this model's maximum context length is {self.longest} with "
                 "at least one generated token",
-                "prompt",
+                field,
                 "shorten it",
             )
+        vocab_size = self.stepper.vocab_size
+        wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise RequestError(f"the prompt has token {wrong}, and the model has tokens 0 to {vocab_size - 1}", field)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
         wanted = room if params.max_tokens is None else params.max_tokens
         if wanted > room:
             raise RequestError(

@@ -97,6 +97,8 @@ class LLM:
 
     def _generate(self, inputs: Sequence[Input], params: Params | Sequence[Params] | None) -> list[RequestOutput]:
         all_params = _params(params, len(inputs))
+        for given, one in zip(inputs, all_params, strict=True):
+            self.engine.check(given.ids, one, given.field)
         groups: list[int] = []
         try:
             with self._engine_alone():

@@ -27,7 +27,7 @@ from mgraph.runtime import checkpoint
 from mgraph.runtime.invariant import fixed_shapes
 from mgraph.runtime.mesh import ALONE, Mesh, bind_axes
 from mgraph.runtime.package import Package, State, StateSpec, load_package
-from mgraph.runtime.room import room, size_text
+from mgraph.runtime.room import free_bytes, room, size_text
 from mgraph.runtime.serving.blocks import Windows, most_blocks
 from mgraph.runtime.serving.choices import sampled
 from mgraph.runtime.serving.dispatch import Bucket
@@ -42,7 +42,7 @@ BLOCKS, LONGEST = "P", "S"
 MAX_TOKENS, MAX_REQUESTS = 2048, 128
 """Of a step, where nothing else is asked for."""
 MEMORY_PART = 0.9
-"""How much of a GPU's free memory the cache takes where no number of blocks is given."""
+"""How much of the free memory the cache takes where no number of blocks is given."""
 CPU_CACHE = 2**30
 """Bytes of the cache on the CPU where no number of blocks is given, at most."""
 
@@ -144,9 +144,9 @@ class PackageStepper:
         plan = self.package.manifest.get("graph_plan", {})
         if plan.get("budget"):
             wanted = min(wanted, plan["memory"]["blocks"])
-        free = CPU_CACHE
-        if self.device.type == "cuda":
-            free = int(MEMORY_PART * torch.cuda.mem_get_info(self.device)[0])
+        free = int(MEMORY_PART * free_bytes(self.device))
+        if self.device.type != "cuda":
+            free = min(free, CPU_CACHE)
         return max(1 + len(self.windows), min(wanted, free // block_bytes))
 
     @property

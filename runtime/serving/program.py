@@ -140,12 +140,16 @@ def _serve(package_dir: Path, options: ServeOptions, ranks: int) -> int:
 
 
 def continuation(package_dir: Path, options: ServeOptions) -> str:
-    """What follows `options.prompt`. Raises RequestError where it does not fit."""
+    """What follows `options.prompt`. Raises RequestError where it does not fit, EngineDead where a step failed."""
+    from mgraph.runtime.serving.engine import EngineDead
     from mgraph.runtime.serving.llm import LLM
 
     model = LLM(package_dir, **options.opening())
     params = {"temperature": 0.0, "max_tokens": options.max_new_tokens}
-    return model.generate(options.prompt, params)[0].outputs[0].text
+    (output,) = model.generate(options.prompt, params)[0].outputs
+    if output.finish_reason == "error":
+        raise EngineDead(f"a step failed: {output.error}")
+    return output.text
 
 
 def needed() -> None:

@@ -30,14 +30,16 @@ _EXAMPLE = 'as in [{"role": "user", "content": "Hello"}]'
 
 @dataclass(frozen=True)
 class Input:
-    """A prompt as it was given, where that was a text, and its tokens."""
+    """A prompt as it was given, where that was a text, and its tokens; `field` is what the person calls it."""
 
     text: str | None
     ids: Sequence[int]
+    field: str = "prompt"
 
 
 def separate(prompts: Any) -> list[Prompt]:
     """One prompt, or several, as a list; what is in it is not looked at. Raises RequestError for anything else."""
+    prompts = _plain_list(prompts)
     if isinstance(prompts, str) or (_listed(prompts) and len(prompts) > 0 and all(map(_is_token, prompts))):
         return [prompts]
     if not _listed(prompts):
@@ -51,6 +53,7 @@ def read_prompt(engine: Engine, prompt: Any) -> Input:
         if engine.tokenizer is None:
             raise RequestError("there is no tokenizer for a text", "prompt", "give token ids")
         return Input(prompt, [*engine.tokenizer.prefix, *_encode(engine.tokenizer, prompt, "prompt")])
+    prompt = _plain_list(prompt)
     if not _listed(prompt):
         raise RequestError(f"a prompt must be a text or a list of token ids, not {_shown(prompt)}", "prompt")
     wrong = [token for token in prompt if not _is_token(token)]
@@ -72,7 +75,8 @@ def read_chat(engine: Engine, template: ChatTemplate | None, messages: Any, tool
         raise RequestError("there is no tokenizer for a text", "messages", "give token ids as a prompt")
     if tools is not None and not _listed(tools):
         raise RequestError(f"tools must be a list, not {_shown(tools)}", "tools")
-    return Input(None, _encode(engine.tokenizer, template.prompt(plain_messages(messages), tools), "messages"))
+    text = template.prompt(plain_messages(messages), tools)
+    return Input(None, _encode(engine.tokenizer, text, "messages"), "messages")
 
 
 def plain_messages(messages: Any) -> list[Message]:
@@ -111,6 +115,11 @@ def _is_text(part: Any) -> bool:
 
 def _is_token(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _plain_list(value: Any) -> Any:
+    """Arrays and tensors as lists."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _listed(value: Any) -> bool:

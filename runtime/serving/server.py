@@ -28,8 +28,8 @@ from mgraph.runtime.serving.engine import Engine, EngineDead
 from mgraph.runtime.serving.exchange import Exchange, chat_events, completion_events
 from mgraph.runtime.serving.gate import Gate
 from mgraph.runtime.serving.metrics import CONTENT_TYPE, Metrics
-from mgraph.runtime.serving.parameters import RequestError
-from mgraph.runtime.serving.prompts import read_chat, read_prompt
+from mgraph.runtime.serving.parameters import RequestError, SamplingParams
+from mgraph.runtime.serving.prompts import Input, read_chat, read_prompt
 from mgraph.runtime.serving.protocol import ChatRequest, CompletionRequest, openapi, refusal
 from mgraph.runtime.serving.streaming import EventStream, unless, until_disconnect
 
@@ -37,6 +37,7 @@ PAGE = Path(__file__).with_name("page.html")
 
 SHUTTING_DOWN = "the server is shutting down"
 
+_LONG = 16 * 2**10  # bytes of a body, whose tokens take milliseconds
 _SHOWN = 200  # characters of what is wrong in a body
 
 
@@ -112,6 +113,7 @@ def _unavailable(trouble: str) -> _Refused:
 
 
 B = TypeVar("B", bound=BaseModel)
+T = TypeVar("T")
 
 
 def _answering(handler: Callable[[Any, Request], Coroutine[Any, Any, Response]]) -> Any:
@@ -145,11 +147,11 @@ class _Server:
     @_answering
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        body = await self._body(request, CompletionRequest)
+        raw, body = await self._body(request, CompletionRequest)
         params, given = body.params(), body.prompts()
         engine = self.serving.engine
-        prompts = [read_prompt(engine, one).ids for one in given]
-        exchange = await self._begin(prompts, [params] * len(prompts))
+        prompts = await _apart(raw, lambda: [read_prompt(engine, one) for one in given])
+        exchange = await self._begin(prompts, params)
         heading = Heading(self.serving.model, chat=False)
         tokenizer = engine.tokenizer
         choices = Completions(
@@ -166,11 +168,12 @@ class _Server:
     @_answering
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        body = await self._body(request, ChatRequest)
+        raw, body = await self._body(request, ChatRequest)
         params = body.params()
         engine, template = self.serving.engine, self.serving.template
-        given = read_chat(engine, template, [message.model_dump(exclude_unset=True) for message in body.messages])
-        exchange = await self._begin([given.ids], [params])
+        messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+        prompt = await _apart(raw, lambda: read_chat(engine, template, messages))
+        exchange = await self._begin([prompt], params)
         heading, choices = Heading(self.serving.model, chat=True), Chats(engine.tokenizer)
         if body.stream:
             return EventStream(exchange, chat_events(exchange, heading, choices, _wants_usage(body)))
@@ -227,8 +230,8 @@ class _Server:
             message = f"the model '{name}' does not exist; '{self.serving.model}' is served"
             raise _Refused(404, message, "invalid_request_error", "model", "model_not_found")
 
-    async def _body(self, request: Request, kind: type[B]) -> B:
-        """The body, checked. Raises what `_answering` answers."""
+    async def _body(self, request: Request, kind: type[B]) -> tuple[bytes, B]:
+        """The body, as it came and checked. Raises what `_answering` answers."""
         trouble = self.serving.trouble
         if trouble is not None:
             raise _unavailable(trouble)
@@ -239,7 +242,7 @@ class _Server:
         except ValidationError as error:
             raise refusal(error, kind) from error
         self._check_model(getattr(body, "model", None))
-        return body
+        return raw, body
 
     async def _raw(self, request: Request) -> bytes:
         raw = bytearray()
@@ -250,20 +253,20 @@ class _Server:
                 raise _Refused(413, message, "invalid_request_error", None, "too_large")
         return bytes(raw)
 
-    async def _begin(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> Exchange:
+    async def _begin(self, prompts: Sequence[Input], params: SamplingParams) -> Exchange:
         """Submit all prompts of a request, or none."""
-        total = sum(one.n for one in params)
+        total = params.n * len(prompts)
         if total > self.serving.max_queue:
             raise RequestError(
                 f"{total} sequences are asked for, and at most {self.serving.max_queue} are allowed",
                 "n" if total > len(prompts) else "prompt",
             )
-        for prompt, one in zip(prompts, params, strict=True):
-            self.serving.engine.check(prompt, one)
+        for prompt in prompts:
+            self.serving.engine.check(prompt.ids, params, prompt.field)
         exchange = Exchange(self.serving.background)
         try:
-            for prompt, one in zip(prompts, params, strict=True):
-                await exchange.submit(prompt, one)
+            for prompt in prompts:
+                await exchange.submit(prompt.ids, params)
         except BaseException:
             exchange.close()
             raise
@@ -278,6 +281,11 @@ class _Server:
         if exchange.failure is not None:
             code = 503 if self.serving.trouble is not None else 500
             raise _Refused(code, exchange.failure, "server_error", None, "request_failed")
+
+
+async def _apart(raw: bytes, work: Callable[[], T]) -> T:
+    """The result of work on a body; on a long one a thread works, so that everyone else is still answered."""
+    return await asyncio.to_thread(work) if len(raw) > _LONG else work()
 
 
 def _json(raw: bytes) -> Any:

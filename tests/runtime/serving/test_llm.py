@@ -8,7 +8,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from mgraph.runtime.chat import ChatTemplate
 from mgraph.runtime.serving.engine import Engine
@@ -32,6 +34,8 @@ WRONG_PROMPTS: list[tuple[Any, str]] = [
     (5, "must be a text"),
     (None, "must be a text"),
     (b"bytes", "must be a text"),
+    (torch.tensor(5), "must be a text"),
+    (torch.tensor([1.5]), "has 1.5, which is no integer|must be a text or a list of token ids, not 1.5"),
     ({"a": 1}, "must be a text"),
     ({1}, "must be a text"),
     ("ab\ud800", "half of a surrogate pair, '.ud800', as character 2"),
@@ -62,7 +66,11 @@ def test_results_are_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert [o.prompt for o in outputs] == ["one", None, "three"]
     assert outputs[1].prompt_token_ids == (116, 119, 111)
     assert all(o.finished and o.outputs[0].finish_reason == "length" for o in outputs)
-    assert llm.generate([116, 119, 111], GREEDY)[0].outputs[0].token_ids == expected(llm, b"two")
+    one_row: Any = torch.tensor([116, 119, 111])
+    rows: Any = np.array([[111, 110, 101], [116, 119, 111]])
+    for again in ([116, 119, 111], one_row, one_row.numpy(), rows[1:], list(rows[1:])):
+        assert llm.generate(again, GREEDY)[0].outputs[0].token_ids == expected(llm, b"two")
+    assert [o.outputs[0].token_ids for o in llm.generate(rows, GREEDY)] == [expected(llm, p) for p in (b"one", b"two")]
     nothing_left(llm)
 
 
@@ -172,6 +180,9 @@ def test_inside_a_running_event_loop(llm: LLM) -> None:
 def test_chat(llm: LLM) -> None:
     output = llm.chat([{"role": "user", "content": "hi"}], GREEDY)[0]
     assert output.outputs[0].token_ids == expected(llm, b"user: hi\nassistant: ")
+    with pytest.raises(RequestError, match="maximum context length") as caught:
+        llm.chat([{"role": "user", "content": "x" * 200}])
+    assert caught.value.param == "messages"
     with pytest.raises(RequestError, match="half of a surrogate pair") as caught:
         llm.chat([{"role": "user", "content": "\udfff"}])
     assert caught.value.param == "messages"

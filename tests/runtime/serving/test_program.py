@@ -19,7 +19,11 @@ import pytest
 
 from mgraph.errors import OptionError
 from mgraph.runtime.options import read
-from mgraph.runtime.serving.program import ServeOptions, address, listen, needed
+from mgraph.runtime.serving import llm
+from mgraph.runtime.serving.engine import Engine, EngineDead
+from mgraph.runtime.serving.program import ServeOptions, address, continuation, listen, needed
+from mgraph.runtime.tokenizer import ByteTokenizer
+from tests.runtime.serving.fake_stepper import FakeStepper
 
 ROOT = Path(__file__).parents[3]
 BODY = json.dumps({"prompt": "x", "max_tokens": 80, "ignore_eos": True, "stream": True})
@@ -159,6 +163,18 @@ def test_a_port_that_is_taken() -> None:
         listen("no.such.host.invalid", 0)
     with listen("::1", 0) as six:
         assert address(six).startswith("http://[::1]:")
+
+
+def test_a_prompt_whose_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = read(ServeOptions, ["--random-init", "--prompt", "x", "--max-new-tokens", "3"], "serve", "")
+    for failing in ((), (1,)):
+        engine = Engine(FakeStepper(vocab_size=256, failing=failing), ByteTokenizer())
+        monkeypatch.setattr(llm, "open_engine", lambda *_, engine=engine, **__: (engine, None))
+        if failing:
+            with pytest.raises(EngineDead, match=r"a step failed: .*on fire"):
+                continuation(Path("package"), options)
+        else:
+            assert continuation(Path("package"), options)
 
 
 def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,18 @@ import random
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
 import openai
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from mgraph.runtime.serving.parameters import SamplingParams
 from mgraph.runtime.serving.server import Serving
+from mgraph.runtime.tokenizer import ByteTokenizer
 from tests.runtime.serving.fake_server import idle, running, serving
 from tests.runtime.serving.fake_stepper import FakeStepper, alone, log_softmax, spoken_logits
 
@@ -307,7 +310,7 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     ),
     ("chat/completions", {"messages": [{"role": "assistant"}]}, 400, "messages.0.content"),
     ("chat/completions", {"messages": [{"role": "user", "tool_calls": [{}]}]}, 400, "messages.0.content"),
-    ("chat/completions", {"messages": [{"role": "user", "content": "x" * 300}]}, 400, "prompt"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x" * 300}]}, 400, "messages"),
     ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs"),
     ("chat/completions", {**CHAT, "logprobs": 2}, 400, "logprobs"),
     ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools"),
@@ -396,6 +399,32 @@ def test_a_client_that_goes_away_ends_its_request(stream: bool) -> None:
         started = time.monotonic()
         idle(slow)
         assert time.monotonic() - started < 1, "200 steps of 10 ms were not waited for"
+
+
+class Slow(ByteTokenizer):
+    """Takes a second for a long text."""
+
+    def encode(self, text: str) -> torch.Tensor:
+        time.sleep(len(text) > 50_000)
+        return super().encode(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": "x" * 60_000}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 60_000}]}),
+    ],
+)
+def test_a_long_text_keeps_nobody_waiting(path: str, body: Any) -> None:
+    served = serving()
+    served.engine.tokenizer = Slow()
+    with running(served) as address, ThreadPoolExecutor(1) as thread:
+        long = thread.submit(post, address, f"/v1/{path}", body)
+        time.sleep(0.2)
+        started = time.monotonic()
+        assert exchange(address, "GET", "/health")[0] == 200 and time.monotonic() - started < 0.5
+        assert not long.done() and long.result()[0] == 400
 
 
 def test_errors_of_the_engine() -> None:

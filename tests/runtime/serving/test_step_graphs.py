@@ -18,6 +18,7 @@ from torch import Tensor
 from mgraph.compiler import compile_package
 from mgraph.recipe import Recipe
 from mgraph.runtime.handshake import MeshError
+from mgraph.runtime.serving import package_stepper
 from mgraph.runtime.serving.choices import Sampler
 from mgraph.runtime.serving.dispatch import Bucket, Why
 from mgraph.runtime.serving.engine import Engine, Score
@@ -142,6 +143,12 @@ def test_the_plan_is_in_the_package(package: Path) -> None:
     plan = stepper.package.manifest["graph_plan"]
     assert plan["graphs"] == 6 and 0 < plan["waste"] < 0.5
     assert set(stepper.graphs_of(again).buckets) == {Bucket(*b) for b in plan["buckets"]}
+
+
+def test_the_cache_takes_no_more_than_is_free(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package_stepper, "free_bytes", lambda device: 2**20)
+    stepper = PackageStepper(package)
+    assert stepper.num_blocks == int(0.9 * 2**20) // stepper.block_bytes
 
 
 def test_a_server_of_few_requests_has_graphs_of_every_kind(package: Path) -> None:
