@@ -147,25 +147,23 @@ CASES = [
 
 TUNINGS = [
     both_case(
-        f"{name}-w{num_warps}-k{kept}-t{together}{'-no-hints' * (not hints)}",
+        f"{name}-w{num_warps}-e{elements}-t{together}",
         rows,
         problem,
-        Tuning(512 * num_warps, num_warps, 1, kept, hints, together),
+        Tuning(32 * num_warps * elements, num_warps, 1, together),
     )
-    for name, rows, problem, num_warps, kept, together, hints in (
-        ("128k", 8192, LARGE, 32, 2, 3, True),
-        ("128k", 8192, LARGE, 32, 2, 3, False),
-        ("128k", 8192, LARGE, 32, 3, 3, True),
-        ("128k", 8192, LARGE, 32, 3, 2, True),
-        ("128k", 8192, LARGE, 32, 1, 4, True),
-        ("128k", 8192, LARGE, 16, 7, 3, True),
-        ("262k", 4096, LONGEST, 32, 2, 3, True),
-        ("262k", 4096, LONGEST, 32, 3, 3, True),
-        ("262k", 4096, LONGEST, 32, 3, 2, True),
-        ("262k", 4096, LONGEST, 32, 2, 2, True),
-        ("50k-padded", 8192, PADDED, 8, 8, 5, True),
-        ("50k-padded", 8192, PADDED, 8, 9, 4, True),
-        ("50k-padded", 8192, PADDED, 8, 7, 6, True),
+    for name, rows, problem, num_warps, elements, together in (
+        ("128k", 8192, LARGE, 32, 8, 8),
+        ("128k", 8192, LARGE, 32, 8, 4),
+        ("128k", 8192, LARGE, 32, 16, 4),
+        ("128k", 8192, LARGE, 16, 8, 8),
+        ("262k", 4096, LONGEST, 32, 8, 8),
+        ("262k", 4096, LONGEST, 32, 16, 4),
+        ("50k-padded", 8192, PADDED, 16, 8, 8),
+        ("50k-padded", 8192, PADDED, 16, 16, 4),
+        ("50k-padded", 8192, PADDED, 8, 8, 8),
+        ("32k", 16384, MEDIUM, 16, 8, 8),
+        ("32k", 16384, MEDIUM, 8, 8, 8),
     )
 ]
 """The first of the cases, cut in other ways: what the tuning function is to choose from."""

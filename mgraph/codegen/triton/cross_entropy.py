@@ -9,17 +9,20 @@ is then the same wherever they are used. Each lane of a tile, one load of 16 byt
 which meet once at the end of a row. The losses of the rows are added by a second launch in a fixed order, so that
 results repeat from run to run. Gradients are written over the logits.
 
-In `forward_backward` a program reads its row for lse, and has it again for the gradient where it could keep it: the
-first tiles in registers, the rest in the cache of its multiprocessor (L1). With one or two programs a multiprocessor
-the rows under way fit that, so that a row is read from memory once and written once. To leave the whole of that cache
-to the row, loops of `forward_backward` load several tiles into registers together, instead of ahead into shared memory,
-which is cut from it and goes around it.
+In `forward_backward` a program reads its row for lse, and again for the gradient. In between the row lies in the cache
+of its multiprocessor (L1), or what does not fit in that of the card (L2), so that it is read from memory once and
+written once. To leave all of L1 to rows, tiles are loaded into registers, not ahead into shared memory, which is cut
+from it and goes around it; the caches are told what will be read again and what not; and few programs share a
+multiprocessor. No tile waits in registers for the second time: so more of them can be on their way. And there is no
+loop, so that loads are placed as early as registers allow.
+
+Rows of sizes that are no multiple of 16 bytes have edges: fewer elements than such a vector has, before the first
+16-byte boundary and after the last. What lies between goes by vectors as other rows do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,17 +31,16 @@ from mgraph.ir.dims import Dim
 from mgraph.ir.graph import Node
 
 THREAD_ELEMENTS = 16
-"""Elements of a tile that one thread has: in 16-bit dtypes two loads of 16 bytes."""
+"""Elements of a tile that one thread has where a row is read once: in 16-bit dtypes two loads of 16 bytes."""
 
-KEPT = ((4, 256, 32, 32), (8, 256, 160, 144), (32, 64, 96, 1 << 30))
-"""Ways to keep a row: warps, bytes of the row that a thread keeps in its registers, and that it loads together further
-on, and the longest row in KiB that is kept so."""
+WARPS = ((4, 8), (8, 32), (16, 128))
+"""Where a row is read twice: warps of a program, and the longest row in KiB that is given no more of them."""
 
-REGISTERS = 2048
-"""Those of a thread, times warps, in the longest rows: all that a multiprocessor has are then in use."""
+MOST_WARPS = 32
+"""Those of the longest rows: one program a multiprocessor then."""
 
-MOST_REGISTERS = 128
-"""So many a thread has at most, so that four programs of 4 warps share a multiprocessor, or two of 8."""
+REGISTERS = 64
+"""Those of a thread where a row is read twice: so all that a multiprocessor has are in use by 32 warps."""
 
 SUM_ROWS = 4096
 """Losses that are added at a time, each lane its own."""
@@ -100,16 +102,13 @@ def _problem(node: Node, size: Dim, dtype: str, labels: str) -> CrossEntropy | s
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a row is cut: elements per tile (a power of two), warps, loads in flight in a loop, how many tiles are kept
-    in registers, whether the cache is told which part of a row will be read again, and how many tiles a turn of a loop
-    loads together into registers (0: one, ahead into shared memory)."""
+    """How a row is cut: elements per tile (a power of two) and warps; where it is read once, the loads in flight in a
+    loop; where it is read twice, how many tiles are loaded together the second time."""
 
     tile: int
     num_warps: int
     num_stages: int = 3
-    kept: int = 0
-    hints: bool = False
-    together: int = 0
+    together: int = 8
 
 
 def forward_tuning(problem: CrossEntropy) -> Tuning:
@@ -123,27 +122,16 @@ def backward_tuning(problem: CrossEntropy) -> Tuning:
 
 
 def forward_backward_tuning(problem: CrossEntropy) -> Tuning:
-    """The most programs a multiprocessor, so that some load while others compute and write, of which L1 holds what
-    registers do not; for the longest rows one, whatever L1 holds. Rows of which registers hold all but a tile have
-    nothing to load ahead. Where a part is read twice the caches are told so.
+    """As many programs a multiprocessor as its L1 holds rows of, so that some load while others compute and write. A
+    tile is one load of 16 bytes a thread.
 
-    Of a copy's speed on an H200: 0.87 at 32,768 columns in bf16, 0.86 at 50,304 (in place of 0.82 with loads ahead and
-    the rest of the row in L2), 0.76 at 128,256 (0.75), 0.78 at 262,144 (0.69). Tiles held as pairs in i32 gave 0.90 at
-    128,256 in a sweep. Programs that take several rows, and load the next while they write this one, were no
-    faster."""
-    item = ITEM_BYTES[problem.dtype]
-    tile = 32 * 8 * THREAD_ELEMENTS
-    if item == 2 and 4 * tile < problem.size <= 8 * tile:
-        return Tuning(tile, num_warps=8, num_stages=1, kept=-(-problem.size // tile) - 1)
-    num_warps, kept, together, _ = next(way for way in KEPT if problem.size * item <= way[3] * 1024)
-    thread_bytes = THREAD_ELEMENTS * item
-    tile = 32 * num_warps * THREAD_ELEMENTS
-    tiles = -(-problem.size // tile)
-    kept = min(kept // thread_bytes, tiles)
-    if kept == tiles:
-        return Tuning(tile, num_warps, num_stages=1, kept=kept)
-    turns = -(-(tiles - kept) // (together // thread_bytes))
-    return Tuning(tile, num_warps, num_stages=1, kept=kept, hints=True, together=-(-(tiles - kept) // turns))
+    Of a copy's speed on an H200, in bf16: 0.92 at 4,096 columns, 0.94 at 8,192, 0.96 at 16,384, 0.98 at 32,768 and at
+    50,304, 0.97 at 65,536, 0.96 at 128,256; 0.77 at 262,144, of which L1 and L2 do not hold the rows under way. Slower
+    were: rows in part in registers (0.89 at 128,256), loops (0.82), programs that take several rows and load the next
+    while they write this one (0.87), and caches that are told nothing (0.76)."""
+    row = problem.size * ITEM_BYTES[problem.dtype]
+    num_warps = next((warps for warps, longest in WARPS if row <= longest * 1024), MOST_WARPS)
+    return Tuning(32 * num_warps * problem.vector, num_warps, num_stages=1)
 
 
 def _tuning(problem: CrossEntropy, most_warps: int) -> Tuning:
@@ -158,7 +146,7 @@ def forward(name: str, problem: CrossEntropy, tuning: Tuning | None = None) -> K
     cut = tuning or forward_tuning(problem)
     return KernelSpec(
         name=name,
-        source=_rows_source(name, problem, cut, gradient=False) + _sum_source(name),
+        source=_loss_source(name, problem, cut) + _sum_source(name),
         twin=_twin(name, "cross_entropy", ("logits", "labels"), problem),
         inputs=(_logits(problem), _LABELS),
         outputs=(_SUM, _LSE),
@@ -190,16 +178,15 @@ def forward_backward(name: str, problem: CrossEntropy, tuning: Tuning | None = N
     """The site `sum, lse, dlogits = name(logits, labels, dsum)`: dlogits is logits, written over."""
     cut = tuning or forward_backward_tuning(problem)
     args = ("logits", "labels", "dsum")
-    registers = min(MOST_REGISTERS, REGISTERS // cut.num_warps)
     return KernelSpec(
         name=name,
-        source=_rows_source(name, problem, cut, gradient=True) + _sum_source(name),
+        source=_both_source(name, problem, cut) + _sum_source(name),
         twin=_twin(name, "cross_entropy_with_grad", args, problem),
         inputs=(_logits(problem), _LABELS, _DSUM),
         outputs=(_SUM, _LSE, _gradient(problem)),
         scratch=(_LOSSES,),
         launches=(
-            Launch(f"{name}_rows", (*args, "lse", "losses"), ("rows",), *_shape(cut), True, registers),
+            Launch(f"{name}_rows", (*args, "lse", "losses"), ("rows",), *_shape(cut), True, REGISTERS),
             _sum_launch(name),
         ),
     )
@@ -264,20 +251,6 @@ def _body(problem: CrossEntropy) -> _Span:
     return _Span("body_ptr", end, classes, end)
 
 
-def _edge_lines(problem: CrossEntropy) -> list[str]:
-    """Where the body of an uneven row begins and ends, and the logits before and after it, to the base 2."""
-    vector = problem.vector
-    return [
-        f"begin = (row.to(tl.int64) * {problem.size} + {vector - 1}) // {vector} * {vector}",
-        f"head = tl.minimum(begin - row.to(tl.int64) * {problem.size}, {problem.size}).to(tl.int32)",
-        f"body_end = ({problem.size} - head) // {vector} * {vector}",
-        "body_ptr = logits_ptr + begin",
-        f"lane = tl.arange(0, {2 * vector})",
-        f"edge = tl.where(lane < {vector}, lane, head + body_end + lane - {vector})",
-        f"on_edge = tl.where(lane < {vector}, lane < head, edge < {problem.size})",
-    ]
-
-
 def _read(column: str, span: _Span, known_end: int | None = None, evict: str = "") -> str:
     """The text of a tile of logits as they lie."""
     mask = span.mask(column, span.read, known_end)
@@ -298,59 +271,87 @@ def _wide_lines(tile: str, column: str, span: _Span, known_end: int | None = Non
     return lines
 
 
-def _rows_source(name: str, problem: CrossEntropy, cut: Tuning, *, gradient: bool) -> str:
-    lanes, tile, vector, span = cut.tile // problem.vector, cut.tile, problem.vector, _body(problem)
-    kept = cut.kept if gradient else 0
-    assert kept <= -(-problem.size // tile), f"{name}: {kept} tiles of {tile} are more than a row"
-    arguments = f"logits_ptr, labels_ptr, {'dsum_ptr, ' * gradient}lse_ptr, losses_ptr"
-    over = ", and the gradient over its logits" if gradient else ""
-    first = kept * tile
-    once, again = ("first", "last") if cut.hints else ("", "")
-    lines = [
-        "row = tl.program_id(0)",
-        *([] if problem.even else _edge_lines(problem)),
-        f"logits_ptr += row.to(tl.int64) * {problem.size}",
-        f"column = tl.arange(0, {lanes})[:, None] * {vector} + tl.arange(0, {vector})[None, :]",
-    ]
-    for i in range(kept):
-        lines.append(f"kept_{i} = {_read(_at(i * tile), span, (i + 1) * tile, once)}")
-    lines += _label_lines(problem)
-    if gradient:
-        lines.append("scale = tl.where(counted, tl.load(dsum_ptr), 0.0)")
-    if not problem.even:
-        lines += [
-            f'at_edge = tl.load(logits_ptr + edge, mask=on_edge & (edge < {problem.real}), other=float("-inf"))',
-            f"edge_x = at_edge.to(tl.float32) * {_LOG2E!r}",
-        ]
-    # The label's logit enters first: so it is on the way with the row, not waited for after it.
-    lines += [
-        f"peak = tl.full([{lanes}], {_LOWEST!r}, tl.float32)",
-        f"peak = tl.maximum(peak, tl.where(within, picked * {_LOG2E!r}, {_LOWEST!r}))",
-        f"total = tl.zeros([{lanes}], tl.float32)",
-    ]
-    for i in range(kept):
-        lines += [*_wide_lines(f"kept_{i}", _at(i * tile), span, (i + 1) * tile), *_ONLINE]
-    if first < problem.real:
-        lines += _loop_lines(first, problem.real, span, cut, again, lambda _: list(_ONLINE))
-    lines += _lse_lines(problem)
-    if gradient:
-        for i in range(kept):
-            lines += _wide_lines(f"kept_{i}", _at(i * tile), span, (i + 1) * tile)
-            lines += _gradient_lines(_at(i * tile), problem, span, (i + 1) * tile, once)
-        if first < problem.size:
-            lines += _loop_lines(
-                first, problem.size, span, cut, once, lambda at: _gradient_lines(at, problem, span, evict=once)
-            )
-        lines += _last_lines(problem)
-    body_text = "".join(f"    {line}\n" for line in lines)
+def _loss_source(name: str, problem: CrossEntropy, cut: Tuning) -> str:
+    span, column = _body(problem), "start + column"
+    tile = [*_wide_lines(_read(column, span), column, span), *_ONLINE]
+    return _rows_text(
+        name,
+        problem,
+        ("logits_ptr", "labels_ptr", "lse_ptr", "losses_ptr"),
+        [
+            *_start_lines(problem, cut),
+            f"for start in tl.range(0, {problem.real}, {cut.tile}, num_stages={cut.num_stages}):",
+            *(f"    {line}" for line in tile),
+            *_lse_lines(problem),
+        ],
+    )
+
+
+def _both_source(name: str, problem: CrossEntropy, cut: Tuning) -> str:
+    span, tiles = _body(problem), [(_at(start), start + cut.tile) for start in range(0, problem.size, cut.tile)]
+    lines = _start_lines(problem, cut)
+    for column, end in tiles[: -(-problem.real // cut.tile)]:
+        lines += [*_wide_lines(_read(column, span, end, "last"), column, span, end), *_ONLINE]
+    lines += [*_lse_lines(problem), "scale = tl.where(counted, tl.load(dsum_ptr), 0.0)"]
+    for first in range(0, len(tiles), cut.together):
+        group = tiles[first : first + cut.together]
+        lines += [f"tile_{i} = {_read(column, span, end, 'first')}" for i, (column, end) in enumerate(group)]
+        for i, (column, end) in enumerate(group):
+            lines += _wide_lines(f"tile_{i}", column, span, end) + _gradient_lines(column, problem, span, end)
+    lines += _last_lines(problem)
+    return _rows_text(name, problem, ("logits_ptr", "labels_ptr", "dsum_ptr", "lse_ptr", "losses_ptr"), lines)
+
+
+def _rows_text(name: str, problem: CrossEntropy, arguments: tuple[str, ...], lines: list[str]) -> str:
+    """The function that runs for each row."""
+    over = ", and the gradient over its logits" if "dsum_ptr" in arguments else ""
+    body = "".join(f"    {line}\n" for line in lines)
     return f'''
 @triton.jit
-def {name}_rows({arguments}):
+def {name}_rows({", ".join(arguments)}):
     """lse and loss of one row of {problem.size} columns{_title(problem)}{over}.
 
     lse = log sum exp(logits), loss = lse - logits[label]; inside, lse and peak are to the base 2.
     """
-{body_text}'''
+{body}'''
+
+
+def _start_lines(problem: CrossEntropy, cut: Tuning) -> list[str]:
+    """Where a row and its columns are, its label, and maxima and sums of nothing yet."""
+    lanes, vector = cut.tile // problem.vector, problem.vector
+    return [
+        "row = tl.program_id(0)",
+        *([] if problem.even else _body_lines(problem)),
+        f"logits_ptr += row.to(tl.int64) * {problem.size}",
+        f"column = tl.arange(0, {lanes})[:, None] * {vector} + tl.arange(0, {vector})[None, :]",
+        *_label_lines(problem),
+        *([] if problem.even else _edge_lines(problem)),
+        f"peak = tl.full([{lanes}], {_LOWEST!r}, tl.float32)",
+        f"total = tl.zeros([{lanes}], tl.float32)",
+    ]
+
+
+def _body_lines(problem: CrossEntropy) -> list[str]:
+    """Where the body of an uneven row begins and ends; `head` columns are before it."""
+    vector = problem.vector
+    return [
+        f"begin = (row.to(tl.int64) * {problem.size} + {vector - 1}) // {vector} * {vector}",
+        f"head = tl.minimum(begin - row.to(tl.int64) * {problem.size}, {problem.size}).to(tl.int32)",
+        f"body_end = ({problem.size} - head) // {vector} * {vector}",
+        "body_ptr = logits_ptr + begin",
+    ]
+
+
+def _edge_lines(problem: CrossEntropy) -> list[str]:
+    """The columns before and after the body of an uneven row, and their logits, to the base 2."""
+    vector = problem.vector
+    return [
+        f"lane = tl.arange(0, {2 * vector})",
+        f"edge = tl.where(lane < {vector}, lane, head + body_end + lane - {vector})",
+        f"on_edge = tl.where(lane < {vector}, lane < head, edge < {problem.size})",
+        f'at_edge = tl.load(logits_ptr + edge, mask=on_edge & (edge < {problem.real}), other=float("-inf"))',
+        f"edge_x = at_edge.to(tl.float32) * {_LOG2E!r}",
+    ]
 
 
 def _lse_lines(problem: CrossEntropy) -> list[str]:
@@ -378,31 +379,12 @@ def _last_lines(problem: CrossEntropy) -> list[str]:
     ]
 
 
-def _loop_lines(
-    first: int, end: int, span: _Span, cut: Tuning, evict: str, body: Callable[[str], list[str]]
-) -> list[str]:
-    """A loop over the tiles from column `first` to `end`: each as `x`, then the body, which is told its columns."""
-    if not cut.together:
-        tile = _wide_lines(_read("start + column", span, evict=evict), "start + column", span)
-        lines = [*tile, *body("start + column")]
-        return [f"for start in tl.range({first}, {end}, {cut.tile}, num_stages={cut.num_stages}):", *_indented(lines)]
-    columns = [f"start + {_at(i * cut.tile)}" for i in range(cut.together)]
-    lines = [f"tile_{i} = {_read(column, span, evict=evict)}" for i, column in enumerate(columns)]
-    for i, column in enumerate(columns):
-        lines += [*_wide_lines(f"tile_{i}", column, span), *body(column)]
-    return [f"for start in tl.range({first}, {end}, {cut.together * cut.tile}, num_stages=1):", *_indented(lines)]
-
-
 def _title(problem: CrossEntropy) -> str:
     return f", {problem.real} of them classes" if problem.classes else ""
 
 
 def _at(start: int) -> str:
     return f"{start} + column" if start else "column"
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
 
 
 def _label_lines(problem: CrossEntropy) -> list[str]:
@@ -423,14 +405,12 @@ _ONLINE = (
 """The tile x enters the maxima and the sums of the lanes."""
 
 
-def _gradient_lines(
-    column: str, problem: CrossEntropy, span: _Span, known_end: int | None = None, evict: str = ""
-) -> list[str]:
+def _gradient_lines(column: str, problem: CrossEntropy, span: _Span, known_end: int) -> list[str]:
     """The gradient of the tile x, but for the label's column, over its logits."""
     return [
         f"grad = tl.exp2(x * {_LOG2E!r} - lse) * scale",
         f"tl.store({span.pointer} + {column}, grad.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
-        f"{span.mask(column, span.written, known_end)}{_policy(evict)})",
+        f"{span.mask(column, span.written, known_end)}{_policy('first')})",
     ]
 
 

@@ -1,5 +1,5 @@
 """Cross entropy: the kernels in Triton's interpreter against log softmax and its autograd in float64; what is loaded,
-refused, and how long rows are kept."""
+refused, and how rows are cut."""
 
 from __future__ import annotations
 
@@ -22,19 +22,16 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 PROBLEMS: dict[str, tuple[CrossEntropy, Tuning | None]] = {
     "short": (CrossEntropy(7, "f32"), None),
     "one_class": (CrossEntropy(1, "f32"), None),
-    "in_registers": (CrossEntropy(256, "f32"), Tuning(128, 4, 2, kept=2)),
-    "ragged_in_registers": (CrossEntropy(129, "f32"), Tuning(64, 4, 1, kept=3)),
-    "in_the_cache": (CrossEntropy(129, "f32", ignore_index=3), Tuning(64, 4, 2, kept=0)),
-    "in_both": (CrossEntropy(300, "f32", classes=290), Tuning(64, 4, 3, kept=2, hints=True)),
-    "padding_in_registers": (CrossEntropy(300, "f32", classes=100), Tuning(64, 4, 3, kept=3)),
-    "padding_in_the_cache": (CrossEntropy(300, "f32", classes=64), Tuning(64, 4, 3, kept=1, hints=True)),
-    "together": (CrossEntropy(300, "f32", classes=290), Tuning(64, 4, 1, kept=1, hints=True, together=3)),
-    "padding_together": (CrossEntropy(300, "f32", classes=64), Tuning(64, 4, 1, kept=1, hints=True, together=2)),
-    "half": (CrossEntropy(264, "f16"), Tuning(128, 4, 2, kept=1)),
-    "brain": (CrossEntropy(520, "bf16", classes=517), Tuning(256, 4, 1, kept=1)),
+    "whole_tiles": (CrossEntropy(256, "f32"), Tuning(128, 4, 2)),
+    "ragged": (CrossEntropy(129, "f32", ignore_index=3), Tuning(64, 4, 2, together=2)),
+    "padding": (CrossEntropy(300, "f32", classes=290), Tuning(64, 4, 3, together=3)),
+    "tiles_of_padding": (CrossEntropy(300, "f32", classes=100), Tuning(64, 4, 3, together=2)),
+    "padding_from_a_tile_on": (CrossEntropy(300, "f32", classes=64), Tuning(64, 4, 3)),
+    "half": (CrossEntropy(264, "f16"), Tuning(128, 4, 2)),
+    "brain": (CrossEntropy(520, "bf16", classes=517), Tuning(256, 4, 1)),
     "brain_default": (CrossEntropy(2050, "bf16"), None),
-    "edges": (CrossEntropy(529, "bf16"), Tuning(128, 4, 1, kept=2, hints=True, together=2)),
-    "edges_padded": (CrossEntropy(531, "f16", classes=503), Tuning(128, 4, 1, kept=1, hints=True, together=3)),
+    "edges": (CrossEntropy(529, "bf16"), Tuning(128, 4, 1, together=2)),
+    "edges_padded": (CrossEntropy(531, "f16", classes=503), Tuning(128, 4, 1, together=3)),
 }
 ROWS = (1, 5, 2)
 DSUM = (1.0, 0.7, -1.3)
@@ -100,7 +97,7 @@ def extremes() -> tuple[torch.Tensor, torch.Tensor]:
     reason="the interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does",
 )
 def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
-    """Rows in registers, in the cache and in both; padding in each; gradients over the logits; ignored rows."""
+    """Rows of one tile and of several, with padding and with edges; gradients over the logits; ignored rows."""
     specs = [spec for name, (problem, cut) in PROBLEMS.items() for spec in sites(name, problem, cut)]
     cases: list[Case] = []
     wanted: list[tuple[CrossEntropy, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = []
@@ -116,7 +113,7 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
             ]
     logits, labels = extremes()
     extreme, one = CrossEntropy(24, "f32"), torch.tensor(1.0)
-    specs += sites("extreme", extreme, Tuning(8, 4, 1, kept=1))
+    specs += sites("extreme", extreme, Tuning(8, 4, 1))
     no_class = torch.tensor([24, -1, 1 << 40, 5, 6])
     cases += [("extreme_both", (logits.clone(), labels, one)), ("extreme_both", (logits.clone(), no_class, one))]
     *made, (both, _), (lost, _) = interpret(specs, cases, tmp_path)
@@ -168,23 +165,22 @@ def test_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
         copies = re.findall(r"cp\.async\.cg\.shared\.global", texts[f"{name}.aligned"])
         assert len(accesses) - len(vectors) <= most, (name, accesses)
         assert len(vectors) + len(copies) >= 4
-    assert ".maxnreg 128" in texts["site_both_rows.aligned"]
+    assert ".maxnreg 64" in texts["site_both_rows.aligned"]
 
 
 @pytest.mark.parametrize(
     ("size", "dtype", "cut"),
     [
-        (128256, "bf16", Tuning(16384, 32, 1, kept=2, hints=True, together=3)),
-        (50304, "bf16", Tuning(4096, 8, 1, kept=8, hints=True, together=5)),
-        (65536, "bf16", Tuning(4096, 8, 1, kept=8, hints=True, together=4)),
-        (32768, "bf16", Tuning(4096, 8, 1, kept=7)),
-        (32768, "f32", Tuning(4096, 8, 1, kept=4, hints=True, together=2)),
-        (262144, "bf16", Tuning(16384, 32, 1, kept=2, hints=True, together=3)),
-        (4096, "f16", Tuning(2048, 4, 1, kept=2)),
-        (7, "f32", Tuning(2048, 4, 1, kept=1)),
+        (262144, "bf16", Tuning(8192, 32, 1)),
+        (128256, "bf16", Tuning(8192, 32, 1)),
+        (65536, "bf16", Tuning(4096, 16, 1)),
+        (32768, "f32", Tuning(2048, 16, 1)),
+        (16384, "bf16", Tuning(2048, 8, 1)),
+        (4096, "f16", Tuning(1024, 4, 1)),
+        (7, "f32", Tuning(512, 4, 1)),
     ],
 )
-def test_how_a_row_is_kept(size: int, dtype: str, cut: Tuning) -> None:
+def test_how_a_row_is_cut(size: int, dtype: str, cut: Tuning) -> None:
     assert cross_entropy.forward_backward_tuning(CrossEntropy(size, dtype)) == cut
 
 
