@@ -150,7 +150,9 @@ def pipeline_text(recipe: Recipe) -> str:
     schedule += "overlap-gradients," if recipe.overlap else ""
     schedule += "write-gradients," if recipe.one_microbatch else ""
     schedule += "dce,join-products," if recipe.archs else ""
-    fuse, squares, graphs = (FUSE, "fuse-squares,", ",cuda-graphs") if recipe.archs else ("", "", "")
+    fuse, squares = (FUSE, "fuse-squares,") if recipe.archs else ("", "")
+    replayed = recipe.archs and recipe.cuda_graphs != "off"
+    graphs = "," + print_spec("cuda-graphs", {"layers": recipe.cuda_graphs == "layers"}) if replayed else ""
     if recipe.loss_budget:
         fuse = (fuse or "fuse-loss,") + print_spec("chunk-loss", {"budget": recipe.loss_budget}) + ","
     fuse += REGIONS if recipe.archs else ""

@@ -49,6 +49,7 @@ _OF_PURPOSE = {
         "replayable_routing": "leave it out: what is served neither takes decisions nor gives them",
         "packed": "a sequence that is served has its row",
         "place": "what is served is on one device whole",
+        "cuda_graphs": "--graphs says how many graphs a package for serving has",
     },
     "serve": dict.fromkeys(
         ("graph_policy", "graph_workload", "graphs", "batch_invariant"), "--for serve, or leave it out"
@@ -234,6 +235,12 @@ class Recipe:
         "when serving on GPUs: kernels that compute a row alike whatever else is in a step, which mgraph serve "
         "--batch-invariant asks for; slower",
     )
+    cuda_graphs: str = option(
+        "planned",
+        "when training on GPUs: an entry of the step is one CUDA graph, or where it cannot be, calls of layer "
+        "functions or of parts of them are; always these; or nothing is",
+        ("planned", "layers", "off"),
+    )
     disable: str = option("", "passes to leave out: names or patterns, comma-separated (raise-*)")
     verify: bool = option(False, "check every pass with the interpreter, all ranks, on a reduced twin of the model")
 
@@ -285,6 +292,9 @@ class Recipe:
                 raise OptionError(
                     f"unknown GPU architecture {arch!r}", where="--arch", hint=f"one of {', '.join(ARCHS)}, or none"
                 )
+        if self.cuda_graphs == "layers" and not self.archs:
+            hint = "--target h100, or without --cuda-graphs"
+            raise OptionError("cuda_graphs is layers, and there is no GPU", where="--cuda-graphs", hint=hint)
         if self.block_size & (self.block_size - 1):
             problem = f"block_size is {self.block_size}"
             raise OptionError(problem, where="--block-size", hint="a power of two, e.g. 16")

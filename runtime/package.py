@@ -281,7 +281,11 @@ def load_package(
         entries[name] = tuned_entry(function, products) if tuned else function
     listed = manifest["entries"].items()
     replayed = device.type == "cuda" and cuda_graphs and not ranges
-    graphs = EntryGraphs([name for name, entry in listed if replayed and entry.get("captured")])
+    pieces = {name: entry["pieces"] for name, entry in listed if replayed and "pieces" in entry}
+    graphs = EntryGraphs([name for name, entry in listed if replayed and entry.get("captured")], pieces)
+    for name in dict.fromkeys(piece for names in pieces.values() for piece in names):
+        if callable(function := getattr(module, name, None)):  # a person may have written the step otherwise
+            setattr(module, name, graphs.piece(name, function))
     specs = tuple(_state_spec(item, path, sizes or {}) for item in manifest["state"])
     return Package(path, manifest, device, entries, specs, graphs, poisoned)
 

@@ -21,6 +21,8 @@ def test_pipelines_of_both_purposes() -> None:
     ):
         recipe = Recipe(model="m", mesh="dp=2", recompute="full", target=target)
         assert print_pipeline(pipeline_of(recipe)) == common + rest
+    for graphs, last in (("layers", "in-place,cuda-graphs{layers=true}"), ("off", "in-place")):
+        assert print_pipeline(pipeline_of(Recipe(model="m", target="h100", cuda_graphs=graphs))).endswith(last)
     serve = print_pipeline(pipeline_of(Recipe(model="m", purpose="serve", max_length=64)))
     fuse = "fuse-append,canonicalize,dce,fuse-rope,fuse-norm,skip-padding,fuse-experts{sums=true},"
     fuse += "fuse-linear,fuse-regions,cse,dce,"

@@ -94,6 +94,16 @@ def test_graphs_are_chosen_for_serving(name: str, value: object) -> None:
         Recipe(**{"model": "dense-tiny", name: value})  # type: ignore[arg-type]
 
 
+def test_graphs_of_layers_are_for_training_on_a_gpu() -> None:
+    assert Recipe(model="m", cuda_graphs="layers").cuda_graphs == "layers"
+    with pytest.raises(OptionError, match="cuda_graphs is layers, and there is no GPU"):
+        Recipe(model="m", cuda_graphs="layers", arch="none")
+    with pytest.raises(OptionError, match="cuda_graphs is for training"):
+        Recipe(model="m", cuda_graphs="off", purpose="serve")
+    with pytest.raises(OptionError, match="cuda_graphs is 'layer'"):
+        Recipe(model="m", cuda_graphs="layer")
+
+
 def test_batch_invariance_is_for_our_kernels_on_one_rank() -> None:
     given: dict[str, Any] = {"model": "m", "purpose": "serve", "batch_invariant": True}
     assert Recipe(**given).batch_invariant

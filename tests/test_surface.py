@@ -18,7 +18,7 @@ SURFACE = {
     "--replayable-routing/--no-replayable-routing "
     "--loss-scale --loss-scale-growth --loss-scale-backoff --loss-scale-interval --loss-mask/--no-loss-mask "
     "--packed/--no-packed --max-length --block-size --graph-policy --graph-workload --graphs "
-    "--batch-invariant/--no-batch-invariant --disable "
+    "--batch-invariant/--no-batch-invariant --cuda-graphs --disable "
     "--verify/--no-verify --recipe/-c --force",
     "dump": "PKG PASS --fn --format",
     "diff": "PKG PASS_A PASS_B --format --limit",

@@ -45,6 +45,8 @@ class StepContext:
     kernels: KernelSites
     tables: StateTables
     division: Division
+    pieces: frozenset[str] = frozenset()
+    """Functions of which each call is a CUDA graph, where an entry is not one as a whole."""
 
 
 class FunctionText:
@@ -127,6 +129,7 @@ class FunctionText:
         else:
             paths = [n.origin.path.split(".") for n in self._function.nodes if n.origin.path]
             name = ".".join(_common(paths)) or self._function.name
+        name += ", a CUDA graph" * (self._function.name in self._context.pieces)
         text = f"{name}: {inputs or 'nothing'} → {outputs or 'nothing'}."
         return text if len(text) < 110 else f"{name}: {len(self._function.params)} inputs → {outputs}."[:110]
 
@@ -162,7 +165,7 @@ class FunctionText:
         for value, name in zip(node.results, names, strict=True):
             self._names[value] = name
             self._input_texts[value] = name
-        header.line(f"{', '.join(names)} = {kept}" if len(names) < 12 else f"({', '.join(names)}) = {kept}")
+        header.line(f"{_listed(names)} = {kept}")
         header.line(f"{kept}.clear()  # from here on each dies at its last use")
         unused = [v for v in node.results if self._live.last_use[v] == index]
         self._bury(unused, set(), final=False)
@@ -189,7 +192,7 @@ class FunctionText:
         dead = [v for v in self._live.reads(node) if self._live.last_use[v] == index and self._dies_here(v)]
         freed = self._release(dead)
         left = self._bind(node, index, written, freed)
-        self._body.line(f"{', '.join(left)} = {written.text}" if left else written.text, mark)
+        self._body.line(f"{_listed(left)} = {written.text}" if left else written.text, mark)
         for line in written.after:
             self._body.line(line, mark)
         for value in node.results if self._unread else ():
@@ -534,13 +537,19 @@ class FunctionText:
         texts = [
             f"[{', '.join(self._text(o) for o in packs[v].operands)}]" if v in packs else self._text(v) for v in results
         ]
-        self._body.line(f"return {', '.join(texts)}" if texts else "return None")
+        self._body.line(f"return {_listed(texts)}" if texts else "return None")
 
     def _update(self, name: str, value: Value) -> None:
         """A state's new value, unless it was made in place."""
         text = self._text(value)
         if text != f'state["{name}"]':
             self._body.line(f'state["{name}"].copy_({text})')
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names or expressions with commas, in brackets where they are many: those may be broken into lines."""
+    text = ", ".join(names)
+    return text if len(names) < 12 else f"({text})"
 
 
 def _number(slot: Slot) -> str:

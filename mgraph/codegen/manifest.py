@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import mgraph
+from mgraph.codegen.prepare import callees_first
+from mgraph.codegen.step import function_names
 from mgraph.ir.dims import dim_text
 from mgraph.ir.facts import multiples
 from mgraph.ir.graph import Axis, Module, State, Value
@@ -205,11 +207,13 @@ def _placement(state: State, mesh: Sequence[Axis]) -> dict[str, Any]:
 
 
 def _entries(module: Module) -> dict[str, Any]:
+    names = function_names(module, callees_first(module)) if any(e.pieces for e in module.entries.values()) else {}
     return {
         entry.name: {
             "inputs": [v.name for v in module.functions[entry.function].params],
             "outputs": list(entry.outputs),
             **({"captured": True} if entry.captured else {}),
+            **({"pieces": [names[piece] for piece in entry.pieces]} if entry.pieces else {}),
         }
         for entry in module.entries.values()
     }

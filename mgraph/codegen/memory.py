@@ -161,9 +161,10 @@ class RankMemory:
 
     def reserved(self) -> int:
         """Bytes that a rank needs of its device: CUDA graphs keep the memory of the highest of their entries, in one
-        pool, so that what is launched op by op has its own beside that."""
-        kept = [self.entry(name).bytes for name, entry in self.module.entries.items() if entry.captured]
-        beside = [self.entry(name).bytes for name, entry in self.module.entries.items() if not entry.captured]
+        pool, so that what is launched op by op has its own beside that. An entry in pieces counts as both."""
+        entries = self.module.entries.items()
+        kept = [self.entry(name).bytes for name, entry in entries if entry.captured or entry.pieces]
+        beside = [self.entry(name).bytes for name, entry in entries if not entry.captured]
         return sum(self.state().values()) + max(kept, default=0) + max(beside, default=0)
 
     def functions(self) -> dict[str, Profile]:

@@ -70,7 +70,10 @@ def broken(text: str, indent: str) -> list[str]:
         for part in parts:
             element = part if _is_generator(part) and len(parts) == 1 else part + ","
             lines.extend(broken(element, inner))
-    return [*lines, indent + tail]
+    if len(indent) + len(tail) <= WIDTH:
+        return [*lines, indent + tail]
+    first, *rest = broken(tail[1:], indent)
+    return [*lines, indent + tail[0] + first.removeprefix(indent), *rest]
 
 
 def brackets(text: str) -> list[tuple[int, int]]:

@@ -26,7 +26,8 @@ def step_text(module: Module, sites: KernelSites | None = None, lines: Lines | N
     entry_functions = {entry.function for entry in module.entries.values()}
     names = function_names(module, functions)
     division = Division.of(module, declared_sizes(module))
-    context = StepContext(functions, names, sites or KernelSites(division=division), StateTables(), division)
+    pieces = frozenset(piece for entry in module.entries.values() for piece in entry.pieces)
+    context = StepContext(functions, names, sites or KernelSites(division=division), StateTables(), division, pieces)
     trainable = [state.name for state in module.state.values() if state.trainable]
     if len(trainable) > SHORT:
         context.tables.add("PARAMETERS", trainable)

@@ -203,13 +203,14 @@ class State:
 @dataclass(frozen=True, slots=True)
 class Entry:
     """An entry point. The function's results are `outputs` (named), then the new values of the states in `updates`.
-    A GPU launches a `captured` one as one CUDA graph."""
+    A GPU launches a `captured` one as one CUDA graph, and of any other each call of a function of `pieces`."""
 
     name: str
     function: str
     outputs: tuple[str, ...]
     updates: tuple[str, ...] = ()
     captured: bool = False
+    pieces: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

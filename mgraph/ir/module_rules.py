@@ -164,7 +164,10 @@ def _entries(scope: Scope) -> Iterator[Problem]:
             yield Problem(f"entry {entry.name} has no function {entry.function!r}", hint=hint)
         elif function.slots or function.statics:
             yield Problem(f"entry {entry.name}: an entry function has no slots and no statics", function)
-        for names in (entry.outputs, entry.updates):
+        for name in entry.pieces:
+            if name not in scope.module.functions or name == entry.function or entry.captured:
+                yield Problem(f"entry {entry.name}: {name!r} cannot be a piece of it", function)
+        for names in (entry.outputs, entry.updates, entry.pieces):
             for name in sorted(n for n, count in Counter(names).items() if count > 1):
                 yield Problem(f"entry {entry.name} names {name!r} twice", function)
 

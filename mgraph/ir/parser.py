@@ -207,7 +207,8 @@ class _Parser:
         return tuple(calls)
 
     def entry(self, cursor: Cursor) -> None:
-        """`entry microbatch = @microbatch -> (loss_sum, count) updates (@layers.{0..31}.w.grad) captured`"""
+        """`entry microbatch = @microbatch -> (loss_sum, count) updates (@layers.{0..31}.w.grad) captured`, or in the
+        place of `captured` the functions of which a call is: `pieces (@layer.fwd, @layer.bwd)`"""
         name = self.new(cursor, "entry", cursor.name(), self.entries)
         cursor.expect("=")
         at = cursor.skip()
@@ -222,7 +223,21 @@ class _Parser:
         if cursor.accept("updates"):
             cursor.expect("(")
             updates = tuple(_unfold(cursor.items(")", lambda: _updated(cursor))))
-        self.entries[name] = Entry(name, function, tuple(outputs), updates, captured=cursor.accept("captured"))
+        captured = cursor.accept("captured")
+        pieces: tuple[str, ...] = ()
+        if cursor.accept("pieces"):
+            cursor.expect("(")
+            pieces = tuple(cursor.items(")", lambda: self.piece(cursor)))
+        self.entries[name] = Entry(name, function, tuple(outputs), updates, captured, pieces)
+
+    def piece(self, cursor: Cursor) -> str:
+        """`@layer.fwd`: a function of the module."""
+        at = cursor.skip()
+        cursor.expect("@")
+        name = cursor.name("the name of a function")
+        if name not in self.bodies:
+            cursor.unknown("function", name, self.bodies, at)
+        return name
 
     def skip_body(self, cursor: Cursor, statements: list[int], position: int) -> int:
         """Note where a function stands; its lines are read when all names of the module are known."""

@@ -207,6 +207,7 @@ def _entry_line(entry: Entry) -> str:
     outputs = ", ".join(map(name_text, entry.outputs))
     updates = f" updates ({', '.join(fold_names(entry.updates))})" if entry.updates else ""
     captured = " captured" * entry.captured
+    captured += f" pieces ({', '.join(f'@{name_text(name)}' for name in entry.pieces)})" if entry.pieces else ""
     return f"entry {name_text(entry.name)} = @{name_text(entry.function)} -> ({outputs}){updates}{captured}"
 
 

@@ -1,22 +1,32 @@
-"""cuda-graphs: which entries of a step a GPU replays as a whole.
+"""cuda-graphs: what of a step a GPU replays.
 
     entry microbatch = @microbatch -> (loss_sum, count) updates (…)
-    entry microbatch = @microbatch -> (loss_sum, count) updates (…) captured          after
+    entry microbatch = @microbatch -> (loss_sum, count) updates (…) captured                          as a whole
+    entry microbatch = @microbatch -> (loss_sum, count) updates (…) pieces (@layer.fwd.part1, …)      or in pieces
 
 A captured entry is launched as one CUDA graph from its second call with inputs of the same shapes on: the first runs
 as any other, and brings up what libraries set up at first use. Captured are the entries that train; what evaluates or
-samples sees other shapes each time. An op that waits for a number from the GPU keeps an entry from it.
+samples sees other shapes each time.
+
+An op that waits for a number from the GPU, or that works on as many rows as the host has read, keeps an entry from
+being one graph. Each call of a layer function that has none of them is then a graph, and functions that have some are
+split around them (`pieces.py`), and around what is sent between ranks, of which some would be in graphs and some not;
+all else of the entry is launched op by op. With `layers` entries are in pieces in any
+case, but those that call nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from mgraph.ir.collectives import is_collective
+from mgraph.ir.dims import Extent, names_in
 from mgraph.ir.graph import Function, Module, Node, Value
-from mgraph.ir.types import DType
+from mgraph.ir.types import DType, PendingType
 from mgraph.passes.base import Pass, Report, Stage, Tier
+from mgraph.passes.calls import callee, calls
+from mgraph.passes.pieces import split
 
 CAPTURED = ("microbatch", "finish", "last")
 """Entries that are called again and again with the same shapes."""
@@ -33,48 +43,121 @@ _WAITING = frozenset(
     }
 )
 _INDEXING = frozenset({"aten.index.Tensor", "aten.index_put.default"})
+_ONE_BY_ONE = "launched op by op"
 _LISTS = frozenset({"adamw", "global_norm", "square_sum"})
 """Ops whose kernels find lists of tensors by tables, which are copied to the GPU when the tensors are first seen."""
 
 
 @dataclass(frozen=True)
 class CudaGraphs(Pass):
-    """Mark the entries that are launched as CUDA graphs."""
+    """Mark what is launched as CUDA graphs: entries, or layer functions and parts of them."""
 
     name: ClassVar[str] = "cuda-graphs"
     stage: ClassVar[Stage] = Stage.SCHEDULE
     tier: ClassVar[Tier] = Tier.BITWISE
     requires: ClassVar[frozenset[str]] = frozenset({"in-place"})
 
+    layers: bool = False
+
     def run(self, module: Module, report: Report) -> Module:
         """Look at everything that an entry runs."""
+        plan = _Plan(module, report)
         entries = dict(module.entries)
         for name in CAPTURED:
             if name not in entries:
                 continue
             function = entries[name].function
-            obstacles = (
-                (where.name, n.id, why) for where, n in _nodes(module, function) if (why := _obstacle(where, n))
-            )
-            if (found := next(obstacles, None)) is not None:
+            found = plan.obstacle(function)
+            pieces = plan.pieces(function) if found is not None or self.layers else ()
+            if found is not None:
                 where, node, why = found
-                report.near_miss(where, node, name, "host", f"{name} is launched op by op: {why}")
-                continue
-            report.match(function, module.functions[function].nodes[0].id, f"{name} is one CUDA graph")
-            entries[name] = replace(entries[name], captured=True)
-        return replace(module, entries=entries) if entries != dict(module.entries) else module
+                told = f"no single graph, but calls of {len(pieces)} functions are graphs" if pieces else _ONE_BY_ONE
+                report.near_miss(where, node, name, "host", f"{name} is {told}: {why}")
+            elif not pieces:
+                report.match(function, module.functions[function].nodes[0].id, f"{name} is one CUDA graph")
+            entries[name] = replace(entries[name], captured=found is None and not pieces, pieces=pieces)
+        if entries == dict(module.entries):
+            return module
+        return replace(module, entries=entries, functions={**module.functions, **plan.made})
 
 
-def _nodes(module: Module, function: str) -> Iterator[tuple[Function, Node]]:
-    """The nodes of a function and of all that it calls, each function once, with that function."""
-    todo, seen = [function], {function}
-    while todo:
-        where = module.functions[todo.pop()]
-        for node in where.nodes:
-            yield where, node
-            if node.op == "call" and (callee := str(node.attrs["callee"])) not in seen:
-                seen.add(callee)
-                todo.append(callee)
+class _Plan:
+    """Which calls are graphs. `made` has the functions that were split, what is left of them and their parts."""
+
+    def __init__(self, module: Module, report: Report) -> None:
+        self._module, self._report = module, report
+        self.made: dict[str, Function] = {}
+        self._known: dict[tuple[str, bool], tuple[str, str, str] | None] = {}
+        self._pieces: dict[str, tuple[str, ...]] = {}
+        ragged = [dim for dim in module.dims.values() if dim.bound is not None]
+        self._read = frozenset(dim.name for dim in ragged if dim.extent is Extent.HOST)
+        self._bounds = {dim.name: dim.bound for dim in ragged if dim.bound is not None and dim.name not in self._read}
+
+    def obstacle(self, name: str, *, piece: bool = False) -> tuple[str, str, str] | None:
+        """The first node that keeps a function from being one graph, or a `piece`: in which function, its id, why."""
+        key = name, piece
+        if key not in self._known:
+            function = self._module.functions[name]
+            found = ((node.id, self._why(function, node, piece)) for node in function.nodes)
+            self._known[key] = next(((name, node, why) for node, why in found if why), None)
+            if self._known[key] is None:
+                called = (self.obstacle(callee(node), piece=piece) for node in calls(function))
+                self._known[key] = next((inner for inner in called if inner), None)
+        return self._known[key]
+
+    def pieces(self, name: str) -> tuple[str, ...]:
+        """The functions of which each call is a graph, of those that a function calls, directly or not."""
+        called = dict.fromkeys(callee(node) for node in calls(self._module.functions[name]))
+        return tuple(dict.fromkeys(piece for function in called for piece in self._of(function)))
+
+    def _of(self, name: str) -> tuple[str, ...]:
+        """The graphs of a call of a function: itself, or its parts and those of what it calls."""
+        if name not in self._pieces:
+            found = self.obstacle(name) or self.obstacle(name, piece=True)
+            function = self._module.functions[name]
+            if found is None:
+                self._report.match(name, function.nodes[0].id, f"each call of {name} is a CUDA graph")
+                self._pieces[name] = (name,)
+            else:
+                self._pieces[name] = (*self._split(function, found), *self.pieces(name))
+        return self._pieces[name]
+
+    def _split(self, function: Function, found: tuple[str, str, str]) -> tuple[str, ...]:
+        """The parts of a function that has an obstacle."""
+
+        def allowed(node: Node) -> bool:
+            if node.op == "call":
+                return self.obstacle(callee(node), piece=True) is None
+            return self._why(function, node, True) is None
+
+        parts = split(function, allowed, self._bounds, lambda number: self._name(f"{function.name}.part{number}"))
+        where, node, why = found
+        alone = len(function.nodes) - parts.taken
+        graphs = f"{len(parts.pieces)} graph{'s' * (len(parts.pieces) > 1)}"
+        told = f"{graphs}, and {alone} nodes " if parts.pieces else ""
+        detail = f"{function.name} is {told}{_ONE_BY_ONE}: {why}"
+        self._report.near_miss(where, node, function.name, "host", detail)
+        self.made |= {f.name: f for f in (*parts.pieces, parts.function) if parts.pieces}
+        for part in parts.pieces:
+            detail = f"{len(part.nodes)} nodes of {function.name} are a CUDA graph"
+            self._report.match(part.name, part.nodes[0].id, detail)
+        return tuple(part.name for part in parts.pieces)
+
+    def _name(self, name: str) -> str:
+        while name in self._module.functions:
+            name += "_"
+        return name
+
+    def _why(self, function: Function, node: Node, piece: bool) -> str | None:
+        """Why a node cannot be part of a graph, or of a `piece`."""
+        if (why := _obstacle(function, node)) is not None:
+            return why
+        values = [v for v in (*node.operands, *node.results) if node.op != "call"]
+        if piece and (is_collective(node) or any(isinstance(v.type, PendingType) for v in values)):
+            return f"{node.op} at {node.origin} sends between ranks, or copies, beside other work"
+        types = [v.type.value if isinstance(v.type, PendingType) else v.tensor for v in values] if self._read else []
+        rows = sorted(self._read & {name for type_ in types for dim in type_.shape for name in names_in(dim)})
+        return f"{node.op} at {node.origin} has as many rows as the host has read ({rows[0]})" if rows else None
 
 
 def _obstacle(function: Function, node: Node) -> str | None:

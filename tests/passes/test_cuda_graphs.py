@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+from mgraph.codegen.manifest import _entries
+from mgraph.codegen.step import step_text
 from mgraph.compiler import build_module
-from mgraph.ir.graph import Module
+from mgraph.ir.collective_proof import prove
+from mgraph.ir.dims import symbol
+from mgraph.ir.graph import Module, StateKind
+from mgraph.ir.local import Division, declared_sizes
 from mgraph.ir.parser import parse_module
 from mgraph.ir.printer import print_module
+from mgraph.ir.torch_bridge import torch_dtype_name
+from mgraph.ir.verifier import verify
 from mgraph.passes.base import Report
 from mgraph.passes.cuda_graphs import CudaGraphs, _obstacle
+from mgraph.passes.pieces import _shape
 from mgraph.recipe import Recipe
 from tests.passes.raising import module_of
 
@@ -41,9 +52,69 @@ def test_what_reads_on_the_host_is_not(moe: dict[str, Module]) -> None:
     assert CudaGraphs().run(wide, Report()).entries["microbatch"].captured, "a kernel multiplies all groups at once"
     module = CudaGraphs().run(parse_module(print_module(wide).replace("f32", "f64")), report)
     assert not module.entries["microbatch"].captured and module.entries["finish"].captured
-    (miss,) = report.near_misses
-    assert any(miss.node == node.id for node in module.functions[miss.function].nodes)
-    assert "grouped_matmul at models/experts.py" in miss.detail and "on the host" in miss.detail
+    assert [miss.pattern for miss in report.near_misses] == ["layer.fwd", "layer.bwd", "microbatch"]
+    for miss in report.near_misses:
+        assert any(miss.node == node.id for node in wide.functions[miss.function].nodes)
+        assert "grouped_matmul at models/experts.py" in miss.detail and "on the host" in miss.detail
+    assert module.entries["microbatch"].pieces == ("layer.fwd.part1", "layer.bwd.part1")
+
+
+def test_layers_are_graphs_where_asked_for(moe: dict[str, Module]) -> None:
+    report = Report()
+    module = CudaGraphs(layers=True).run(moe["bf16"], report)
+    entries = module.entries
+    assert {name: entry.captured for name, entry in entries.items()} == {
+        "microbatch": False, "evaluate": False, "predict": False, "finish": True
+    }  # fmt: skip
+    assert {entry.name: entry.pieces for entry in entries.values() if entry.pieces} == {
+        "microbatch": ("layer.fwd", "layer.bwd")
+    }
+    assert report.near_misses == [] and len(report.matches) == 3
+    assert module.functions == moe["bf16"].functions
+    assert parse_module(print_module(module)).entries == entries
+    told = {name: entry.get("pieces") for name, entry in _entries(module).items() if "pieces" in entry}
+    assert told == {"microbatch": ["layer_fwd", "layer_bwd"]}
+    assert step_text(module).count('"""layers.*, a CUDA graph: ') == 2
+
+
+def test_what_the_host_reads_is_between_graphs() -> None:
+    """Rows of experts have an extent that the host has read; what is before and after are graphs."""
+    recipe = Recipe(
+        model="moe-tiny", mesh="ep=2", expert_extent="host", precision="bf16", arch="none", disable="raise-norm"
+    )
+    before, report = build_module(recipe).module, Report()
+    module = CudaGraphs().run(before, report)
+    verify(module)
+    prove(module)
+    assert module.entries["finish"].captured
+    assert module.entries["microbatch"].pieces == ("layer.fwd.part1", "layer.bwd.part1", "layer.bwd.part2")
+    for name in module.entries["microbatch"].pieces:
+        shapes = {dim for node in module.functions[name].nodes for v in node.operands for dim in _shape(v)}
+        assert not shapes & {symbol("R"), symbol("R_sent"), 2 * symbol("R")}
+    assert [(miss.function, miss.pattern) for miss in report.near_misses] == [
+        ("layer.fwd", "layer.fwd"), ("layer.bwd", "layer.bwd"), ("layer.fwd", "microbatch")
+    ]  # fmt: skip
+    assert "1 graph, and" in report.near_misses[0].detail and "read_sizes at" in report.near_misses[0].detail
+    assert "(R_sent)" in report.near_misses[1].detail
+    states = [_after_a_step(of) for of in (before, module)]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    assert all(tensor.any() for name, tensor in states[0].items() if name.endswith(".grad"))
+
+
+def _after_a_step(module: Module) -> dict[str, torch.Tensor]:
+    """The state after a microbatch of one of two ranks, to which the other sends what it is sent."""
+    names: dict[str, Any] = {"__file__": "step.py", "__name__": "step"}
+    exec(compile(step_text(module), "step.py", "exec"), names)
+    division, generator = Division.of(module, declared_sizes(module)), torch.Generator().manual_seed(0)
+    state = {}
+    for name, declared in module.state.items():
+        shape = [int(extent) for extent in division.local_type(declared.type).shape]
+        drawn = torch.randn(shape, generator=generator) * 0.1
+        zero = declared.kind in (StateKind.GRAD, StateKind.SCALAR)
+        state[name] = (drawn * (not zero)).to(getattr(torch, torch_dtype_name(declared.type.dtype)))
+    tokens = torch.randint(256, (2, 17), generator=generator)
+    names["microbatch"](state, tokens[:, :-1], tokens[:, 1:])
+    return state
 
 
 def test_lists_of_new_tensors_keep_finish_from_it() -> None:

@@ -34,7 +34,7 @@ class StandIn(EntryGraphs):
             def replay(self) -> None:
                 outputs[0].copy_(entry(state, *own)[0])
 
-        return graphs._Captured(Graph(), own, outputs, tuple(state.values()))  # type: ignore[arg-type]
+        return graphs._Captured(Graph(), own, outputs, tuple(state.values()))
 
 
 def entry(state: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
