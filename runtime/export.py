@@ -151,8 +151,10 @@ def export_weights(
     config: Path,
     shard_bytes: int = SHARD_BYTES,
     advance: Advance = ignore,
+    beside: Mapping[str, Path] | None = None,
 ) -> None:
-    """Write the parameters and persistent buffers to the directory `target`; with `config`, where that file exists.
+    """Write the parameters and persistent buffers to the directory `target`; with `config`, where that file exists, and
+    copies of the files `beside`, by the names that they get.
 
     All ranks of the weights' mesh call it, and the first one writes. The configuration is written with the dtype that
     the files have. One tensor is put together and copied at a time, if at all; `advance` hears of each. Raises, on the
@@ -170,6 +172,8 @@ def export_weights(
                     settings = {key: value for key, value in settings.items() if key not in _REPLACED}
                     settings["dtype"] = weights.most()
                     (directory / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+                for name, file in (beside or {}).items():
+                    shutil.copyfile(file, directory / name)
     finally:
         if weights.mesh.world_size > 1:  # whatever has become of the files, the others put all tensors together
             for _ in values:

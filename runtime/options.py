@@ -123,7 +123,9 @@ class Options(Settings):
     )
     export: Path | None = field(
         default=None,
-        metadata=about("at the end, write the weights here as safetensors, with config.json if the model has one"),
+        metadata=about(
+            "at the end, write the weights here as safetensors, with config.json if the model has one, and the tokenizer"
+        ),
     )
     export_adapter: Path | None = field(
         default=None, metadata=about("at the end, write the adapters of --lora here, as PEFT reads them")

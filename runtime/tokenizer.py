@@ -24,6 +24,9 @@ from mgraph.errors import DataError
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 """The files of a directory that is given as a tokenizer; only the first must be there."""
 
+MORE = ("merges.txt", "special_tokens_map.json", "added_tokens.json")
+"""Files that belong to one of these."""
+
 OLDER = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
 """Files of vocabularies that a directory may have in place of the first."""
 
@@ -142,6 +145,15 @@ class FileTokenizer:
 def holds_tokenizer(path: Path) -> bool:
     """Whether a directory has a tokenizer, or part of one; that then is read, or told why it cannot be."""
     return any((path / name).is_file() for name in (TOKENIZER, CONFIG, *OLDER))
+
+
+def tokenizer_files(path: Path | None, template: Path | None = None) -> dict[str, Path]:
+    """The files of a tokenizer (None: bytes, which have none), by the names that they have in a directory; a chat
+    `template` takes the place of its own."""
+    names = (TOKENIZER, CONFIG, TEMPLATE, *OLDER, *MORE)
+    found = {} if path is None else {name: path / name for name in names} if path.is_dir() else {TOKENIZER: path}
+    found = {name: file for name, file in found.items() if file.is_file()}
+    return found if template is None else {**found, TEMPLATE: template}
 
 
 def load_tokenizer(path: Path | None, model_vocab_size: int) -> Tokenizer:

@@ -46,7 +46,7 @@ from mgraph.runtime.saving import Saver
 from mgraph.runtime.schedule import learning_rate
 from mgraph.runtime.start import bring_up
 from mgraph.runtime.state import create_state
-from mgraph.runtime.tokenizer import Tokenizer, load_tokenizer
+from mgraph.runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
 from mgraph.runtime.transfer import NOTES, export, export_adapter, initialise, is_exported, note_export
 from mgraph.runtime.weights import model_tensors
 
@@ -619,7 +619,8 @@ class Trainer:
 
         def write() -> None:
             if option == "export":
-                export(target, options.export_dtype, self.package, self.state, self.mesh)
+                beside = tokenizer_files(options.tokenizer, options.chat_template)
+                export(target, options.export_dtype, self.package, self.state, beside, self.mesh)
             else:
                 export_adapter(target, options.export_dtype, self.package, self.state, options.init, self.mesh)
             if first:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -39,12 +40,14 @@ def initialise(source: Path, package: Package, state: State, shown: bool, mesh: 
         transfer.say(f"loaded {number} tensors, {transfer.summary} from {source}")
 
 
-def export(target: Path, dtype: str, package: Package, state: State, mesh: Mesh = ALONE) -> None:
-    """Write the weights to a directory; all ranks call it. `dtype` is FULL, or anything else for that of the
-    parameters. Raises OptionError, StorageError, on the first rank."""
+def export(
+    target: Path, dtype: str, package: Package, state: State, beside: Mapping[str, Path], mesh: Mesh = ALONE
+) -> None:
+    """Write the weights to a directory, and copies of the files `beside` by name; all ranks call it. `dtype` is FULL,
+    or anything else for that of the parameters. Raises OptionError, StorageError, on the first rank."""
     weights = Weights(state, package.state_specs, package.weight_layout, full=dtype == FULL, mesh=mesh)
     with _Transfer("exporting weights", mesh.is_first) as transfer:
-        export_weights(target, weights, package.path / CONFIG, advance=transfer.advance)
+        export_weights(target, weights, package.path / CONFIG, advance=transfer.advance, beside=beside)
     if mesh.is_first:
         transfer.say(f"exported the weights, {transfer.summary} to {target}")
 

@@ -15,7 +15,7 @@ from mgraph.errors import DataError
 from mgraph.runtime.checkpoint import Checkpoint
 from mgraph.runtime.options import flag
 from mgraph.runtime.serving.package_stepper import run_checkpoint
-from mgraph.runtime.tokenizer import Tokenizer, holds_tokenizer
+from mgraph.runtime.tokenizer import TEMPLATE, Tokenizer, holds_tokenizer
 
 GENERATION = "generation_config.json"
 """Beside weights, the file that names the tokens that end a text."""
@@ -31,6 +31,9 @@ def find_tokenizer(weights: Path | None) -> Path | None:
 
 def find_template(weights: Path | None) -> Path | None:
     """The chat template that is not the tokenizer's own. Raises DataError where it is named and not there."""
+    directory = _directory(weights)
+    if directory is not None and (directory / TEMPLATE).is_file() and not holds_tokenizer(directory):
+        return directory / TEMPLATE
     return _of_run(weights, "chat_template")
 
 

@@ -290,11 +290,13 @@ def test_tokenizer_file_and_nats_per_byte(
     library.train_from_iterator([text_file.read_text()], trainers.BpeTrainer(vocab_size=200, show_progress=False))
     library.save(str(tmp_path / "tokenizer.json"))
     monkeypatch.chdir(tmp_path)
-    arguments = ("--tokenizer", "tokenizer.json", "--steps", "30", "--sample-length", "5")
+    arguments = ("--tokenizer", "tokenizer.json", "--steps", "30", "--sample-length", "5", "--export", "exported")
     train(package_dir, tmp_path / "run", text_file, *arguments)
     monkeypatch.undo()
     assert find_tokenizer(tmp_path / "run") == tmp_path / "tokenizer.json"
     assert find_template(tmp_path / "run") is None
+    assert find_tokenizer(tmp_path / "exported") == tmp_path / "exported"
+    assert (tmp_path / "exported" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     per_byte = load_text(str(text_file), ByteTokenizer(), 19)
     words = capsys.readouterr().out.splitlines()[-1].split()
     assert float(words[8]) == pytest.approx(per_byte.unigram_entropy, abs=1e-4)

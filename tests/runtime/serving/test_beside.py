@@ -52,6 +52,14 @@ def test_part_of_a_tokenizer_among_the_weights_is_not_taken_for_bytes(tmp_path: 
     assert [find_tokenizer(each) for each in weights] == [tmp_path, tmp_path]
 
 
+def test_a_template_without_a_tokenizer_is_for_bytes(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").touch()
+    assert find_tokenizer(tmp_path) is None
+    assert find_template(tmp_path / "model.safetensors") == tmp_path / "chat_template.jinja"
+    (tmp_path / "tokenizer.json").touch()  # which then reads the template itself
+    assert find_template(tmp_path) is None
+
+
 def test_tokens_that_end_a_text(tmp_path: Path) -> None:
     class WithEnd(ByteTokenizer):
         special_tokens: Mapping[str, str] = {"eos_token": "$"}
