@@ -1,7 +1,7 @@
 """Capture: from a model definition to a `Module` with one entry, `forward`.
 
 resolve (source) -> build (initialise, recorder) -> export (adapter, probe, replay)
--> import (unsupported, shapes, rules, mutation)
+-> import (unsupported, shapes, rules, mutation) -> the longest sequence (position_tables)
 
 A model that draws random numbers while it is trained (dropout, noise) is traced a second time in evaluation mode: the
 entry `evaluation` has the same outputs.
@@ -19,6 +19,7 @@ from typing import NamedTuple
 from mgraph.capture.export import export
 from mgraph.capture.importer import import_program
 from mgraph.capture.initialise import build
+from mgraph.capture.position_tables import with_bounded_length
 from mgraph.capture.source import ModelSpec, resolve
 from mgraph.capture.weight_layout import CheckpointForm, checkpoint_form
 from mgraph.ir.dims import NamedDim
@@ -58,7 +59,7 @@ def capture(spec: ModelSpec | str) -> Module:
     evaluation differs from training).
 
     `spec` is a `ModelSpec` or its text. Raises ModelError (the model cannot be found or built) or CaptureError (it
-    cannot be traced), both with the user's source line.
+    cannot be traced), both with the user's source line; OptionError where it has not the positions of its `max_length`.
     """
     return capture_with_report(spec).module
 
@@ -82,6 +83,7 @@ def capture_with_report(spec: ModelSpec | str, replay: bool = True) -> Captured:
             evaluating = replace(spec, training=False)
             evaluation = export(built.module, evaluating, source.inputs, source.loss, source.where, replay)
             module = _with_evaluation(module, import_program(evaluation, built, source.name)[0])
+        module = with_bounded_length(module, spec.max_length)
         times.append(time.perf_counter())
     seconds = {
         name: after - before
