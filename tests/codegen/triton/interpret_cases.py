@@ -3,7 +3,8 @@
 A program of its own, since interpreted and compiled kernels cannot share a process: `python interpret_cases.py PKG`
 with TRITON_INTERPRET=1, where PKG holds the manifest, `kernels.py`, `reference.py` and `cases.pt`, a list of (site,
 inputs). The sites run through the runtime's own call path, launched by the JIT launcher. Results go to `results.pt`:
-for each case the outputs, and the inputs as they are afterwards.
+for each case the outputs, and the inputs as they are afterwards. Without PKG it imports torch and Triton once, and
+runs each directory that it reads a line of in a fork.
 
 Where the environment has MGRAPH_KERNELS_ON=sm_90a the same tests run binaries for that GPU on it. Each tensor is then
 an allocation of its own that ends with it, so that reads past an end are seen where MGRAPH_SANITIZER names a tool of
@@ -12,10 +13,14 @@ compute-sanitizer (memcheck, racecheck), under which the program then runs.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +31,10 @@ import torch
 from mgraph.runtime import kernels as runtime
 
 Case = tuple[str, tuple[torch.Tensor, ...]]
+PROGRAM = (sys.executable, str(Path(__file__)))
+SAID = "said.txt"
+SECONDS = 120
+"""What a run may take."""
 
 
 def release(library: str) -> tuple[int, ...]:
@@ -65,18 +74,52 @@ def interpret(
     entries = build_kernels(specs, directory, archs=(arch,) if arch else ())
     (directory / "manifest.json").write_text(json.dumps({"kernels": entries}))
     torch.save(list(cases), directory / "cases.pt")
-    checked = under(sanitizer) if sanitizer else []
-    how = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if arch else {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [*checked, sys.executable, str(Path(__file__)), str(directory)],
-        env={**os.environ, **how, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300 if sanitizer else 120,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    if arch:
+        done = subprocess.run(
+            [*(under(sanitizer) if sanitizer else []), *PROGRAM, str(directory)],
+            env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=300 if sanitizer else SECONDS,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    else:
+        server = interpreter()
+        assert server.stdin is not None and server.stdout is not None
+        print(directory, file=server.stdin, flush=True)
+        assert server.stdout.readline() == "0\n", (directory / SAID).read_text()[-4000:]
     results: list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = torch.load(directory / "results.pt")
     return results
+
+
+@functools.cache
+def interpreter() -> subprocess.Popen[str]:
+    """The program that serves this process: it ends when its input does."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    server = subprocess.Popen(PROGRAM, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(server.communicate)  # closes its input
+    return server
+
+
+def serve() -> None:
+    """Run each directory of the input in a fork, and write its exit code. What it says goes to a file beside."""
+    from triton.runtime import interpreter
+
+    assert interpreter
+    for line in sys.stdin:
+        directory = Path(line.removesuffix("\n"))
+        child = os.fork()
+        if child == 0:
+            with (directory / SAID).open("w") as said:
+                os.dup2(said.fileno(), 1), os.dup2(said.fileno(), 2)
+            signal.alarm(SECONDS)
+            try:
+                main(directory)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
 def multiply_bf16() -> None:
@@ -134,4 +177,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1])) if sys.argv[1:] else serve()
