@@ -39,23 +39,30 @@ OFFLOADABLE = ("activations", "optimizer")
 """What `offload` may name."""
 
 _PURPOSES = {"train": "training", "serve": "serving"}
-_OF_PURPOSE = {
+_NOT_TRAINED = "leave it out: what is served is not trained"
+_NOT_SERVED = "--for serve, or leave it out"
+OF_PURPOSE = {
     "train": {
+        **dict.fromkeys(("dispatch", "ep_chunks", "expert_extent", "expert_budget"), "what is served has tp alone"),
+        **dict.fromkeys(("zero", "keep_gathered", "wide_sums"), "what is served has tp alone"),
+        **dict.fromkeys(("overlap", "grad_dtype", "one_microbatch"), _NOT_TRAINED),
+        **dict.fromkeys(("recompute", "activation_budget", "chunk_loss", "loss_mask"), _NOT_TRAINED),
+        **dict.fromkeys(("optimizer", "weight_decay", "groups", "beta1", "beta2", "eps"), _NOT_TRAINED),
+        **dict.fromkeys(("max_norm", "check_finite", "expert_bias_rate"), _NOT_TRAINED),
+        **dict.fromkeys(("loss_scale", "loss_scale_growth", "loss_scale_backoff", "loss_scale_interval"), _NOT_TRAINED),
+        **dict.fromkeys(("expert_load", "router_loss_counts", "pad_to_capacity"), "leave it out"),
+        "lora_train": "leave it out: --lora alone says what is added to the model",
         "offload": "what is served is on the device",
-        "one_microbatch": "leave it out",
-        "expert_load": "leave it out",
-        "router_loss_counts": "leave it out",
-        "pad_to_capacity": "leave it out",
         "replayable_routing": "leave it out: what is served neither takes decisions nor gives them",
         "packed": "a sequence that is served has its row",
-        "place": "what is served is on one device whole",
+        "place": "what is served is split as its use says",
+        "pad": "a tp that divides the heads and the vocabulary",
+        "sequence_parallel": "leave it out: a step has any number of tokens",
         "cuda_graphs": "--graphs says how many graphs a package for serving has",
     },
-    "serve": dict.fromkeys(
-        ("graph_policy", "graph_workload", "graphs", "batch_invariant"), "--for serve, or leave it out"
-    ),
+    "serve": dict.fromkeys(("block_size", "graph_policy", "graph_workload", "graphs", "batch_invariant"), _NOT_SERVED),
 }
-"""Options that packages of one purpose alone have, each with what to say to others."""
+"""Options that packages of one purpose alone have, each with what to say to others. All other fields are for both."""
 
 _OF_AXIS = {
     "zero": "fsdp",
@@ -261,7 +268,7 @@ class Recipe:
         limit = f"={self.offload.partition('=')[2].partition(',')[0].strip()}" if self.offload_limit else ""
         object.__setattr__(self, "offload", ",".join(self.offloaded).replace("activations", f"activations{limit}"))
         other = "serve" if self.purpose == "train" else "train"
-        for name, hint in _OF_PURPOSE[other].items():
+        for name, hint in OF_PURPOSE[other].items():
             if getattr(self, name) != getattr(Recipe, name):
                 raise OptionError(f"{name} is for {_PURPOSES[other]}", where=flag_of(name), hint=hint)
         if self.one_microbatch and self.overlap:

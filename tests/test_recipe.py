@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mgraph.errors import OptionError
-from mgraph.recipe import Recipe, flag_of, read_recipe
+from mgraph.recipe import OF_PURPOSE, Recipe, flag_of, read_recipe
 
 
 @pytest.mark.parametrize(
@@ -59,9 +60,9 @@ def test_values_are_checked() -> None:
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("model: dense-tiny\neps: 1e-6\nmax-norm: 2\nverify: true\nfor: serve\n")
+    path.write_text("model: dense-tiny\neps: 1e-6\nmax-norm: 2\nverify: true\nfor: train\n")
     found = read_recipe(path, {"eps": 1e-5})
-    assert found == Recipe(model="dense-tiny", eps=1e-5, max_norm=2.0, verify=True, purpose="serve")
+    assert found == Recipe(model="dense-tiny", eps=1e-5, max_norm=2.0, verify=True, purpose="train")
     assert read_recipe(None, {"model": "dense-tiny"}) == Recipe(model="dense-tiny")
 
 
@@ -79,19 +80,68 @@ def test_values_that_later_stages_cannot_take_are_refused_at_once(field: str, va
         Recipe(**{"model": "dense-tiny", field: value})  # type: ignore[arg-type]
 
 
-def test_what_is_served_is_not_packed() -> None:
-    assert Recipe(model="dense-tiny", packed=True).packed
-    with pytest.raises(OptionError, match="packed is for training"):
-        Recipe(model="dense-tiny", purpose="serve", packed=True)
+COMMON = [
+    "model",
+    "purpose",
+    "mesh",
+    "precision",
+    "target",
+    "arch",
+    "profile",
+    "provider",
+    "output",
+    "memory_budget",
+    "batch",
+    "seq",
+    "lora",
+    "max_length",
+    "disable",
+    "verify",
+]
+OTHER = {
+    "groups": ("*: lr=2",),
+    "place": ("*: R@tp",),
+    "lora_train": "*.bias",
+    "activation_budget": "1GiB",
+    "chunk_loss": "1MiB",
+    "offload": "optimizer",
+    "pad": "heads",
+    "graph_workload": "w.json",
+}
+"""Values of fields whose texts are read, other than the default."""
 
 
-SERVING = [("graph_policy", "linear"), ("graph_workload", "w.json"), ("graphs", 3), ("batch_invariant", True)]
+def other_value(field: dataclasses.Field[Any]) -> Any:
+    """A value that a field may have, and that is not its default."""
+    if field.name in OTHER:
+        return OTHER[field.name]
+    choices, within, default = field.metadata["choices"], field.metadata["within"], field.default
+    if choices:
+        return next(choice for choice in choices if choice != default)
+    if isinstance(default, bool):
+        return not default
+    return next(
+        v for v in (2, 1, 0.5, 0.25) if v != default and isinstance(default, type(v) | float) and v <= within[1]
+    )
 
 
-@pytest.mark.parametrize(("name", "value"), SERVING)
-def test_graphs_are_chosen_for_serving(name: str, value: object) -> None:
-    with pytest.raises(OptionError, match=f"{name} is for serving"):
-        Recipe(**{"model": "dense-tiny", name: value})  # type: ignore[arg-type]
+def test_every_field_is_for_both_purposes_or_for_one() -> None:
+    names = [*COMMON, *OF_PURPOSE["train"], *OF_PURPOSE["serve"]]
+    assert sorted(names) == sorted(field.name for field in dataclasses.fields(Recipe)), "a new field is of which?"
+
+
+@pytest.mark.parametrize("field", [f for f in dataclasses.fields(Recipe) if f.name not in COMMON], ids=lambda f: f.name)
+def test_what_is_for_one_purpose_is_refused_for_the_other(field: dataclasses.Field[Any]) -> None:
+    given = {"model": "dense-tiny", field.name: other_value(field)}
+    training = field.name in OF_PURPOSE["train"]
+    said = f"{field.name} is for {'training' if training else 'serving'}"
+    with pytest.raises(OptionError, match=said) as caught:
+        Recipe(**given, purpose="serve" if training else "train")
+    assert caught.value.where == flag_of(field.name) and caught.value.hint
+    try:  # some go only with others, which is told otherwise
+        Recipe(**given, purpose="train" if training else "serve")
+    except OptionError as error:
+        assert "is for" not in error.message
 
 
 def test_graphs_of_layers_are_for_training_on_a_gpu() -> None:
