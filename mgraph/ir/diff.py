@@ -306,7 +306,7 @@ def _state_keys(states: Mapping[str, State]) -> dict[str, Any]:
 
 
 def _entry_keys(entries: Mapping[str, Entry]) -> dict[str, Any]:
-    return {name: (e.function, e.outputs, e.updates) for name, e in entries.items()}
+    return {name: (e.function, e.outputs, e.updates, e.captured, e.pieces) for name, e in entries.items()}
 
 
 def _function_json(diff: FunctionDiff) -> dict[str, Any]:

@@ -32,7 +32,14 @@ def module_to_json(module: Module) -> dict[str, Any]:
         "state": [_state(state) for state in module.state.values()],
         "functions": [function_to_json(function) for function in module.functions.values()],
         "entries": [
-            {"name": e.name, "function": e.function, "outputs": list(e.outputs), "updates": list(e.updates)}
+            {
+                "name": e.name,
+                "function": e.function,
+                "outputs": list(e.outputs),
+                "updates": list(e.updates),
+                "captured": e.captured,
+                "pieces": list(e.pieces),
+            }
             for e in module.entries.values()
         ],
     }

@@ -43,6 +43,7 @@ CASES = [
     (HEAD + 'fact "a\\q"\n', "not a string", 3, 6, ""),
     (HEAD + "entry e = @f -> ()\n", "unknown function 'f'", 3, 11, ""),
     (HEAD + FUNCTION + "entry e = @ff -> ()\n", "unknown function 'ff'", 7, 11, "did you mean 'f'?"),
+    (HEAD + FUNCTION + "entry e = @f -> () pieces (@ff)\n", "unknown function 'ff'", 7, 28, "did you mean 'f'?"),
     (changed("}\n", ""), "function 'f' has no closing '}'", 3, 1, ""),
     (changed("  return %y\n", ""), "function 'f' has no `return`", 5, 1, ""),
     (changed("return %y", "return %yy"), "unknown value 'yy'", 5, 10, "did you mean 'y'?"),

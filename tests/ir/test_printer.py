@@ -170,7 +170,9 @@ def modules(draw: st.DrawFn) -> Module:
     for name in draw(st.lists(any_name, max_size=2, unique=True)) if module.functions else []:
         updates = tuple(draw(st.permutations(list(module.state)))) if draw(st.booleans()) else tuple(module.state)
         outputs = tuple(draw(st.lists(any_name, max_size=2)))
-        entries[name] = Entry(name, draw(st.sampled_from(sorted(module.functions))), outputs, updates)
+        names = st.sampled_from(sorted(module.functions))
+        pieces = tuple(draw(st.lists(names, max_size=2)))
+        entries[name] = Entry(name, draw(names), outputs, updates, not pieces and draw(st.booleans()), pieces)
     # Functions may stand in any order: a call may come before its callee.
     order = draw(st.permutations(list(module.functions)))
     return replace(module, functions={name: module.functions[name] for name in order}, entries=entries)

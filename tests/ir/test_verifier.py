@@ -274,6 +274,9 @@ MODULE_BREAKS: list[tuple[str, str, Break]] = [
         ),
     ),
     ("entries", "has no function 'mian'", entry(function="mian")),
+    ("entries", "'lyer' cannot be a piece of it", entry(pieces=("layer", "lyer"))),
+    ("entries", "'layer' cannot be a piece of it", entry(pieces=("layer",), captured=True)),
+    ("entries", "names 'layer' twice", entry(pieces=("layer", "layer"))),
     ("entries", "names 'h' twice", entry(outputs=("h", "h"))),
     ("entry-results", "has 3 outputs and updates, but 4 results", entry(outputs=("h",))),
     (
