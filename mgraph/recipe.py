@@ -57,7 +57,7 @@ OF_PURPOSE = {
         "packed": "a sequence that is served has its row",
         "place": "what is served is split as its use says",
         "pad": "a tp that divides the heads and the vocabulary",
-        "sequence_parallel": "leave it out: a step has any number of tokens",
+        **dict.fromkeys(("sequence_parallel", "batch", "seq"), "leave it out: a step has any number of tokens"),
         "cuda_graphs": "--graphs says how many graphs a package for serving has",
     },
     "serve": dict.fromkeys(("block_size", "graph_policy", "graph_workload", "graphs", "batch_invariant"), _NOT_SERVED),

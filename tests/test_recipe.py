@@ -91,8 +91,6 @@ COMMON = [
     "provider",
     "output",
     "memory_budget",
-    "batch",
-    "seq",
     "lora",
     "max_length",
     "disable",
