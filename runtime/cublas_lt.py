@@ -89,7 +89,7 @@ class Product:
     """The `count` kernels for a product. The library thinks in columns, so it is handed out^T = right^T left^T."""
 
     def __init__(self, shape: Shape) -> None:
-        self._lib, self._handle = _library()
+        self._lib, self._handle = _library(torch.cuda.current_device())
         kind = _TYPES[shape.dtype]
         self._how = self._made("MatmulDescCreate", _COMPUTE_32F, _R_32F)
         for attribute, lie in ((_TRANSPOSE_A, shape.right), (_TRANSPOSE_B, shape.left)):
@@ -143,10 +143,12 @@ def sum_of(total: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
     written, where torch first copies it. None where the library is not asked for such a sum, or has no kernel."""
     if not (left.is_cuda and total.dtype is left.dtype and total.is_contiguous() and left.numel() and total.numel()):
         return None
-    shape = Shape.of(left, right)
+    shape, device = Shape.of(left, right), left.device.index
     if shape is None or not _is_aligned(total, total.shape[1]) or _path() is None:
         return None
-    product, out = _product(shape), torch.empty_like(total)
+    if device != torch.cuda.current_device():  # of which the library's handles and torch's current stream are
+        return None
+    product, out = _product(shape, device), torch.empty_like(total)
     if not product.count:
         return None
     return out if product.run(kernel_of_sum(shape, product, total, left, right), left, right, out, total) else None
@@ -162,7 +164,8 @@ kernel_of_sum: Callable[[Shape, Product, Tensor, Tensor, Tensor], int] = _first
 
 
 @functools.cache
-def _product(shape: Shape) -> Product:
+def _product(shape: Shape, device: int) -> Product:
+    """The product of a shape on the current device."""
     return Product(shape)
 
 
@@ -191,8 +194,8 @@ def _workspace(device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _library() -> tuple[Any, ctypes.c_void_p]:
-    """The library that torch has loaded, and a handle."""
+def _library(device: int) -> tuple[Any, ctypes.c_void_p]:
+    """The library that torch has loaded, and a handle of the current device."""
     path = _path()
     if path is None:
         raise PackageError("torch has not loaded cuBLASLt", hint="run without --tune-products")
