@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mgraph.errors import DataError
+from mgraph.runtime.longest_token import longest_token
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 """The files of a directory that is given as a tokenizer; only the first must be there."""
@@ -53,6 +55,11 @@ class Tokenizer(Protocol):
     prefix: tuple[int, ...]
     """Ids that a text begins with, such as that of `bos_token`, where the tokenizer puts them there."""
 
+    @property
+    def longest_token(self) -> int | None:
+        """How many characters of a text a token stands for at most; None where there is no bound."""
+        ...
+
     def encode(self, text: str) -> Tensor:
         """Token ids of a text, without any special tokens around it: a 1-d integer tensor."""
         ...
@@ -78,6 +85,7 @@ class ByteTokenizer:
     special_tokens: Mapping[str, str] = {}
     chat_template: str | None = None
     prefix: tuple[int, ...] = ()
+    longest_token: int | None = 1
 
     def encode(self, text: str) -> Tensor:
         """u8[number of bytes]."""
@@ -111,6 +119,11 @@ class FileTokenizer:
         self.special_tokens: Mapping[str, str] = _special_tokens(config)
         self.chat_template = _chat_template(path, config)
         self.prefix = self._prefix(config)
+
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Of the vocabulary's."""
+        return longest_token(self._library)
 
     def encode(self, text: str) -> Tensor:
         """i32[number of tokens]."""

@@ -21,6 +21,8 @@ ALL = -1
 
 MOST_CHOICES = 128
 MOST_STOPS = 64
+MOST_CHARACTERS = 1024
+"""Of a stop string or a bad word."""
 BIAS_LIMIT = 100.0
 SEEDS = 2**63
 
@@ -187,6 +189,9 @@ def _texts(name: str, value: Any, most: int) -> tuple[str, ...]:
         raise RequestError(f"{name} holds an empty text", name, "leave it out")
     if len(texts) > most:
         raise RequestError(f"{name} has {len(texts)} texts, and at most {most} are allowed", name)
+    if max(map(len, texts), default=0) > MOST_CHARACTERS:
+        problem = f"{name} has a text of {max(map(len, texts))} characters, and at most {MOST_CHARACTERS} are allowed"
+        raise RequestError(problem, name)
     return tuple(texts)
 
 

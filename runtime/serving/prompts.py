@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args
 from mgraph.runtime.chat import ChatTemplate, Message
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.parameters import RequestError
-from mgraph.runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -52,7 +51,7 @@ def read_prompt(engine: Engine, prompt: Any) -> Input:
     if isinstance(prompt, str):
         if engine.tokenizer is None:
             raise RequestError("there is no tokenizer for a text", "prompt", "give token ids")
-        return Input(prompt, [*engine.tokenizer.prefix, *_encode(engine.tokenizer, prompt, "prompt")])
+        return Input(prompt, [*engine.tokenizer.prefix, *_encode(engine, prompt, "prompt")])
     prompt = _plain_list(prompt)
     if not _listed(prompt):
         raise RequestError(f"a prompt must be a text or a list of token ids, not {_shown(prompt)}", "prompt")
@@ -76,7 +75,7 @@ def read_chat(engine: Engine, template: ChatTemplate | None, messages: Any, tool
     if tools is not None and not _listed(tools):
         raise RequestError(f"tools must be a list, not {_shown(tools)}", "tools")
     text = template.prompt(plain_messages(messages), tools)
-    return Input(None, _encode(engine.tokenizer, text, "messages"), "messages")
+    return Input(None, _encode(engine, text, "messages"), "messages")
 
 
 def plain_messages(messages: Any) -> list[Message]:
@@ -131,7 +130,17 @@ def _shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
-def _encode(tokenizer: Tokenizer, text: str, param: str) -> list[int]:
+def _encode(engine: Engine, text: str, param: str) -> list[int]:
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    least = -(-len(text) // tokenizer.longest_token) if tokenizer.longest_token is not None else 0
+    if least >= engine.longest:  # told at once: making its tokens could take minutes
+        raise RequestError(
+            f"the text has {len(text)} characters, which is {least} tokens or more, and this model's maximum context "
+            f"length is {engine.longest} with at least one generated token",
+            param,
+            "shorten it",
+        )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

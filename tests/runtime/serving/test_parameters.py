@@ -42,6 +42,7 @@ WRONG: list[tuple[str, Any]] = [
     ("stop", ["a", ""]),
     ("stop", 3),
     ("stop", ["a"] * 65),
+    ("stop", ["a", "a" * 1025]),
     ("stop_token_ids", [-1]),
     ("stop_token_ids", "12"),
     ("stop_token_ids", [True]),
@@ -51,6 +52,7 @@ WRONG: list[tuple[str, Any]] = [
     ("logit_bias", {1: math.nan}),
     ("allowed_token_ids", []),
     ("bad_words", [""]),
+    ("bad_words", ["a" * 1025]),
     ("ignore_eos", 1),
 ]
 
@@ -67,6 +69,7 @@ def test_values_that_stand_for_others() -> None:
     assert SamplingParams(temperature=0.005).temperature == 0.01
     assert SamplingParams(top_k=-1).top_k == 0
     assert SamplingParams(seed=-1).seed is None
+    assert SamplingParams(stop="a" * 1024).stop == ("a" * 1024,)
     assert SamplingParams(stop="a").stop == ("a",) and SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(logit_bias={"5": 1000, 6: -1000}).logit_bias == {5: 100.0, 6: -100.0}  # type: ignore[dict-item]
     assert SamplingParams(temperature=1).temperature == 1

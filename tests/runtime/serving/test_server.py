@@ -402,7 +402,9 @@ def test_a_client_that_goes_away_ends_its_request(stream: bool) -> None:
 
 
 class Slow(ByteTokenizer):
-    """Takes a second for a long text."""
+    """Takes a second for a long text, of which it does not know that it is too long."""
+
+    longest_token = None
 
     def encode(self, text: str) -> torch.Tensor:
         time.sleep(len(text) > 50_000)
@@ -425,6 +427,32 @@ def test_a_long_text_keeps_nobody_waiting(path: str, body: Any) -> None:
         started = time.monotonic()
         assert exchange(address, "GET", "/health")[0] == 200 and time.monotonic() - started < 0.5
         assert not long.done() and long.result()[0] == 400
+
+
+def test_a_text_that_can_only_be_too_long_is_not_made_tokens_of() -> None:
+    """Neither are conversations; of what has no bound on its tokens it is, and the answer is the same."""
+
+    class Never(ByteTokenizer):
+        longest_token: int | None = 3
+
+        def encode(self, text: str) -> torch.Tensor:
+            assert len(text) <= 3 * 255, "its tokens were asked for"
+            return super().encode(text)
+
+    served = serving()
+    served.engine.tokenizer = Never()
+    assert served.engine.longest == 256
+    with running(served) as address:
+        for text, least in (("x" * 2**20, 349526), ("x" * 766, 256)):
+            code, answer = post(address, "/v1/completions", {"prompt": text})
+            assert code == 400 and answer["error"]["param"] == "prompt"
+            assert f"{len(text)} characters, which is {least} tokens or more" in answer["error"]["message"]
+        messages = [{"role": "user", "content": "x" * 2**20}]
+        code, answer = post(address, "/v1/chat/completions", {"messages": messages})
+        assert code == 400 and answer["error"]["param"] == "messages"
+        code, answer = post(address, "/v1/completions", {"prompt": "x" * 765})
+        assert code == 400 and "the prompt has 765 tokens" in answer["error"]["message"]
+        assert post(address, "/v1/completions", {"prompt": "x" * 60, "max_tokens": 2})[0] == 200
 
 
 def test_errors_of_the_engine() -> None:
