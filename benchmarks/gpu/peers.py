@@ -65,7 +65,7 @@ class _Group:
 def _copy(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> None:
     """Copy lists; distributed tensors have no fused form of it."""
     if all(type(t) is Tensor for t in targets) and targets:
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_([t for t in targets if t is not None], [s for s in sources if s is not None])
         return
     for target, source in zip(targets, sources, strict=True):
         assert target is not None and source is not None
