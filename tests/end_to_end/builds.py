@@ -57,7 +57,8 @@ def build(name: str, directory: Path, **options: Any) -> Build:
         config.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(json.dumps(LLAMA))
         spec, eager = f"hf:{config}", llama
-    recipe = Recipe(model=spec, output=str(directory / f"{name}-package"), arch="none", beta2=0.999, **options)
+    options = {**({} if options.get("purpose") == "serve" else {"beta2": 0.999}), **options}
+    recipe = Recipe(model=spec, output=str(directory / f"{name}-package"), arch="none", **options)
     compilation = compile_package(recipe)
     assert compilation.package is not None
     return Build(compilation, compilation.package, eager)

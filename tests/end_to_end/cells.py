@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mgraph.runtime.serving.llm import LLM, RequestOutput
 from mgraph.runtime.serving.parameters import SamplingParams
+from mgraph.runtime.serving.step import Batch, Pending, Sampling, Stepper
 
 CELLS = list(itertools.product(["whole", "chunks"], [False, True], ["ample", "tight"]))
 """Prompts a step at a time or in chunks, whether the cache finds beginnings again, and how large it is."""
@@ -69,3 +71,20 @@ def worst(exact: Exact, outputs: Sequence[RequestOutput]) -> float:
             assert of_prompt is not None
             error = max(error, abs(of_prompt.logprob - float(scores[at, text[at + 1]])))
     return error
+
+
+class Ahead:
+    """A package with its results looked at one step late, as on a GPU: till then its tokens are unknown."""
+
+    asynchronous = True
+
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper = stepper
+        self.unknown = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stepper, name)
+
+    def run(self, batch: Batch, sampling: Sampling) -> Pending:
+        self.unknown += int((batch.tokens < 0).sum())
+        return self._stepper.run(batch, sampling)

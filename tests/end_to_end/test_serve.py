@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import openai
 import pytest
@@ -20,9 +20,9 @@ from mgraph.runtime.package import read_manifest
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
-from mgraph.runtime.serving.step import Batch, Pending, Sampling, Stepper
+from mgraph.runtime.serving.step import Stepper
 from tests.end_to_end.builds import Build, build, llama
-from tests.end_to_end.cells import CELLS, CHUNK, answers, dense, worst
+from tests.end_to_end.cells import CELLS, CHUNK, Ahead, answers, dense, worst
 from tests.end_to_end.windows import save_weights, spread
 from tests.families.configs import eager, write_config
 from tests.sampling import sampled
@@ -75,7 +75,7 @@ def test_what_does_not_fit_in_the_cache_is_refused(served: tuple[Build, torch.nn
         model.generate([[]])
     with pytest.raises(OptionError, match="a cache of 1 blocks"):
         LLM(served[0].path, served[2], device="cpu", num_blocks=1)
-    with pytest.raises(OptionError, match="a cache of 1000000000 blocks of 8KiB: 7.451TiB are needed, and cpu has"):
+    with pytest.raises(OptionError, match=r"a cache of 1000000000 blocks of 8KiB: 7.451TiB are needed, and cpu has"):
         LLM(served[0].path, served[2], device="cpu", num_blocks=10**9)
     small = LLM(served[0].path, served[2], device="cpu", cache_memory=4 * 16 * 2 * 2 * 2 * 16 * 4 / 2**30)
     assert small.engine.stepper.num_blocks == 4 and small.engine.longest == 3 * 16 + 1
@@ -139,23 +139,6 @@ def test_many_requests(
 ) -> None:
     built, model, weights = served
     compare(built.path, weights, model, prompts, prefix_cache, cache)
-
-
-class Ahead:
-    """A package with its results looked at one step late, as on a GPU: till then its tokens are unknown."""
-
-    asynchronous = True
-
-    def __init__(self, stepper: Stepper) -> None:
-        self._stepper = stepper
-        self.unknown = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stepper, name)
-
-    def run(self, batch: Batch, sampling: Sampling) -> Pending:
-        self.unknown += int((batch.tokens < 0).sum())
-        return self._stepper.run(batch, sampling)
 
 
 @pytest.mark.parametrize("cache", ["ample", "tight"])

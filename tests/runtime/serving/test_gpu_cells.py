@@ -1,6 +1,7 @@
 """Every way to set an engine up, over packages of `transformers` classes, against the class itself on the same device:
 one request at a time, in f32. On a GPU steps are launched op by op, as they are and padded, and replayed as CUDA
-graphs; on the CPU they are launched."""
+graphs; on the CPU they are launched, and their results looked at as late as on a GPU, so that requests come together in
+the same way."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from torch import nn
 from mgraph.runtime.serving.dispatch import Bucket, Why
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.llm import LLM, RequestOutput
+from mgraph.runtime.serving.step import Stepper
 from mgraph.runtime.serving.step_graphs import CudaCapture, StepGraphs
 from tests.end_to_end import windows
-from tests.end_to_end.cells import CELLS, CHUNK, Exact, answers, dense, worst
+from tests.end_to_end.cells import CELLS, CHUNK, Ahead, Exact, answers, dense, worst
 from tests.families.configs import eager
 from tests.runtime.serving.test_step_graphs import again
 
@@ -92,7 +94,8 @@ def answered(
 ) -> list[RequestOutput]:
     """The answers of one cell, in which has happened what it is for."""
     stepper.graphs = graphs
-    stepper.engine = Engine(stepper, prefix_cache=prefix_cache, max_tokens=CHUNK if prompts == "chunks" else 0)
+    run = stepper if stepper.asynchronous else cast(Stepper, Ahead(stepper))
+    stepper.engine = Engine(run, prefix_cache=prefix_cache, max_tokens=CHUNK if prompts == "chunks" else 0)
     outputs = answers(LLM.over(stepper.engine), seed=0)
     scheduler, most = stepper.engine.scheduler, max(tokens for tokens, _ in stepper.engine.shapes)
     assert (most > CHUNK) == (prompts == "whole")
