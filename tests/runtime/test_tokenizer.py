@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,19 @@ def test_file(tokenizer_file: Path) -> None:
     assert tokenizer.vocab_size == 4
     assert tokenizer.encode("the dog the cat").tolist() == [1, 3, 1, 0]
     assert tokenizer.decode([1, 2]) == "the fox"
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded(tokenizer_file: Path) -> None:
+    tokenizer, text = FileTokenizer(tokenizer_file), "the fox the dog " * 20_000
+    begun = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        encoded = thread.submit(lambda: (begun.wait(), tokenizer.encode(text))[1])
+        turns = 0
+        begun.set()
+        while not encoded.done():
+            time.sleep(0.002)
+            turns += 1
+    assert turns > 5 and encoded.result().tolist() == [1, 2, 1, 3] * 20_000
 
 
 def test_errors(tokenizer_file: Path, tmp_path: Path) -> None:
