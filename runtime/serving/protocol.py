@@ -179,15 +179,36 @@ class ChatRequest(_Generation):
 
 def refusal(error: ValidationError, body: type[BaseModel]) -> RequestError:
     """The first thing that is wrong with a body, as one of our errors."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    first = _closest(error.errors(include_url=False, include_context=False))
     path = [str(part) for part in first["loc"]]
     known = body.model_fields
-    param = ".".join(part for part in path if part == path[0] or not _is_variant(part))
+    param = ".".join(path[: _variant(first)])
+    place = ".".join(part for part in path if part == path[0] or not _is_variant(part))
     if first["type"] == "extra_forbidden" and len(path) == 1:
         return RequestError(f"there is no field '{path[0]}'", path[0], did_you_mean(path[0], known))
     if first["type"] == "missing":
-        return RequestError(f"the field '{param}' is missing", param)
-    return RequestError(f"{param or 'the body'}: {first['msg'][:1].lower()}{first['msg'][1:]}", param or None)
+        return RequestError(f"the field '{place}' is missing", param)
+    return RequestError(f"{place or 'the body'}: {first['msg'][:1].lower()}{first['msg'][1:]}", param or None)
+
+
+def _closest(errors: Sequence[Any]) -> Any:
+    """The first error. Where a field may be of several types, that of the type which fits furthest."""
+    field = errors[0]["loc"][: _variant(errors[0])]
+    firsts: dict[Any, Any] = {}
+    for error in errors:
+        if error["loc"][: _variant(error)] == field:
+            firsts.setdefault(error["loc"][: _variant(error) + 1], error)
+
+    def reached(error: Any) -> tuple[bool, tuple[int, ...]]:
+        rest = error["loc"][_variant(error) + 1 :]
+        return bool(rest), tuple(part for part in rest if isinstance(part, int))
+
+    return max(firsts.values(), key=reached)
+
+
+def _variant(error: Any) -> int:
+    """Where in the place of an error a type is named, or its end; before it is the field."""
+    return next((at for at, part in enumerate(error["loc"]) if at and _is_variant(str(part))), len(error["loc"]))
 
 
 def _is_variant(part: str) -> bool:

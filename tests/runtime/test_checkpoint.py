@@ -118,6 +118,16 @@ def test_parameters_of_another_model_are_named(tmp_path: Path) -> None:
     assert "package was compiled from" in str(caught.value.hint)
 
 
+def test_another_precision_is_told_as_such(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    state = {"layers.0.w": torch.zeros(7, 5, dtype=torch.bfloat16), "half": torch.zeros(3, dtype=torch.bfloat16)}
+    with pytest.raises(CheckpointError, match=r"'layers\.0\.w' is f32\[7, 5\] in it and bf16\[7, 5\] here") as caught:
+        checkpoint.load_parameters(found, state, specs_of(state))
+    assert "--precision of the run" in str(caught.value.hint)
+
+
 def test_weights_that_a_package_has_not_are_named(tmp_path: Path) -> None:
     """Adapters of a run are no part of a package without them; what an optimizer keeps is of no concern."""
     shapes = {"q.weight": (5, 3), "q.lora_A.weight": (2, 3), "q.lora_B.weight": (5, 2)}

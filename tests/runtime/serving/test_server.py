@@ -332,6 +332,25 @@ def test_wrong_requests(served: tuple[Serving, str], path: str, body: Any, code:
     assert served[0].background.active == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("chat/completions", [{"type": "image_url", "image_url": {"url": "x"}}], "0.type: input should be 'text'"),
+        ("chat/completions", [{"type": "text", "text": "a"}, {"type": "text"}], "1.text' is missing"),
+        ("completions", [1, "a"], "prompt.1: input should be a valid integer"),
+        ("completions", ["a", 5], "prompt.1: input should be a valid string"),
+        ("completions", [[1], ["a"]], "prompt.1.0: input should be a valid integer"),
+    ],
+)
+def test_of_several_types_the_closest_says_what_is_wrong(
+    served: tuple[Serving, str], path: str, body: Any, says: str
+) -> None:
+    chat = {"messages": [{"role": "user", "content": body}]}
+    code, answer = post(served[1], f"/v1/{path}", chat if path.startswith("chat") else {"prompt": body})
+    assert code == 400 and says in answer["error"]["message"]
+    assert answer["error"]["param"] == ("messages.0.content" if path.startswith("chat") else "prompt")
+
+
 def test_methods_and_request_ids(served: tuple[Serving, str]) -> None:
     assert exchange(served[1], "GET", "/v1/completions")[0] == 405
     assert exchange(served[1], "DELETE", "/v1/models")[0] == 405
