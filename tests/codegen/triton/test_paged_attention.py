@@ -37,6 +37,15 @@ BATCHES = {
 }
 """Requests, padding, and for how many rows each table is: wide ones give several runs of keys on three
 multiprocessors, which the interpreter has."""
+FEW = {
+    "one_group": ("mixed, one run", "single"),
+    "window": ("mixed", "single, one run"),
+    "half": ("mixed", "single, one run", "padding"),
+    "wide_window": ("mixed", "one"),
+    "fixed": ("mixed", "padding"),
+    "fixed_half": ("mixed", "padding"),
+}
+"""What the interpreter, which is slow, runs of problems that are much like others."""
 
 
 def given(problem: PagedAttention, batch: str) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -78,13 +87,14 @@ def test_twins(name: str) -> None:
 
 
 @pytest.mark.skipif(BROKEN_INTERPRETER, reason="the interpreter cannot run with this NumPy")
-def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("few", [FEW, pytest.param({}, marks=pytest.mark.full)], ids=["few", "all"])
+def test_kernels_in_the_interpreter(few: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
     """Single tokens, chunks and padding, with one and with several splits, through the runtime's call path."""
     specs = [paged_attention.forward(name, problem, cut) for name, (problem, cut) in PROBLEMS.items()]
     cases: list[Case] = []
     wanted = []
     for name, (problem, _) in PROBLEMS.items():
-        for batch in ("mixed", "padding") if problem.run else ("mixed", "one") if problem.window > 64 else BATCHES:
+        for batch in few.get(name, BATCHES):
             inputs, exact = given(problem, batch)
             cases.append((name, inputs))
             wanted.append(exact)
