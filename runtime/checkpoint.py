@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mgraph.adapters import adapter_names
 from mgraph.errors import CheckpointError, StorageError, storage_hint
 from mgraph.runtime.mesh import ALONE, Mesh
 from mgraph.runtime.package import DTYPES, State, StateSpec
@@ -51,8 +52,10 @@ class Checkpoint:
 
 
 def layout_of(specs: tuple[StateSpec, ...]) -> dict[str, str]:
-    """What must agree between a checkpoint and a package: persistent state by name, as `f32[64, 64]`."""
-    return {spec.name: f"{_DTYPE_NAMES[spec.dtype]}{list(spec.shape)}" for spec in specs if spec.persist}
+    """What must agree between a checkpoint and a package: persistent state by name, as `f32[64, 64]`; of an adapter's B
+    also the factor, as `f32[64, 8] times 2`."""
+    factors = {adapter_names(s.name)[1]: f" times {s.adapter.scale:.9g}" for s in specs if s.adapter is not None}
+    return {s.name: f"{_DTYPE_NAMES[s.dtype]}{list(s.shape)}{factors.get(s.name, '')}" for s in specs if s.persist}
 
 
 def latest(directory: Path) -> Checkpoint | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from mgraph.errors import CheckpointError
 from mgraph.runtime import checkpoint
 from mgraph.runtime.mesh import Mesh
-from mgraph.runtime.package import State, StateSpec
+from mgraph.runtime.package import Adapter, State, StateSpec
 from mgraph.runtime.saving import Saver
 
 ALONE = Mesh(0, 1, torch.device("cpu"), {"dp": 1})
@@ -126,6 +127,26 @@ def test_another_precision_is_told_as_such(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'layers\.0\.w' is f32\[7, 5\] in it and bf16\[7, 5\] here") as caught:
         checkpoint.load_parameters(found, state, specs_of(state))
     assert "--precision of the run" in str(caught.value.hint)
+
+
+def test_adapters_of_another_factor_are_others(tmp_path: Path) -> None:
+    """Their tensors look alike, and mean something else."""
+    state = {"q.weight": torch.randn(5, 3), "q.lora_A.weight": torch.randn(2, 3), "q.lora_B.weight": torch.randn(5, 2)}
+
+    def specs(alpha: float) -> tuple[StateSpec, ...]:
+        adapter = Adapter(2, alpha, 0.0, False, alpha / 2, False)
+        return tuple(replace(s, adapter=adapter if s.name == "q.weight" else None) for s in specs_of(state))
+
+    with Saver(tmp_path, specs(4.0), ALONE, 1) as saver:
+        saver.save(1, state, {})
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    checkpoint.load_parameters(found, state, specs(4.0))
+    for load in (checkpoint.load, checkpoint.load_parameters):
+        with pytest.raises(
+            CheckpointError, match=r"q\.lora_B\.weight' is f32\[5, 2\] times 2 in it and .* times 3 here"
+        ):
+            load(found, state, specs(6.0), ALONE)
 
 
 def test_weights_that_a_package_has_not_are_named(tmp_path: Path) -> None:
