@@ -62,11 +62,12 @@ class GradTuning:
 
 def tuning(problem: Attention) -> GradTuning:
     """Blocks of 64 and steps of 64, of which two programs or more have room on a multiprocessor; for the widest heads
-    one, of more warps."""
+    one, of more warps. Of heads of 128 a third step of dq has room where the queries are held in registers."""
     widest = max(problem.columns, problem.value_columns)
     if widest > 128:
         return GradTuning(Tuning(64, 32, 8, 2), Tuning(32, 64, 8, 2))
-    return GradTuning(Tuning(64, 64, 4, 2), Tuning(64, 64, 4, 2))
+    of_keys = Tuning(64, 64, 4, 2)
+    return GradTuning(Tuning(64, 64, 4, 3, held=True) if widest > 64 else of_keys, of_keys)
 
 
 def backward(name: str, problem: Attention, cut: GradTuning | None = None) -> KernelSpec:
@@ -74,7 +75,7 @@ def backward(name: str, problem: Attention, cut: GradTuning | None = None) -> Ke
     k, v and sinks; further operands as in the op."""
     cut = cut or tuning(problem)
     parts = [_delta(name, problem), *_searches(name, problem, cut)]
-    parts += [_of_queries(name, problem, cut.of_queries), *_of_keys(name, problem, cut.of_keys)]
+    parts += [*_of_queries(name, problem, cut.of_queries), *_of_keys(name, problem, cut.of_keys)]
     if "sinks" in problem.operands:
         parts.append(_dsinks(name))
     q, k, v = heads_of(problem)
@@ -177,22 +178,25 @@ def _bend(problem: Attention) -> str:
     return "" if problem.softcap is None else " * (1.0 - bent * bent)"
 
 
-def _of_queries(name: str, problem: Attention, cut: Tuning) -> Part:
-    """dq. Without descriptors: programs of this one have room side by side anyway, and addresses are sooner there."""
+def _of_queries(name: str, problem: Attention, cut: Tuning) -> list[Part]:
+    """dq. Keys come by descriptors where queries are held in registers, beside which addresses have no room; elsewhere
+    by addresses, which are there sooner."""
     reach = ("reach", "order") if problem.marks else ()
     tensors = ("dout", "q", "k", "v", "log_sums", "delta", *problem.marks, *reach, "dq")
     args = (*tensors, "H", "G", "S", "T", *strides_of("dout", "q", "k", "v", "dq"))
-    more = (cut.num_warps, cut.num_stages, problem.aligned, cut.most_registers)
-    launch = Launch(f"{name}_queries", args, grid_of_queries(problem, cut), *more)
-    return launch, _source_of_queries(launch, problem, cut, tensors), ()
+    grid, more = grid_of_queries(problem, cut), (cut.num_warps, cut.num_stages, problem.aligned, cut.most_registers)
+    alone = (Launch(f"{name}_queries", args, grid, *more),)
+    ways = launches(f"{name}_queries", args, grid, cut, problem) if cut.held else alone
+    return [(way, _source_of_queries(way, problem, cut, tensors), ()) for way in ways]
 
 
-def _source_of_queries(launch: Launch, problem: Attention, cut: Tuning, tensors: tuple[str, ...]) -> str:
-    """The text of the kernel for dq."""
+def _source_of_queries(way: Launch, problem: Attention, cut: Tuning, tensors: tuple[str, ...]) -> str:
+    """The text of the kernel for dq. What needs no exponential is multiplied before it, so that there is one wait."""
     dtype, (bend, factor) = TRITON_LANGUAGE_DTYPES[problem.dtype], score_lines(problem)
     together, positions = cut.together(problem), cut.positions(problem)
-    q = Tile("q", "S", problem.width, cut.queries, False, "lead", together)
-    k = Tile("k", "T", problem.width, cut.keys, False, "group")
+    described = way.takes == "aligned"
+    q = Tile("q", "S", problem.width, cut.queries, False, "lead", together)  # once: hardly worth a descriptor
+    k = Tile("k", "T", problem.width, cut.keys, described, "group")
     v, dq = replace(k, tensor="v", width=problem.value_width), replace(q, tensor="dq")
     dout = replace(q, tensor="dout", width=problem.value_width)
     hide, first = seen_lines(problem), f"block * {positions}"
@@ -207,6 +211,7 @@ def _source_of_queries(launch: Launch, problem: Attention, cut: Tuning, tensors:
         *marks_of_rows(problem),
         *reached(problem, positions),
         f"dq = tl.zeros([{cut.queries}, {problem.columns}], tl.float32)",
+        *(q.held() if cut.held else ()),
         f"for start in range(low, high, {cut.keys}):",
     ]
     weights = [
@@ -214,12 +219,12 @@ def _source_of_queries(launch: Launch, problem: Attention, cut: Tuning, tensors:
         *k.read("start", "column < T"),
         *v.read("start", "column < T"),
         "score = tl.dot(q, tl.trans(k))",
+        "dweight = tl.dot(dout, tl.trans(v))",
         *bend,
         f"weight = tl.exp2(score{factor} - log_sum[:, None])",
     ]
     hide = [*marks_of_columns(problem), *hide, "weight = tl.where(seen, weight, 0.0)"] if hide else []
     gradients = [
-        "dweight = tl.dot(dout, tl.trans(v))",
         f"dscore = weight * (dweight - delta[:, None]){_bend(problem)}",
         f"dq = tl.dot(dscore.to(tl.{dtype}), k, dq)",
     ]
@@ -227,12 +232,12 @@ def _source_of_queries(launch: Launch, problem: Attention, cut: Tuning, tensors:
     loop = lines_of(*weights, depth=2) + masked(problem, cut, cut.keys, hide) + lines_of(*gradients, depth=2)
     return f'''
 @triton.jit
-def {launch.function}(
-{signature(launch.args, tensors)}
+def {way.function}(
+{signature(way.args, tensors)}
 ):
     """dq of {title(problem)}.
 
-    {described_block(cut, problem)} per program.
+    {described_block(cut, problem)} per program{"; for tensors on 16-byte boundaries" * described}.
     """
 {lines_of(*start)}{loop}{lines_of(*end)}'''
 
@@ -277,6 +282,7 @@ def _source_of_keys(way: Launch, problem: Attention, cut: Tuning, tensors: tuple
         "heads = H // G",
         f"dk = tl.zeros([{cut.keys}, {problem.columns}], tl.float32)",
         f"dv = tl.zeros([{cut.keys}, {problem.value_columns}], tl.float32)",
+        f"head, start = group * heads, low - {cut.queries}",
         "for step in range(0, heads * steps):",
     ]
     end = [
@@ -299,18 +305,19 @@ def {way.function}(
 
 
 def _loop_of_keys(problem: Attention, cut: Tuning, q: Tile, dout: Tile) -> str:
-    """A block of queries of one head enters dk and dv. Tiles are [keys, queries]."""
+    """A block of queries of one head enters dk and dv. Tiles are [keys, queries]. `delta` is read where it is used: it
+    and `log_sum` would not have room in registers together."""
     dtype, (bend, factor) = TRITON_LANGUAGE_DTYPES[problem.dtype], score_lines(problem)
     hide = seen_lines(problem, transposed=True, all_inside=True)
     weights = [
-        "head = group * heads + step // steps",
-        f"start = low + step % steps * {cut.queries}",
+        f"start += {cut.queries}",
+        "head = tl.where(start < high, head, head + 1)",
+        "start = tl.where(start < high, start, low)",
         f"row = start + tl.arange(0, {cut.queries})",
         *q.read("start", "row < S", "head"),
         *dout.read("start", "row < S", "head"),
         "at = (batch * H + head) * S + row",
         "log_sum = tl.load(log_sums_ptr + at, mask=row < S, other=0.0)",
-        "delta = tl.load(delta_ptr + at, mask=row < S, other=0.0)",
         "score = tl.dot(k, tl.trans(q))",
         *bend,
         f"weight = tl.exp2(score{factor} - log_sum[None, :])",
@@ -319,6 +326,7 @@ def _loop_of_keys(problem: Attention, cut: Tuning, q: Tile, dout: Tile) -> str:
     gradients = [
         f"dv = tl.dot(weight.to(tl.{dtype}), dout, dv)",
         "dweight = tl.dot(v, tl.trans(dout))",
+        "delta = tl.load(delta_ptr + at, mask=row < S, other=0.0)",
         f"dscore = weight * (dweight - delta[None, :]){_bend(problem)}",
         f"dk = tl.dot(dscore.to(tl.{dtype}), q, dk)",
     ]
