@@ -39,6 +39,15 @@ WARPS = ((4, 8), (8, 32), (16, 128))
 MOST_WARPS = 32
 """Those of the longest rows: one program a multiprocessor then."""
 
+L1_BYTES = 256 * 1024
+"""Of rows longer than that cache the end is in it when all is read: there they are read again first."""
+
+MOST_TILES = 16
+"""Those of a row that is read twice, all written out: of more a compiler takes long."""
+
+TOGETHER = 8
+"""Loads of a thread that are under way together where a row is read the second time."""
+
 REGISTERS = 64
 """Those of a thread where a row is read twice: so all that a multiprocessor has are in use by 32 warps."""
 
@@ -103,12 +112,13 @@ def _problem(node: Node, size: Dim, dtype: str, labels: str) -> CrossEntropy | s
 @dataclass(frozen=True)
 class Tuning:
     """How a row is cut: elements per tile (a power of two) and warps; where it is read once, the loads in flight in a
-    loop; where it is read twice, how many tiles are loaded together the second time."""
+    loop; where it is read twice, how many tiles are loaded together the second time, and whether from the row's end."""
 
     tile: int
     num_warps: int
     num_stages: int = 3
-    together: int = 8
+    together: int = TOGETHER
+    from_end: bool = False
 
 
 def forward_tuning(problem: CrossEntropy) -> Tuning:
@@ -123,15 +133,19 @@ def backward_tuning(problem: CrossEntropy) -> Tuning:
 
 def forward_backward_tuning(problem: CrossEntropy) -> Tuning:
     """As many programs a multiprocessor as its L1 holds rows of, so that some load while others compute and write. A
-    tile is one load of 16 bytes a thread.
+    tile is one load of 16 bytes a thread, and more of them in rows that would have too many tiles.
 
-    Of a copy's speed on an H200, in bf16: 0.92 at 4,096 columns, 0.94 at 8,192, 0.96 at 16,384, 0.98 at 32,768 and at
-    50,304, 0.97 at 65,536, 0.96 at 128,256; 0.77 at 262,144, of which L1 and L2 do not hold the rows under way. Slower
-    were: rows in part in registers (0.89 at 128,256), loops (0.82), programs that take several rows and load the next
-    while they write this one (0.87), and caches that are told nothing (0.76)."""
+    Of a copy's speed on an H200, in bf16: 0.96 at 16,384 columns, 0.98 at 32,768 and at 50,304, 0.97 at 65,536, 0.96
+    at 128,256; 0.77 at 262,144, where neither L1 nor L2 holds the rows under way. Slower at 128,256 were rows in part
+    in registers (0.89), loops (0.82), programs that take several rows and load the next while they write this one
+    (0.87), to wait for the label before a row (0.93), and caches that are told nothing (0.76)."""
     row = problem.size * ITEM_BYTES[problem.dtype]
     num_warps = next((warps for warps, longest in WARPS if row <= longest * 1024), MOST_WARPS)
-    return Tuning(32 * num_warps * problem.vector, num_warps, num_stages=1)
+    loads = 1
+    while problem.size > MOST_TILES * loads * 32 * num_warps * problem.vector:
+        loads *= 2
+    tile, together = loads * 32 * num_warps * problem.vector, max(1, TOGETHER // loads)
+    return Tuning(tile, num_warps, 1, together, from_end=row > L1_BYTES)
 
 
 def _tuning(problem: CrossEntropy, most_warps: int) -> Tuning:
@@ -292,9 +306,10 @@ def _both_source(name: str, problem: CrossEntropy, cut: Tuning) -> str:
     lines = _start_lines(problem, cut)
     for column, end in tiles[: -(-problem.real // cut.tile)]:
         lines += [*_wide_lines(_read(column, span, end, "last"), column, span, end), *_ONLINE]
-    lines += [*_lse_lines(problem), "scale = tl.where(counted, tl.load(dsum_ptr), 0.0)"]
+    lines += ["scale = tl.where(counted, tl.load(dsum_ptr), 0.0)", *_lse_lines(problem)]
+    again = tiles[::-1] if cut.from_end else tiles
     for first in range(0, len(tiles), cut.together):
-        group = tiles[first : first + cut.together]
+        group = again[first : first + cut.together]
         lines += [f"tile_{i} = {_read(column, span, end, 'first')}" for i, (column, end) in enumerate(group)]
         for i, (column, end) in enumerate(group):
             lines += _wide_lines(f"tile_{i}", column, span, end) + _gradient_lines(column, problem, span, end)

@@ -25,13 +25,13 @@ PROBLEMS: dict[str, tuple[CrossEntropy, Tuning | None]] = {
     "whole_tiles": (CrossEntropy(256, "f32"), Tuning(128, 4, 2)),
     "ragged": (CrossEntropy(129, "f32", ignore_index=3), Tuning(64, 4, 2, together=2)),
     "padding": (CrossEntropy(300, "f32", classes=290), Tuning(64, 4, 3, together=3)),
-    "tiles_of_padding": (CrossEntropy(300, "f32", classes=100), Tuning(64, 4, 3, together=2)),
+    "tiles_of_padding": (CrossEntropy(300, "f32", classes=100), Tuning(64, 4, 3, together=2, from_end=True)),
     "padding_from_a_tile_on": (CrossEntropy(300, "f32", classes=64), Tuning(64, 4, 3)),
     "half": (CrossEntropy(264, "f16"), Tuning(128, 4, 2)),
     "brain": (CrossEntropy(520, "bf16", classes=517), Tuning(256, 4, 1)),
     "brain_default": (CrossEntropy(2050, "bf16"), None),
     "edges": (CrossEntropy(529, "bf16"), Tuning(128, 4, 1, together=2)),
-    "edges_padded": (CrossEntropy(531, "f16", classes=503), Tuning(128, 4, 1, together=3)),
+    "edges_padded": (CrossEntropy(531, "f16", classes=503), Tuning(128, 4, 1, together=3, from_end=True)),
 }
 ROWS = (1, 5, 2)
 DSUM = (1.0, 0.7, -1.3)
@@ -171,7 +171,9 @@ def test_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "dtype", "cut"),
     [
-        (262144, "bf16", Tuning(8192, 32, 1)),
+        (1 << 20, "bf16", Tuning(65536, 32, 1, together=1, from_end=True)),
+        (262144, "bf16", Tuning(16384, 32, 1, together=4, from_end=True)),
+        (128256, "f32", Tuning(8192, 32, 1, together=4, from_end=True)),
         (128256, "bf16", Tuning(8192, 32, 1)),
         (65536, "bf16", Tuning(4096, 16, 1)),
         (32768, "f32", Tuning(2048, 16, 1)),
