@@ -31,7 +31,7 @@ LLAMA = {
     "model_type": "llama",
     "hidden_size": 40,
     "intermediate_size": 56,
-    "num_hidden_layers": 5,
+    "num_hidden_layers": 3,
     "num_attention_heads": 5,
     "num_key_value_heads": 5,
     "head_dim": 16,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import signal
@@ -106,6 +107,7 @@ def serve() -> None:
     from triton.runtime import interpreter
 
     assert interpreter
+    gc.disable()  # a run ends before it would matter
     for line in sys.stdin:
         directory = Path(line.removesuffix("\n"))
         child = os.fork()
