@@ -136,8 +136,8 @@ def forward_backward_tuning(problem: CrossEntropy) -> Tuning:
     tile is one load of 16 bytes a thread, and more of them in rows that would have too many tiles.
 
     Of a copy's speed on an H200, in bf16: 0.96 at 16,384 columns, 0.98 at 32,768 and at 50,304, 0.97 at 65,536, 0.96
-    at 128,256; 0.77 at 262,144, where neither L1 nor L2 holds the rows under way. Slower at 128,256 were rows in part
-    in registers (0.89), loops (0.82), programs that take several rows and load the next while they write this one
+    at 128,256; about 0.77 at 262,144, where neither L1 nor L2 holds the rows under way. Slower at 128,256 were rows in
+    part in registers (0.89), loops (0.82), programs that take several rows and load the next while they write this one
     (0.87), to wait for the label before a row (0.93), and caches that are told nothing (0.76)."""
     row = problem.size * ITEM_BYTES[problem.dtype]
     num_warps = next((warps for warps, longest in WARPS if row <= longest * 1024), MOST_WARPS)

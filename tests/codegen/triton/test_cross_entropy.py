@@ -46,11 +46,13 @@ def sites(name: str, problem: CrossEntropy, cut: Tuning | None) -> list[KernelSp
 
 
 def draw(problem: CrossEntropy, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random logits, some large, and labels, of which every third is ignored; of two rows all."""
+    """Random logits, some large, and labels, the last and the first class and random ones, of which every third is
+    ignored; of two rows all."""
     generator = torch.Generator().manual_seed(problem.size + rows)
     logits = 3 * torch.randn(rows, problem.size, generator=generator)
     logits[rows // 2] *= 20
     labels = torch.randint(problem.real, (rows,), generator=generator)
+    labels[0], labels[1:2] = problem.real - 1, 0
     labels[2::3] = problem.ignore_index
     if rows == 2:
         labels[:] = problem.ignore_index
