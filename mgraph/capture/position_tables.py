@@ -4,14 +4,15 @@ a lookup is one for any numbers, and past the last row it fails on the CPU and r
     %arange = aten.arange.default() {end = S}
     %row = aten.embedding.default(@wpe.weight, %arange)        wpe.weight f32[64, 8], so S <= 64
 
-Positions are followed through changes of shape and dtype, and sums with a number (a table may begin with rows for
-something else). What is made of them otherwise, as by a remainder, bounds nothing.
+Positions are also counted by a cumulative sum of ones, as of a mask that masks nothing (OPT). They are followed through
+changes of shape and dtype, and sums with a number (a table may begin with rows for something else). What is made of
+them otherwise, as by a remainder, bounds nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mgraph.errors import OptionError
 from mgraph.ir.dims import symbol
@@ -21,9 +22,8 @@ SEQUENCE = "S"
 POSITIONS = "position_ids"
 """The input that counts the positions of each document of a row, from 0."""
 
-_SAME = {"cast", "reshape"} | {
-    f"aten.{op}" for op in ("expand", "permute", "transpose", "clone", "unsqueeze", "squeeze")
-}
+_SHAPES = ("expand", "permute", "transpose", "clone", "unsqueeze", "squeeze")
+_SAME = {"cast", "reshape", *(f"aten.{op}" for op in _SHAPES)}
 _SUMS = {"aten.add": 1, "aten.sub": -1}
 
 
@@ -58,29 +58,45 @@ def with_bounded_length(module: Module, asked: int | None) -> Module:
 
 def _tables(function: Function) -> Iterator[Table]:
     """Tables that are read at positions of a whole sequence."""
-    begins: dict[Value, int] = {p: 0 for p in function.params if p.name == POSITIONS}
+    counts = _Counts({p: 0 for p in function.params if p.name == POSITIONS})
     for node in function.nodes:
-        begin = _begin(node, begins)
-        if begin is not None:
-            begins[node.result] = begin
+        counts.add(node)
         for table, rows, index in _lookups(node):
-            if index in begins and isinstance(rows, int):
-                yield Table(table.name, rows - begins[index], node)
+            if index in counts.begins and isinstance(rows, int):
+                yield Table(table.name, rows - counts.begins[index], node)
 
 
-def _begin(node: Node, begins: dict[Value, int]) -> int | None:
-    """The number that stands for the first position in what a node makes, if that counts the positions."""
-    base = node.op.rpartition(".")[0] or node.op
-    if base == "aten.arange" and node.result.tensor.shape == (symbol(SEQUENCE),) and node.attrs.get("step", 1) == 1:
-        start = node.attrs.get("start", 0)
-        return start if isinstance(start, int) else None
-    begin = begins.get(node.operands[0]) if node.operands else None
-    if begin is None or len(node.operands) != 1:
-        return None
-    other, factor = node.attrs.get("other"), node.attrs.get("alpha", 1)
-    if base in _SUMS and isinstance(other, int) and isinstance(factor, int):
-        return begin + _SUMS[base] * factor * other
-    return begin if base in _SAME or node.op in _SAME else None
+@dataclass
+class _Counts:
+    """The values that count positions, each with the number that stands for the first one; and those that are ones."""
+
+    begins: dict[Value, int]
+    ones: set[Value] = field(default_factory=set)
+
+    def add(self, node: Node) -> None:
+        """Take in what a node makes."""
+        base = node.op.rpartition(".")[0] or node.op
+        if base in ("aten.ones", "aten.ones_like") or (base in _SAME and node.operands[0] in self.ones):
+            self.ones.add(node.result)
+        begin = self._begin(node, base)
+        if begin is not None:
+            self.begins[node.result] = begin
+
+    def _begin(self, node: Node, base: str) -> int | None:
+        if base == "aten.arange" and node.result.tensor.shape == (symbol(SEQUENCE),) and node.attrs.get("step", 1) == 1:
+            start = node.attrs.get("start", 0)
+            return start if isinstance(start, int) else None
+        first, *others = node.operands or (None,)
+        if base == "aten.cumsum" and first in self.ones:
+            dim = node.attrs["dim"]
+            return 1 if isinstance(dim, int) and node.result.tensor.shape[dim] == symbol(SEQUENCE) else None
+        begin = None if first is None else self.begins.get(first)
+        if begin is None or not self.ones.issuperset(others):
+            return None
+        other, factor = node.attrs.get("other"), node.attrs.get("alpha", 1)
+        if base in _SUMS and not others and isinstance(other, int) and isinstance(factor, int):
+            return begin + _SUMS[base] * factor * other
+        return begin if base in _SAME or (base == "aten.mul" and others) else None
 
 
 def _lookups(node: Node) -> Iterator[tuple[Value, object, Value]]:

@@ -23,6 +23,12 @@ READS = {  # self.table has 40 rows
     "index_select": ("self.table.index_select(0, torch.arange(tokens.shape[1]))", 40),
     "another dim": ("self.table.view(8, 5, 8)[:, torch.arange(tokens.shape[1]) % 5].sum(0)", None),
     "columns": ("self.table.t()[:, torch.arange(tokens.shape[1])].t()", 40),
+    "sum of ones": ("F.embedding(torch.ones_like(tokens).float().cumsum(1).long() - 1, self.table)", 40),
+    "masked by nothing": (
+        "F.embedding((lambda m: ((m.cumsum(1) * m).long() - 1) + 2)(torch.ones(tokens.shape)), self.table)",
+        38,
+    ),
+    "batch": ("F.embedding(torch.ones_like(tokens).cumsum(0), self.table)", None),
     "remainder": ("F.embedding(torch.arange(tokens.shape[1]) % 40, self.table)", None),
 }
 
