@@ -38,6 +38,7 @@ _SAME_RUN = "resume with the package and options that wrote it, or start anew in
 _OF_A_PARAMETER = (".m", ".v", ".master")
 """Behind the name of a parameter: what an optimizer keeps of it."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_TIMES = " times "
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,14 @@ class Checkpoint:
 def layout_of(specs: tuple[StateSpec, ...]) -> dict[str, str]:
     """What must agree between a checkpoint and a package: persistent state by name, as `f32[64, 64]`; of an adapter's B
     also the factor, as `f32[64, 8] times 2`."""
-    factors = {adapter_names(s.name)[1]: f" times {s.adapter.scale:.9g}" for s in specs if s.adapter is not None}
+    factors = {adapter_names(s.name)[1]: f"{_TIMES}{s.adapter.scale:.9g}" for s in specs if s.adapter is not None}
     return {s.name: f"{_DTYPE_NAMES[s.dtype]}{list(s.shape)}{factors.get(s.name, '')}" for s in specs if s.persist}
+
+
+def _expected(checkpoint: Checkpoint, specs: tuple[StateSpec, ...]) -> dict[str, str]:
+    """`layout_of`, without the factors of adapters that an older checkpoint does not tell."""
+    told = {name for name, text in checkpoint.layout.items() if _TIMES in text}
+    return {name: text if name in told else text.partition(_TIMES)[0] for name, text in layout_of(specs).items()}
 
 
 def latest(directory: Path) -> Checkpoint | None:
@@ -76,8 +83,7 @@ def load(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec, ...], mes
 
     Raises `CheckpointError` if layout or content do not fit.
     """
-    layout = layout_of(specs)
-    check_same(checkpoint.layout, layout, checkpoint.path, "state")
+    check_same(checkpoint.layout, _expected(checkpoint, specs), checkpoint.path, "state")
     _read_verified(checkpoint, state, specs, mesh)
 
 
@@ -87,7 +93,7 @@ def load_parameters(checkpoint: Checkpoint, state: State, specs: tuple[StateSpec
     Raises `CheckpointError`, on all ranks, where the checkpoint lacks one, has another shape or weights besides, or is
     damaged.
     """
-    layout = layout_of(specs)
+    layout = _expected(checkpoint, specs)
     saved = {name: kept for name, kept in checkpoint.layout.items() if name in layout}
     shapes = [{name: kept[kept.index("[") :] for name, kept in each.items()} for each in (saved, layout)]
     hint = "take a run of the model that this package was compiled from"

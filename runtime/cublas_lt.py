@@ -182,9 +182,12 @@ def _pointer(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
 
+_WITHOUT = "run without --tune-products; sums with a residual need a package compiled with --disable fuse-residual"
+
+
 def _check(code: int) -> None:
     if code:
-        raise PackageError(f"cuBLASLt gives status {code}", hint="run without --tune-products")
+        raise PackageError(f"cuBLASLt gives status {code}", hint=_WITHOUT)
 
 
 @functools.cache
@@ -198,7 +201,7 @@ def _library(device: int) -> tuple[Any, ctypes.c_void_p]:
     """The library that torch has loaded, and a handle of the current device."""
     path = _path()
     if path is None:
-        raise PackageError("torch has not loaded cuBLASLt", hint="run without --tune-products")
+        raise PackageError("torch has not loaded cuBLASLt", hint=_WITHOUT)
     library, handle = ctypes.CDLL(path), ctypes.c_void_p()
     _check(library.cublasLtCreate(ctypes.byref(handle)))
     return library, handle
