@@ -12,7 +12,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import FrameType
@@ -88,6 +90,22 @@ def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoR
     sys.exit(code)
 
 
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Warnings of the runtime are a line on stderr, without the place in its source; all others are as ever."""
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if category is RuntimeWarning:
+            print(f"warning: {message}", file=sys.stderr, flush=True)
+        else:
+            as_ever(message, category, *place, **more)
+
+    with warnings.catch_warnings():
+        as_ever, warnings.showwarning = warnings.showwarning, show
+        yield
+
+
+@plain_warnings()
 def serve(package_dir: Path, arguments: Sequence[str] | None, program: str) -> int:
     """As `main`; gives the exit code. Raises MgraphError for wrong input."""
     about_it = "Serve this package behind HTTP, as OpenAI's API does, with a page at / to try it."

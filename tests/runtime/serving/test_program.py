@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,8 @@ import pytest
 
 from mgraph.errors import OptionError
 from mgraph.runtime.options import read
-from mgraph.runtime.serving import llm
+from mgraph.runtime.serving import llm, opening
+from mgraph.runtime.serving import program as server_program
 from mgraph.runtime.serving.engine import Engine, EngineDead
 from mgraph.runtime.serving.program import ServeOptions, address, continuation, listen, needed
 from mgraph.runtime.tokenizer import ByteTokenizer
@@ -175,6 +177,21 @@ def test_a_prompt_whose_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
                 continuation(Path("package"), options)
         else:
             assert continuation(Path("package"), options)
+
+
+def test_a_warning_is_a_plain_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of libraries are as ever."""
+
+    def warned(*_: object) -> int:
+        warnings.warn("this never comes", RuntimeWarning, stacklevel=1)
+        warnings.warn("of a library", UserWarning, stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(opening, "ranks_of", lambda _: 1)
+    monkeypatch.setattr(server_program, "_serve", warned)
+    with pytest.warns(UserWarning, match="of a library"):
+        assert server_program.serve(Path("package"), ["--random-init"], "serve.py") == 0
+    assert capsys.readouterr().err == "warning: this never comes\n"
 
 
 def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
