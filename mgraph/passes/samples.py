@@ -5,6 +5,7 @@ Everything is a function of (seed, name), so that two modules that share a state
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 from mgraph.ir.dims import evaluate
 from mgraph.ir.facts import multiples
-from mgraph.ir.graph import Function, Module, Node, State, StateKind, Value
+from mgraph.ir.graph import Function, InitCall, Module, Node, StateKind, Value
 from mgraph.ir.local import declared_sizes
 from mgraph.ir.mesh import mesh_sizes
 from mgraph.ir.opdef import op_def
@@ -68,7 +69,10 @@ def random_state(module: Module, seed: int, rank: int = 0) -> Tensors:
     made: Tensors = {}
     for name, state in module.state.items():
         partial = any(isinstance(p, Partial) for _, p in state.type.placement)
-        made[name] = _state(state, generator(seed, name, rank if partial else 0))
+        shape = tuple(int(evaluate(d, CACHE_DIMS)) for d in state.type.shape)
+        init = state.init if state.kind is StateKind.BUFFER else ()
+        how = (shape, state.type.dtype, state.kind, state.persist, init)
+        made[name] = _state(seed, name, rank if partial else 0, *how).clone()
     for name, state in module.state.items():
         if state.kind is StateKind.MASTER:
             made[name] = made[name.removesuffix(".master")].to(made[name].dtype)
@@ -84,32 +88,42 @@ def zero_accumulators(module: Module, state: Tensors) -> Tensors:
     return {n: t.new_zeros(t.shape) if n in resets else t for n, t in state.items()}
 
 
-def _state(state: State, source: Any) -> Any:
+@functools.lru_cache(maxsize=1024)
+def _state(
+    seed: int,
+    name: str,
+    rank: int,
+    shape: tuple[int, ...],
+    type_: DType,
+    kind: StateKind,
+    persist: bool,
+    init: tuple[InitCall, ...],
+) -> Any:
+    """A value, kept: from one graph to the next most states are the same, and drawing them takes as long as runs do."""
     import torch
 
-    shape = [int(evaluate(d, CACHE_DIMS)) for d in state.type.shape]
-    dtype = to_torch_dtype(state.type.dtype)
-    if not state.type.dtype.is_float:
+    source, dtype = generator(seed, name, rank), to_torch_dtype(type_)
+    if not type_.is_float:
         number = torch.randint(3, 9, shape, generator=source)
-        return _replayed(state, number, dtype) if state.kind is StateKind.BUFFER else number.to(dtype)
+        return _replayed(init, number, dtype) if kind is StateKind.BUFFER else number.to(dtype)
     noise = torch.randn(shape, generator=source, dtype=torch.float64)
-    if state.kind is StateKind.SCALAR and state.persist:
+    if kind is StateKind.SCALAR and persist:
         return torch.full(shape, _SCALE, dtype=dtype)
-    if state.kind is StateKind.BUFFER:
-        return _replayed(state, noise, dtype)
-    if state.kind is StateKind.PARAM:
+    if kind is StateKind.BUFFER:
+        return _replayed(init, noise, dtype)
+    if kind is StateKind.PARAM:
         # A matrix keeps the size of what it is applied to; a vector is as likely a norm's scale as a bias.
         noise = noise / max(shape[-1], 1) ** 0.5 if len(shape) > 1 else 1 + 0.3 * noise
-    elif state.kind is StateKind.MOMENT:
+    elif kind is StateKind.MOMENT:
         noise = 0.1 * noise.abs()
     return noise.to(dtype)
 
 
-def _replayed(state: State, tensor: Any, dtype: Any) -> Any:
+def _replayed(init: tuple[InitCall, ...], tensor: Any, dtype: Any) -> Any:
     """A buffer as its recorded initialiser makes it, for tables mean something; where that draws, the noise stays."""
     import torch
 
-    for call, *arguments in state.init:
+    for call, *arguments in init:
         if call == "copy_":
             tensor = torch.tensor(arguments[0], dtype=torch.float64).reshape(tensor.shape)
         elif call == "zeros_":
