@@ -12,7 +12,8 @@ from mgraph.errors import PackageError
 from mgraph.ir.interpreter import run
 from mgraph.runtime.package import load_package
 from mgraph.runtime.state import create_state
-from tests.end_to_end.builds import Build, Lift, adamw, batches, build, eager_step, fill, loss_of, relative
+from tests.end_to_end.builds import MODELS, Build, Lift, adamw, batches, build, eager_step, fill, loss_of, relative
+from tests.sampling import sampled
 
 
 def test_loss_and_every_gradient_equal_autograd(built: Build) -> None:
@@ -52,6 +53,7 @@ def test_lifted_gradients_equal_autograd_in_float64(built: Build) -> None:
         assert relative(new[f"{name}.grad"], parameter.grad) <= 1e-10, name
 
 
+@pytest.mark.parametrize("built", sampled(MODELS, 0, always=["dense-tiny", "moe-tiny"]), indirect=True)
 def test_fifty_steps_give_the_curve_of_eager(built: Build) -> None:
     package = load_package(built.path, "cpu")
     state = create_state(package.state_specs, 0, "cpu")
