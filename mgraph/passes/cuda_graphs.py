@@ -59,9 +59,22 @@ class CudaGraphs(Pass):
 
     layers: bool = False
 
+    def on_twin(self, real: Module) -> Pass:
+        """With the products of groups of `real` for launched one by one, whatever dtypes and widths are."""
+        return _OnTwin(self.layers, self._one_by_one(real))
+
+    def _one_by_one(self, module: Module) -> frozenset[str]:
+        """The functions with products of groups that are launched one by one."""
+        return frozenset(
+            name
+            for name, function in module.functions.items()
+            for node in function.nodes
+            if node.op in _GROUPED and not all(map(_multiplied_at_once, node.operands[:2]))
+        )
+
     def run(self, module: Module, report: Report) -> Module:
         """Look at everything that an entry runs."""
-        plan = _Plan(module, report)
+        plan = _Plan(module, report, self._one_by_one(module))
         entries = dict(module.entries)
         for name in CAPTURED:
             if name not in entries:
@@ -81,11 +94,22 @@ class CudaGraphs(Pass):
         return replace(module, entries=entries, functions={**module.functions, **plan.made})
 
 
-class _Plan:
-    """Which calls are graphs. `made` has the functions that were split, what is left of them and their parts."""
+@dataclass(frozen=True)
+class _OnTwin(CudaGraphs):
+    """As on the model whose twin it runs on, of which these functions multiply groups one by one."""
 
-    def __init__(self, module: Module, report: Report) -> None:
-        self._module, self._report = module, report
+    one_by_one: frozenset[str] = frozenset()
+
+    def _one_by_one(self, module: Module) -> frozenset[str]:
+        return self.one_by_one
+
+
+class _Plan:
+    """Which calls are graphs. `made` has the functions that were split, what is left of them and their parts;
+    `one_by_one` names those whose products of groups are launched so."""
+
+    def __init__(self, module: Module, report: Report, one_by_one: frozenset[str]) -> None:
+        self._module, self._report, self._one_by_one = module, report, one_by_one
         self.made: dict[str, Function] = {}
         self._known: dict[tuple[str, bool], tuple[str, str, str] | None] = {}
         self._pieces: dict[str, tuple[str, ...]] = {}
@@ -152,6 +176,10 @@ class _Plan:
         """Why a node cannot be part of a graph, or of a `piece`."""
         if (why := _obstacle(function, node)) is not None:
             return why
+        if node.op in _GROUPED and function.name in self._one_by_one:
+            kinds = ", ".join(f"{dtype.text} (multiples of {width})" for dtype, width in _AT_ONCE.items())
+            reads = f"{node.op} at {node.origin} reads the sizes of its groups on the host"
+            return f"{reads}: all at once go widths of {kinds}"
         values = [v for v in (*node.operands, *node.results) if node.op != "call"]
         if piece and (is_collective(node) or any(isinstance(v.type, PendingType) for v in values)):
             return f"{node.op} at {node.origin} sends between ranks, or copies, beside other work"
@@ -167,9 +195,6 @@ def _obstacle(function: Function, node: Node) -> str | None:
         return f"{place} waits for an extent that is a result"
     if node.op == "read_sizes":
         return f"{place} lets the host read how many rows ranks send (--expert-extent host)"
-    if node.op in _GROUPED and not all(map(_multiplied_at_once, node.operands[:2])):
-        kinds = ", ".join(f"{dtype.text} (multiples of {width})" for dtype, width in _AT_ONCE.items())
-        return f"{place} reads the sizes of its groups on the host: all at once go widths of {kinds}"
     if node.op.removesuffix("_") in _LISTS:
         makers = function.producers()
         waits = [m for v in node.operands if (m := makers.get(v)) is not None and m.op == "wait"]

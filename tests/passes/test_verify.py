@@ -27,11 +27,11 @@ from mgraph.recipe import Recipe
 from tests.passes.build import stacked
 from tests.passes.models import mlp_module
 
-LLAMA = {
+LLAMA = {  # so many layers that capture replays some, and twins leave some out
     "model_type": "llama",
     "hidden_size": 40,
     "intermediate_size": 56,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 5,
     "num_attention_heads": 5,
     "num_key_value_heads": 5,
     "head_dim": 16,
