@@ -124,7 +124,7 @@ class Options(Settings):
     export: Path | None = field(
         default=None,
         metadata=about(
-            "at the end, write the weights here as safetensors, with config.json if the model has one, and the tokenizer"
+            "at the end, write the weights here as safetensors, with the model's config.json, if any, and the tokenizer"
         ),
     )
     export_adapter: Path | None = field(

@@ -49,8 +49,8 @@ def spilled(ptx: str, directory: Path) -> int:
     ],
 )
 def test_binaries(spec: KernelSpec, most: int, tmp_path: Path) -> None:
-    """Aligned kernels with products use wgmma, copy tiles ahead (by descriptors but for dq of narrow heads), and spill a
-    few bytes."""
+    """Aligned kernels with products use wgmma, copy tiles ahead (by descriptors but for dq of narrow heads), and spill
+    a few bytes."""
     for function, text in ptx_of([spec], tmp_path).items():
         assert "mma.sync" not in text
         if function.startswith((f"{spec.name}_queries", f"{spec.name}_keys")) or function == f"{spec.name}.aligned":
