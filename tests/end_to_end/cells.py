@@ -25,12 +25,12 @@ Exact = Callable[[tuple[int, ...]], Tensor]
 """Of a text, the log-probabilities [tokens, vocab] of what follows each of its tokens, f32 on the CPU."""
 
 
-def answers(llm: LLM, seed: int) -> list[RequestOutput]:
+def answers(llm: LLM, seed: int, shared: Sequence[tuple[int, int]] = _SHARED) -> list[RequestOutput]:
     """Greedy answers to prompts that are asked at once, most of which begin as one that was served before them. Of some
     the log-probabilities of the prompt are asked for, too."""
     draw = torch.Generator().manual_seed(seed)
     common = torch.randint(256, (33,), generator=draw).tolist()
-    inputs = [common[:cut] + torch.randint(256, (new,), generator=draw).tolist() for cut, new in _SHARED]
+    inputs = [common[:cut] + torch.randint(256, (new,), generator=draw).tolist() for cut, new in shared]
     asked = [None if at % 3 else 0 for at in range(len(inputs))]
     likeliest = {"temperature": 0, "logprobs": 2, "ignore_eos": True}
     params = [SamplingParams.of({**likeliest, "max_tokens": OUTPUT, "prompt_logprobs": count}) for count in asked]

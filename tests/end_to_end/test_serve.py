@@ -141,6 +141,15 @@ def test_many_requests(
     compare(built.path, weights, model, prompts, prefix_cache, cache)
 
 
+def test_a_part_of_a_beginning_is_found(served: tuple[Build, torch.nn.Module, Path]) -> None:
+    """Prompts that leave a cached text within its first block, at the end of one, and within its second."""
+    built, model, weights = served
+    llm = LLM(built.path, weights, device="cpu", num_blocks=60, step_tokens=CHUNK, max_requests=5)
+    found = answers(llm, 0, [(9, 11), (16, 16), (20, 11), (0, 9), (32, 1), (31, 2)])
+    assert worst(dense(model), found) < 1e-4
+    assert [output.cached_tokens for output in found] == [0, 16, 16, 0, 32, 16]
+
+
 @pytest.mark.parametrize("cache", ["ample", "tight"])
 def test_planned_before_tokens_are_known(served: tuple[Build, torch.nn.Module, Path], cache: str) -> None:
     """Sampled with penalties: the same as with a step at a time."""
