@@ -131,7 +131,7 @@ def {name}_join(logits_ptr, targets_ptr, tops_ptr, places_ptr, sums_ptr, tokens_
     places = {read("places", str(problem.classes - 1))}
     sums = {read("sums", "0.0")}
     top = tl.max(tops)
-    first = tl.min(tl.where(tops == top, places, {problem.classes - 1}))
+    first = tl.where(top > {_LOWEST!r}, tl.min(tl.where(tops == top, places, {problem.classes - 1})), 0)
     total = tl.sum(sums * tl.exp2((tops - top) * {_LOG2E!r}))
     target = tl.load(targets_ptr + row)
     token = tl.where(target < 0, first.to(tl.int64), target)
