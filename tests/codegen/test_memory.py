@@ -146,7 +146,7 @@ def test_what_gpus_measured(model: str, variant: str) -> None:
     module = build_module(recipe).module
     shape = training_models.SHAPES[model]
     sizes = extents(module, {"B": shape.batch, "S": shape.length})
-    memory = RankMemory(module, sizes, mesh_sizes(module.mesh, {}, 1 if variant == "one" else 2))
+    memory = RankMemory(module, sizes, mesh_sizes(module.mesh, {}, 1 if axes in ("", "dp=1") else 2))
     evaluation = max(memory.entry(entry).bytes for entry in ("evaluate", "predict"))
     assert memory.reserved() == memory.total() + evaluation, "graphs keep what the step needs"
     steps = [memory.entry(entry).bytes for entry in ("microbatch", "finish", "last") if entry in module.entries]

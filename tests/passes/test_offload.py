@@ -92,7 +92,8 @@ def test_not_a_bit_differs(tmp_path: Path, family: str, precision: str, recomput
     for left, right in zip(plain[1], moved[1], strict=True):
         _same(left, right)
     text = (package.path / "step.py").read_text()
-    assert text.count("to_host_start") <= 6, "layers are sent in a loop"
+    alike = family in ("dense", "moe")  # the others' layers are of two kinds, by turns
+    assert text.count("to_host_start") <= (6 if alike else 10), "layers are sent in a loop"
     hosts = {spec.name for spec in package.state_specs if spec.host}
     assert hosts == {s.name for s in package.state_specs if s.kind in ("master", "moment")}
 

@@ -158,10 +158,10 @@ def sum_case(problem: ExpertSum, case: str) -> tuple[tuple[Tensor, ...], list[Te
     """Rows of pairs in any order, those of the last tokens past the last end."""
     (rows, w, offsets, *bias), (out,) = product_case(problem.product, case)
     end, choices = int(offsets[-1]), problem.choices
-    count = end - end % choices
-    parts = [torch.randperm(count, generator=torch.Generator().manual_seed(3)), torch.arange(count, len(rows))]
-    order, tokens = torch.cat(parts), -(-len(rows) // choices)
-    rows = torch.cat((rows, rows[: tokens * choices - len(rows)]))
+    count, tokens = end - end % choices, -(-len(rows) // choices)
+    parts = torch.randperm(count, generator=torch.Generator().manual_seed(3)), torch.arange(count, tokens * choices)
+    order, missing = torch.cat(parts), tokens * choices - len(rows)
+    rows, out = torch.cat((rows, rows[:missing])), torch.cat((out, out.new_zeros(missing, *out.shape[1:])))
     weights = normal(4, tokens, choices, dtype=problem.weights).abs()
     want = torch.zeros(tokens, problem.product.width, dtype=torch.float64)
     return (rows, w, weights, order, offsets, *bias), [
@@ -327,7 +327,7 @@ def test_products_run_on_tensor_cores_behind_their_loads(tmp_path: Path) -> None
     ]
     texts = ptx_of(specs, tmp_path)
     for spec in specs:
-        text = texts[f"{spec.name}.aligned"]
+        text = texts.get(f"{spec.name}_128.aligned") or texts[f"{spec.name}.aligned"]
         assert "wgmma.mma_async" in text and "cp.async.cg.shared.global" in text, spec.name
         assert "ld.local" not in text, spec.name
 
