@@ -122,7 +122,8 @@ def test_what_is_measured(tmp_path: Path, model: str, recompute: str, sizes: tup
 
 
 def _measured() -> dict[tuple[str, str], int]:
-    """The last measured peak in bytes by model and variant, of all that a process has on its GPU."""
+    """The last measured peak in bytes by model and variant, of all that a process has on its GPU. Where one GPU had
+    another peak than in earlier rows, these are of packages that are no longer made, for two GPUs as well."""
     names = {target: name for name, target in training.IDS.items()}
     found: dict[tuple[str, str], int] = {}
     for row in map(json.loads, (RESULTS / "training_one_gpu_h100.jsonl").read_text(encoding="utf-8").splitlines()):
@@ -130,7 +131,10 @@ def _measured() -> dict[tuple[str, str], int]:
             found[names[row["id"]], "one"] = row["peak_bytes"]
     for row in map(json.loads, (RESULTS / "two_gpus_h200.jsonl").read_text(encoding="utf-8").splitlines()):
         if row["variant"] in MESHES and "peak_bytes" in row:
-            found[names[row["id"]], row["variant"]] = row["peak_bytes"]
+            key = names[row["id"]], row["variant"]
+            if row["variant"] == "one" and found.get(key) != row["peak_bytes"]:
+                found = {known: peak for known, peak in found.items() if known[0] != key[0]}
+            found[key] = row["peak_bytes"]
     return found
 
 
