@@ -18,12 +18,14 @@ Products are of 16-bit numbers with sums in f32; the weights are rounded to the 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from mgraph.codegen.triton.attention_problem import Attention, tile_columns
 from mgraph.codegen.triton.attention_reach import Reach, reached
 from mgraph.codegen.triton.kernel import (
+    LN2,
+    LOG2E,
+    LOWEST,
     TRITON_LANGUAGE_DTYPES,
     Expression,
     KernelSpec,
@@ -37,11 +39,6 @@ LEAST_POSITIONS = 16
 
 SHORT = 128
 """Windows up to this are short."""
-
-LOG2E, LN2 = math.log2(math.e), math.log(2)
-
-LOWEST = -3.0e38
-"""A largest score of nothing: minus infinity would give no number where it is subtracted from itself."""
 
 
 @dataclass(frozen=True)

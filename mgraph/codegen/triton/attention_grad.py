@@ -19,8 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mgraph.codegen.triton.attention import (
-    LOG2E,
-    LOWEST,
     Part,
     Tile,
     Tuning,
@@ -42,7 +40,7 @@ from mgraph.codegen.triton.attention import (
 )
 from mgraph.codegen.triton.attention_problem import Attention
 from mgraph.codegen.triton.attention_reach import Reach, reached
-from mgraph.codegen.triton.kernel import TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, TensorSpec
+from mgraph.codegen.triton.kernel import LOG2E, LOWEST, TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, TensorSpec
 from mgraph.codegen.triton.rope import lines_of, signature
 
 ROWS = 64

@@ -22,11 +22,19 @@ Rows of sizes that are no multiple of 16 bytes have edges: fewer elements than s
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mgraph.codegen.triton.kernel import ITEM_BYTES, TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, TensorSpec
+from mgraph.codegen.triton.kernel import (
+    ITEM_BYTES,
+    LN2,
+    LOG2E,
+    LOWEST,
+    TRITON_LANGUAGE_DTYPES,
+    KernelSpec,
+    Launch,
+    TensorSpec,
+)
 from mgraph.ir.dims import Dim
 from mgraph.ir.graph import Node
 
@@ -53,10 +61,6 @@ REGISTERS = 64
 
 SUM_ROWS = 4096
 """Losses that are added at a time, each lane its own."""
-
-_LOG2E, _LN2 = math.log2(math.e), math.log(2)
-_LOWEST = -3.0e38
-"""A maximum of nothing: minus infinity would give no number where it is subtracted from itself."""
 
 
 @dataclass(frozen=True)
@@ -341,7 +345,7 @@ def _start_lines(problem: CrossEntropy, cut: Tuning) -> list[str]:
         f"column = tl.arange(0, {lanes})[:, None] * {vector} + tl.arange(0, {vector})[None, :]",
         *_label_lines(problem),
         *([] if problem.even else _edge_lines(problem)),
-        f"peak = tl.full([{lanes}], {_LOWEST!r}, tl.float32)",
+        f"peak = tl.full([{lanes}], {LOWEST!r}, tl.float32)",
         f"total = tl.zeros([{lanes}], tl.float32)",
     ]
 
@@ -365,7 +369,7 @@ def _edge_lines(problem: CrossEntropy) -> list[str]:
         f"edge = tl.where(lane < {vector}, lane, head + body_end + lane - {vector})",
         f"on_edge = tl.where(lane < {vector}, lane < head, edge < {problem.size})",
         f'at_edge = tl.load(logits_ptr + edge, mask=on_edge & (edge < {problem.real}), other=float("-inf"))',
-        f"edge_x = at_edge.to(tl.float32) * {_LOG2E!r}",
+        f"edge_x = at_edge.to(tl.float32) * {LOG2E!r}",
     ]
 
 
@@ -377,8 +381,8 @@ def _lse_lines(problem: CrossEntropy) -> list[str]:
     return [
         f"top = {top}",
         f"lse = top + tl.log2({total})",
-        f"tl.store(lse_ptr + row, lse * {_LN2!r})",
-        f"tl.store(losses_ptr + row, tl.where(counted, lse * {_LN2!r} - picked, 0.0))",
+        f"tl.store(lse_ptr + row, lse * {LN2!r})",
+        f"tl.store(losses_ptr + row, tl.where(counted, lse * {LN2!r} - picked, 0.0))",
     ]
 
 
@@ -389,7 +393,7 @@ def _last_lines(problem: CrossEntropy) -> list[str]:
     return [
         *([] if problem.even else [at_edge]),
         "tl.debug_barrier()  # the label's column was written by another thread, perhaps",
-        f"at_label = (tl.exp2(picked * {_LOG2E!r} - lse) - 1.0) * scale",
+        f"at_label = (tl.exp2(picked * {LOG2E!r} - lse) - 1.0) * scale",
         f"tl.store(logits_ptr + label, at_label{narrow}, mask=within)",
     ]
 
@@ -413,8 +417,8 @@ def _label_lines(problem: CrossEntropy) -> list[str]:
 
 
 _ONLINE = (
-    f"above = tl.maximum(peak, tl.max(x, axis=1) * {_LOG2E!r})",
-    f"total = total * tl.exp2(peak - above) + tl.sum(tl.exp2(x * {_LOG2E!r} - above[:, None]), axis=1)",
+    f"above = tl.maximum(peak, tl.max(x, axis=1) * {LOG2E!r})",
+    f"total = total * tl.exp2(peak - above) + tl.sum(tl.exp2(x * {LOG2E!r} - above[:, None]), axis=1)",
     "peak = above",
 )
 """The tile x enters the maxima and the sums of the lanes."""
@@ -423,7 +427,7 @@ _ONLINE = (
 def _gradient_lines(column: str, problem: CrossEntropy, span: _Span, known_end: int) -> list[str]:
     """The gradient of the tile x, but for the label's column, over its logits."""
     return [
-        f"grad = tl.exp2(x * {_LOG2E!r} - lse) * scale",
+        f"grad = tl.exp2(x * {LOG2E!r} - lse) * scale",
         f"tl.store({span.pointer} + {column}, grad.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"
         f"{span.mask(column, span.written, known_end)}{_policy('first')})",
     ]
@@ -463,8 +467,8 @@ def {name}(dsum_ptr, logits_ptr, labels_ptr, lse_ptr):
     logits_ptr += row.to(tl.int64) * {problem.size}
     label = tl.load(labels_ptr + row).to(tl.int32)
     scale = tl.where(label != {problem.ignore_index}, tl.load(dsum_ptr), 0.0)
-    lse = tl.load(lse_ptr + row) * {_LOG2E!r}
-{read}    grad = tl.exp2(x * {_LOG2E!r} - lse) - (column == label).to(tl.float32)
+    lse = tl.load(lse_ptr + row) * {LOG2E!r}
+{read}    grad = tl.exp2(x * {LOG2E!r} - lse) - (column == label).to(tl.float32)
     tl.store(logits_ptr + column, (grad * scale).to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}){store_mask})
 '''
 

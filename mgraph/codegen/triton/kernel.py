@@ -17,6 +17,7 @@ name that is not known yet when an input is read is bound by that input's extent
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -36,6 +37,11 @@ TRITON_DTYPES = {
 
 TRITON_LANGUAGE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 """The floats that kernels take, by mgraph's dtype name → the name in Triton's language."""
+
+LOG2E, LN2 = math.log2(math.e), math.log(2)
+"""Kernels take exponentials and logarithms to the base 2."""
+LOWEST = -3.0e38
+"""A maximum of nothing: minus infinity would give no number where it is subtracted from itself."""
 
 ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "f64": 8, "i64": 8, "i32": 4, "bool": 1}
 """Bytes of one element, by mgraph's dtype name."""

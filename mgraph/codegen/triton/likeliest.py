@@ -10,18 +10,22 @@ do not depend on what else is in the batch.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from mgraph.codegen.triton.kernel import ITEM_BYTES, TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, TensorSpec
+from mgraph.codegen.triton.kernel import (
+    ITEM_BYTES,
+    LN2,
+    LOG2E,
+    LOWEST,
+    TRITON_LANGUAGE_DTYPES,
+    KernelSpec,
+    Launch,
+    TensorSpec,
+)
 from mgraph.ir.graph import Node
 
 PART = 4096
 """Columns of a part: several dozen programs for a row of a large vocabulary."""
-
-_LOG2E, _LN2 = math.log2(math.e), math.log(2)
-_LOWEST = -3.0e38
-"""A maximum of nothing: minus infinity would give no number where it is subtracted from itself."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +117,9 @@ def {name}_parts(logits_ptr, tops_ptr, places_ptr, sums_ptr):
         mask=column < {problem.classes},
         other=float("-inf"),
     ).to(tl.float32)
-    top = tl.maximum(tl.max(x), {_LOWEST!r})
+    top = tl.maximum(tl.max(x), {LOWEST!r})
     place = tl.min(tl.where(x == top, column, {problem.classes - 1}))
-    total = tl.sum(tl.exp2((x - top) * {_LOG2E!r}))
+    total = tl.sum(tl.exp2((x - top) * {LOG2E!r}))
     at = row * {problem.parts} + part
     tl.store(tops_ptr + at, top)
     tl.store(places_ptr + at, place)
@@ -127,15 +131,15 @@ def {name}_join(logits_ptr, targets_ptr, tops_ptr, places_ptr, sums_ptr, tokens_
     """What the {problem.parts} parts of a row found, as one; the target in place of the likeliest if there is one."""
     row = tl.program_id(0)
     part = tl.arange(0, {width})
-    tops = {read("tops", repr(_LOWEST))}
+    tops = {read("tops", repr(LOWEST))}
     places = {read("places", str(problem.classes - 1))}
     sums = {read("sums", "0.0")}
     top = tl.max(tops)
-    first = tl.where(top > {_LOWEST!r}, tl.min(tl.where(tops == top, places, {problem.classes - 1})), 0)
-    total = tl.sum(sums * tl.exp2((tops - top) * {_LOG2E!r}))
+    first = tl.where(top > {LOWEST!r}, tl.min(tl.where(tops == top, places, {problem.classes - 1})), 0)
+    total = tl.sum(sums * tl.exp2((tops - top) * {LOG2E!r}))
     target = tl.load(targets_ptr + row)
     token = tl.where(target < 0, first.to(tl.int64), target)
     taken = tl.load(logits_ptr + row.to(tl.int64) * {problem.classes} + token).to(tl.float32)
     tl.store(tokens_ptr + row, token)
-    tl.store(logprobs_ptr + row, taken - top - tl.log2(total) * {_LN2!r})
+    tl.store(logprobs_ptr + row, taken - top - tl.log2(total) * {LN2!r})
 '''

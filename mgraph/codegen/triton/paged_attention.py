@@ -23,6 +23,8 @@ from typing import Any
 
 from mgraph.codegen.triton.kernel import (
     ITEM_BYTES,
+    LOG2E,
+    LOWEST,
     TRITON_LANGUAGE_DTYPES,
     Expression,
     KernelSpec,
@@ -46,9 +48,6 @@ SPAN = 32
 JOINED = 8
 """Runs that are added at once, by a single warp: its threads have all of a column, and wait for no others."""
 WIDEST = 256
-LOG2_E = 1.4426950408889634
-LOWEST = -3.0e38
-"""A largest score of nothing: minus infinity would give no number where it is subtracted from itself."""
 
 
 @dataclass(frozen=True)
@@ -236,12 +235,12 @@ def _signature(args: tuple[str, ...]) -> str:
 def _score_lines(problem: PagedAttention, masked: bool) -> list[str]:
     """Scores of a tile of keys, as powers of two; all keys are seen unless `masked`."""
     precision = ', input_precision="ieee"' if problem.dtype == "f32" else ""
-    scale = problem.scale if problem.softcap else problem.scale * LOG2_E
+    scale = problem.scale if problem.softcap else problem.scale * LOG2E
     lines = [f"score = tl.dot(q, tl.trans(k){precision}) * {scale!r}"]
     if problem.softcap:  # cap * tanh(score / cap), by the exponential of a number that is not positive
         lines += [
             f"bent = tl.exp(-2.0 * tl.abs(score) / {problem.softcap!r})",
-            f"bent = {problem.softcap * LOG2_E!r} * (1.0 - bent) / (1.0 + bent)",
+            f"bent = {problem.softcap * LOG2E!r} * (1.0 - bent) / (1.0 + bent)",
             "score = tl.where(score < 0.0, -bent, bent)",
         ]
     if masked:
@@ -392,7 +391,7 @@ def _end_lines(problem: PagedAttention, cut: Tuning) -> str:
     sink = ""
     if problem.sinks:
         sink = f"""
-            sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * {LOG2_E!r}
+            sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * {LOG2E!r}
             higher = tl.maximum(top, sink)
             total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
             part = part * tl.exp2(top - higher)[:, None]"""
@@ -411,7 +410,7 @@ def _end_lines(problem: PagedAttention, cut: Tuning) -> str:
 
 def _ends_source(name: str, problem: PagedAttention, args: tuple[str, ...]) -> str:
     value_width = _padded(problem.value_width)
-    sink = f"tl.load(sinks_ptr + head).to(tl.float32) * {LOG2_E!r}"
+    sink = f"tl.load(sinks_ptr + head).to(tl.float32) * {LOG2E!r}"
     begin = [f"sink = {sink}", "largest, sum = sink, 1.0"] if problem.sinks else [f"largest, sum = {LOWEST!r}, 0.0"]
     language = f"tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}"
     return f'''
