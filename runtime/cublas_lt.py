@@ -2,8 +2,9 @@
 
 torch asks cuBLAS for one kernel and takes it. Which of the proposed ones is fastest depends on the shapes, the card and
 how warm it runs, so `Product` offers all of them: `run(i, …)` multiplies by the i-th. It may add a third matrix where
-it writes the product, which torch does only over what it adds to: `sum_of` is that with the first of the kernels. The
-library is the one that torch has loaded; its types and functions are those of cublasLt.h.
+it writes the product, which torch does only over what it adds to: `sum_of` is that, with the first of the kernels or
+the one that tuning has found. The library is the one that torch has loaded; its types and functions are those of
+cublasLt.h.
 """
 
 from __future__ import annotations
