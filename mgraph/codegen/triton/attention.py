@@ -44,15 +44,14 @@ SHORT = 128
 @dataclass(frozen=True)
 class Tuning:
     """Queries and keys in a block (powers of two), warps, blocks of keys (or, for the gradient of keys, of queries)
-    that are in shared memory at a time, the bound of a thread's registers, 0 for none, by which more than one program
-    has room on a multiprocessor, and whether the gradient of queries has their block in registers, see `Tile.held`."""
+    that are in shared memory at a time, and the bound of a thread's registers, 0 for none, by which more than one
+    program has room on a multiprocessor."""
 
     queries: int
     keys: int
     num_warps: int
     num_stages: int
     most_registers: int = 0
-    held: bool = False
 
     def together(self, problem: Attention) -> int:
         """Heads that a block of queries has."""
@@ -245,13 +244,6 @@ class Tile:
         lines = [] if self.head else [f"{t}_head = {t}_ptr + {head}.to(tl.int64) * {t}_stride_1"]
         place = f"{t}_{'ptr' if self.head else 'head'} + {start} * {t}_step + {t}_at"
         return [*lines, f"{t} = tl.load({place}{self._mask(known)}, other=0.0)"]
-
-    def held(self) -> list[str]:
-        """What keeps a block in registers, as the first operand of products, so that there is room in shared memory for
-        one more of those that pass. Triton keeps there what a product gives, and all that is read in shared memory: so
-        this is the product with the identity, which changes no number."""
-        t, row, column = self.tensor, f"tl.arange(0, {self.columns})[:, None]", f"tl.arange(0, {self.columns})[None, :]"
-        return [f"{t} = tl.dot({t}, ({row} == {column}).to(tl.float32).to({t}.dtype)).to({t}.dtype)"]
 
     def write(self, start: str, known: str, value: str) -> list[str]:
         """Stores the rows from `start`, but for those that are not `known`."""

@@ -46,6 +46,9 @@ from mgraph.codegen.triton.rope import lines_of, signature
 ROWS = 64
 """Rows of a program that sums them."""
 
+PADDED = ("mul", ("cdiv", "S", ROWS), ROWS)
+"""Rows of a head in `sums`: a multiple of those of a program, so that each head's begin on a 16-byte boundary."""
+
 SUMMED = 1024
 """Parts of dsinks that are added at a time."""
 
@@ -60,12 +63,11 @@ class GradTuning:
 
 def tuning(problem: Attention) -> GradTuning:
     """Blocks of 64 and steps of 64, of which two programs or more have room on a multiprocessor; for the widest heads
-    one, of more warps. Of heads of 128 a third step of dq has room where the queries are held in registers."""
+    one, of more warps."""
     widest = max(problem.columns, problem.value_columns)
     if widest > 128:
         return GradTuning(Tuning(64, 32, 8, 2), Tuning(32, 64, 8, 2))
-    of_keys = Tuning(64, 64, 4, 2)
-    return GradTuning(Tuning(64, 64, 4, 3, held=True) if widest > 64 else of_keys, of_keys)
+    return GradTuning(Tuning(64, 64, 4, 2), Tuning(64, 64, 4, 2))
 
 
 def backward(name: str, problem: Attention, cut: GradTuning | None = None) -> KernelSpec:
@@ -106,10 +108,10 @@ def _searches(name: str, problem: Attention, cut: GradTuning) -> list[Part]:
 
 
 def _delta(name: str, problem: Attention) -> Part:
-    """Row sums, lse to the base 2, and parts of dsinks."""
+    """lse to the base 2, row sums, and parts of dsinks."""
     sinks = "sinks" in problem.operands
     more = ("sinks", "shares") if sinks else ()
-    tensors = ("dout", "out", "lse", "delta", "log_sums", *more)
+    tensors = ("dout", "out", "lse", "sums", *more)
     args = (*tensors, "H", "S", *strides_of("dout", "out"))
     dout = Tile("dout", "S", problem.value_width, ROWS, False, "head")
     out = replace(dout, tensor="out")
@@ -124,11 +126,11 @@ def _delta(name: str, problem: Attention) -> Part:
         *dout.read("first", "row < S"),
         *out.read("first", "row < S"),
         "delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)",
-        "at = (batch * H + head) * S + row",
-        "lse = tl.load(lse_ptr + at, mask=row < S, other=0.0)",
+        "lse = tl.load(lse_ptr + (batch * H + head) * S + row, mask=row < S, other=0.0)",
         f"log_sum = tl.where(lse > {LOWEST!r}, lse * {LOG2E!r}, 0.0)",
-        "tl.store(delta_ptr + at, delta, mask=row < S)",
-        "tl.store(log_sums_ptr + at, log_sum, mask=row < S)",
+        *_place_of_sums(),
+        "tl.store(sums_ptr + at, log_sum)",
+        "tl.store(sums_ptr + at + rows, delta)",
     ]
     if sinks:
         lines += [
@@ -136,20 +138,32 @@ def _delta(name: str, problem: Attention) -> Part:
             "share = tl.where(row < S, tl.exp2(sink - log_sum) * delta, 0.0)",
             "tl.store(shares_ptr + tl.program_id(0), tl.sum(share))",
         ]
+    more_said = "; shares: exp(sink - lse) * delta" * sinks
     source = f'''
 @triton.jit
 def {name}_delta(
 {signature(args, tensors)}
 ):
-    """delta = sum dout * out, and lse to the base 2, 0 where nothing is seen{"; sum exp(sink - lse) * delta" * sinks}.
+    """sums: lse to the base 2, 0 where nothing is seen, and delta = sum dout * out{more_said}.
 
-    dout, out [B, H, S, {problem.value_width}]; {ROWS} rows per program.
+    dout, out [B, H, S, {problem.value_width}]; sums [B, H, 2, S and zeros after it]; {ROWS} rows per program.
     """
 {lines_of(*lines)}'''
     grid = (("mul", ("mul", ("cdiv", "S", ROWS), "B"), "H"),)
-    scratch = [TensorSpec(t, "f32", ("B", "H", "S")) for t in ("delta", "log_sums")]
+    scratch = [TensorSpec("sums", "f32", ("B", "H", 2, PADDED))]
     scratch += [TensorSpec("shares", "f32", ("B", "H", ("cdiv", "S", ROWS)))] * sinks
     return Launch(f"{name}_delta", args, grid, 4, 1, problem.value_width % 8 == 0), source, tuple(scratch)
+
+
+def _place_of_sums() -> list[str]:
+    """Where in `sums` lse of the row `row` of `head` is; delta is `rows` further."""
+    return [f"rows = tl.cdiv(S, {ROWS}) * {ROWS}", "at = (batch * H + head) * 2 * rows + row"]
+
+
+def _read_sums() -> list[str]:
+    """Reads lse and delta of the rows `row` of `head` by addresses."""
+    read = "= tl.load(sums_ptr + at{}, mask=row < S, other=0.0)"
+    return [*_place_of_sums(), f"log_sum {read.format('')}", f"delta {read.format(' + rows')}"]
 
 
 def _dsinks(name: str) -> Part:
@@ -177,24 +191,21 @@ def _bend(problem: Attention) -> str:
 
 
 def _of_queries(name: str, problem: Attention, cut: Tuning) -> list[Part]:
-    """dq. Keys come by descriptors where queries are held in registers, beside which addresses have no room; elsewhere
-    by addresses, which are there sooner."""
+    """dq. Keys come by addresses, which are there sooner than descriptors."""
     reach = ("reach", "order") if problem.marks else ()
-    tensors = ("dout", "q", "k", "v", "log_sums", "delta", *problem.marks, *reach, "dq")
+    tensors = ("dout", "q", "k", "v", "sums", *problem.marks, *reach, "dq")
     args = (*tensors, "H", "G", "S", "T", *strides_of("dout", "q", "k", "v", "dq"))
-    grid, more = grid_of_queries(problem, cut), (cut.num_warps, cut.num_stages, problem.aligned, cut.most_registers)
-    alone = (Launch(f"{name}_queries", args, grid, *more),)
-    ways = launches(f"{name}_queries", args, grid, cut, problem) if cut.held else alone
-    return [(way, _source_of_queries(way, problem, cut, tensors), ()) for way in ways]
+    more = (cut.num_warps, cut.num_stages, problem.aligned, cut.most_registers)
+    launch = Launch(f"{name}_queries", args, grid_of_queries(problem, cut), *more)
+    return [(launch, _source_of_queries(launch, problem, cut, tensors), ())]
 
 
-def _source_of_queries(way: Launch, problem: Attention, cut: Tuning, tensors: tuple[str, ...]) -> str:
+def _source_of_queries(launch: Launch, problem: Attention, cut: Tuning, tensors: tuple[str, ...]) -> str:
     """The text of the kernel for dq. What needs no exponential is multiplied before it, so that there is one wait."""
     dtype, (bend, factor) = TRITON_LANGUAGE_DTYPES[problem.dtype], score_lines(problem)
     together, positions = cut.together(problem), cut.positions(problem)
-    described = way.takes == "aligned"
-    q = Tile("q", "S", problem.width, cut.queries, False, "lead", together)  # once: hardly worth a descriptor
-    k = Tile("k", "T", problem.width, cut.keys, described, "group")
+    q = Tile("q", "S", problem.width, cut.queries, False, "lead", together)
+    k = Tile("k", "T", problem.width, cut.keys, False, "group")
     v, dq = replace(k, tensor="v", width=problem.value_width), replace(q, tensor="dq")
     dout = replace(q, tensor="dout", width=problem.value_width)
     hide, first = seen_lines(problem), f"block * {positions}"
@@ -203,13 +214,10 @@ def _source_of_queries(way: Launch, problem: Attention, cut: Tuning, tensors: tu
         *(line for tile in (q, dout, k, v) for line in tile.lines()),
         *q.read(first, "row < S"),
         *dout.read(first, "row < S"),
-        "at = (batch * H + head) * S + row",
-        "log_sum = tl.load(log_sums_ptr + at, mask=row < S, other=0.0)",
-        "delta = tl.load(delta_ptr + at, mask=row < S, other=0.0)",
+        *_read_sums(),
         *marks_of_rows(problem),
         *reached(problem, positions),
         f"dq = tl.zeros([{cut.queries}, {problem.columns}], tl.float32)",
-        *(q.held() if cut.held else ()),
         f"for start in range(low, high, {cut.keys}):",
     ]
     weights = [
@@ -230,12 +238,12 @@ def _source_of_queries(way: Launch, problem: Attention, cut: Tuning, tensors: tu
     loop = lines_of(*weights, depth=2) + masked(problem, cut, cut.keys, hide) + lines_of(*gradients, depth=2)
     return f'''
 @triton.jit
-def {way.function}(
-{signature(way.args, tensors)}
+def {launch.function}(
+{signature(launch.args, tensors)}
 ):
     """dq of {title(problem)}.
 
-    {described_block(cut, problem)} per program{"; for tensors on 16-byte boundaries" * described}.
+    {described_block(cut, problem)} per program.
     """
 {lines_of(*start)}{loop}{lines_of(*end)}'''
 
@@ -243,7 +251,7 @@ def {way.function}(
 def _of_keys(name: str, problem: Attention, cut: Tuning) -> list[Part]:
     """dk and dv."""
     seen_by = ("seen_by", "order_of_keys") if problem.marks else ()
-    tensors = ("dout", "q", "k", "v", "log_sums", "delta", *problem.marks, *seen_by, "dk", "dv")
+    tensors = ("dout", "q", "k", "v", "sums", *problem.marks, *seen_by, "dk", "dv")
     args = (*tensors, "B", "H", "G", "S", "T", *strides_of("dout", "q", "k", "v", "dk", "dv"))
     grid = (("mul", ("mul", ("cdiv", "T", cut.keys), "B"), "G"),)
     return [
@@ -278,6 +286,7 @@ def _source_of_keys(way: Launch, problem: Attention, cut: Tuning, tensors: tuple
         *reached(problem, cut.keys, of_keys=True),
         f"steps = tl.cdiv(tl.maximum(high - low, 0), {cut.queries})",
         "heads = H // G",
+        *(_tiles_of_sums(cut) if described else ()),
         f"dk = tl.zeros([{cut.keys}, {problem.columns}], tl.float32)",
         f"dv = tl.zeros([{cut.keys}, {problem.value_columns}], tl.float32)",
         f"head, start = group * heads, low - {cut.queries}",
@@ -302,11 +311,19 @@ def {way.function}(
 {lines_of(*start)}{_loop_of_keys(problem, cut, q, dout)}{lines_of(*end)}'''
 
 
+def _tiles_of_sums(cut: Tuning) -> list[str]:
+    """The descriptor of the sums of a batch: lse and delta of each head."""
+    rows = f"rows = tl.cdiv(S, {ROWS}) * {ROWS}"
+    place = "sums_ptr + batch * H * 2 * rows"
+    return [rows, f"sums_tiles = tl.make_tensor_descriptor({place}, [H * 2, rows], [rows, 1], [1, {cut.queries}])"]
+
+
 def _loop_of_keys(problem: Attention, cut: Tuning, q: Tile, dout: Tile) -> str:
-    """A block of queries of one head enters dk and dv. Tiles are [keys, queries]. `delta` is read where it is used: it
-    and `log_sum` would not have room in registers together."""
+    """A block of queries of one head enters dk and dv. Tiles are [keys, queries]."""
     dtype, (bend, factor) = TRITON_LANGUAGE_DTYPES[problem.dtype], score_lines(problem)
     hide = seen_lines(problem, transposed=True, all_inside=True)
+    read = "sums_tiles.load([head * 2{}, start])" + f".reshape({cut.queries})"
+    sums = [f"log_sum = {read.format('')}", f"delta = {read.format(' + 1')}"]
     weights = [
         f"start += {cut.queries}",
         "head = tl.where(start < high, head, head + 1)",
@@ -314,17 +331,15 @@ def _loop_of_keys(problem: Attention, cut: Tuning, q: Tile, dout: Tile) -> str:
         f"row = start + tl.arange(0, {cut.queries})",
         *q.read("start", "row < S", "head"),
         *dout.read("start", "row < S", "head"),
-        "at = (batch * H + head) * S + row",
-        "log_sum = tl.load(log_sums_ptr + at, mask=row < S, other=0.0)",
+        *(sums if q.described else _read_sums()),
         "score = tl.dot(k, tl.trans(q))",
+        "dweight = tl.dot(v, tl.trans(dout))",
         *bend,
         f"weight = tl.exp2(score{factor} - log_sum[None, :])",
     ]
     hide = [*marks_of_rows(problem), *hide, "weight = tl.where(seen, weight, 0.0)"] if hide else []
     gradients = [
         f"dv = tl.dot(weight.to(tl.{dtype}), dout, dv)",
-        "dweight = tl.dot(v, tl.trans(dout))",
-        "delta = tl.load(delta_ptr + at, mask=row < S, other=0.0)",
         f"dscore = weight * (dweight - delta[None, :]){_bend(problem)}",
         f"dk = tl.dot(dscore.to(tl.{dtype}), q, dk)",
     ]

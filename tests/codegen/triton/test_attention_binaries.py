@@ -49,13 +49,12 @@ def spilled(ptx: str, directory: Path) -> int:
     ],
 )
 def test_binaries(spec: KernelSpec, most: int, tmp_path: Path) -> None:
-    """Aligned kernels with products use wgmma, copy tiles ahead (by descriptors but for dq of narrow heads), and spill
-    a few bytes."""
+    """Aligned kernels with products use wgmma, copy tiles ahead (by descriptors but for dq), and spill a few bytes."""
     for function, text in ptx_of([spec], tmp_path).items():
         assert "mma.sync" not in text
         if function.startswith((f"{spec.name}_queries", f"{spec.name}_keys")) or function == f"{spec.name}.aligned":
             assert "wgmma.mma_async" in text
         if function.endswith(".aligned"):
             assert spilled(text, tmp_path) <= most, function
-            copied = "cp.async" if function.startswith("sinks_grad_queries") else "cp.async.bulk.tensor"
+            copied = "cp.async" if function.startswith(f"{spec.name}_queries") else "cp.async.bulk.tensor"
             assert "wgmma" not in text or copied in text

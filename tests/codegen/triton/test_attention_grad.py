@@ -26,7 +26,7 @@ from tests.codegen.triton.attention_cases import (
 )
 from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
 
-CUT = GradTuning(Tuning(64, 64, 4, 2, held=True), Tuning(64, 64, 4, 2))
+CUT = GradTuning(Tuning(64, 64, 4, 2), Tuning(64, 64, 4, 2))
 SMALL = GradTuning(Tuning(32, 32, 4, 2), Tuning(32, 64, 4, 2))
 """Small enough for three loops where the window is long."""
 
