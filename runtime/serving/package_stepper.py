@@ -133,7 +133,7 @@ class PackageStepper:
             listed = self.package.manifest.get("graph_plan", {}).get("buckets", [])
             buckets = [Bucket(*b) for b in listed]
         width, groups = -(-self.max_length // self.block_size), len(self.windows)
-        sizes, more = (width, self.block_size), (groups, self._batch_invariant)
+        sizes, more = (self.max_tokens, width, self.block_size), (groups, self._batch_invariant)
         return StepGraphs(self._call, self._sample, buckets, *sizes, self.device, capture, *more)
 
     def _blocks_that_fit(self, block_bytes: int) -> int:

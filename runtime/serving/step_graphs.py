@@ -108,14 +108,16 @@ class _Held:
 
 
 class StepGraphs:
-    """The graphs of a package's steps. `call` runs an entry on the state, `sample` what samples op by op; `width` is
-    that of block tables, of which each of `groups` of layers has its own."""
+    """The graphs of a package's steps. `call` runs an entry on the state, `sample` what samples op by op; a step has at
+    most `most_rows` rows of logits; `width` is that of block tables, of which each of `groups` of layers has its
+    own."""
 
     def __init__(
         self,
         call: Callable[..., Sequence[Tensor]],
         sample: Callable[[Tensor, Sampling], Sequence[Tensor]],
         buckets: Sequence[Bucket],
+        most_rows: int,
         width: int,
         block_size: int,
         device: torch.device,
@@ -134,7 +136,8 @@ class StepGraphs:
         self._device, self._capture, self._batch_invariant = device, capture, batch_invariant
         self._held: dict[_Name, _Held] = {}
         self._most = max((b.requests for b in self.buckets), default=1)
-        self._last = torch.zeros(self._most, dtype=torch.int64, device=device)
+        # Graphs read it, and they live as long as their pool: torch cannot capture into one whose graphs are all gone.
+        self._last = torch.zeros(max(self._most, most_rows), dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
         self._bias: Tensor | None = None
         self._biased = 0  # rows of it that may be other than 0
@@ -174,9 +177,6 @@ class StepGraphs:
 
     def remember(self, tokens: Tensor) -> None:
         """What a step sampled that ran without a graph: the next one may ask for it."""
-        if len(tokens) > len(self._last):
-            self._last = torch.zeros(len(tokens), dtype=torch.int64, device=self._device)
-            self._held.clear()  # their graphs read the old tensor
         self._last[: len(tokens)].copy_(tokens)
 
     @property

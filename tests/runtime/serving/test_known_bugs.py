@@ -64,7 +64,9 @@ def test_padding_and_what_a_larger_step_left_behind() -> None:
 
     A large step, then a small one in the same bucket: all padding writes to block 0, has no tokens and no blocks.
     """
-    graphs = StepGraphs(lambda *_: [], lambda *_: [], [Bucket(8, 8, True)], 8, 4, torch.device("cpu"), lambda run: run)
+    graphs = StepGraphs(
+        lambda *_: [], lambda *_: [], [Bucket(8, 8, True)], 8, 8, 4, torch.device("cpu"), lambda run: run
+    )
     graphs.padded(batch(8, 30), Bucket(8, 8, True))
     small = graphs.padded(batch(3, 6), Bucket(8, 8, True))
     assert (small["slots"][3:] < 4).all() and (small["blocks"][3:] == 0).all() and (small["blocks"][:, 2:] == 0).all()

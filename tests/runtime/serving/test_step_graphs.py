@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -179,6 +180,38 @@ def test_a_capture_that_fails_is_said_and_everything_goes_on(package: Path) -> N
         assert answers(broken) == answers(plain)
     assert broken.graphs.failure == "operation not permitted when stream is capturing"
     assert broken.launches[f"{Why.FAILED}: {broken.graphs.failure}"] > 10 and "graph" not in broken.launches
+
+
+class Pool:
+    """A capture that fails as CUDA graphs do where all those are gone that shared its memory."""
+
+    def __init__(self) -> None:
+        self._graphs: list[weakref.ref[Callable[[], None]]] = []
+
+    def __call__(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        if self._graphs and all(graph() is None for graph in self._graphs):
+            raise RuntimeError("use_count > 0")
+        replay, results = again(run)
+        self._graphs.append(weakref.ref(replay))
+        return replay, results
+
+
+def test_graphs_outlive_a_step_of_many_rows(package: Path) -> None:
+    """One that no graph holds, as of a prompt whose log-probabilities are asked for, between steps that are captured."""
+    stepper = PackageStepper(package, num_blocks=64, max_tokens=16, max_requests=4)
+    stepper.graphs = stepper.graphs_of(Pool(), BUCKETS)
+    engine = Engine(stepper, prefix_cache=False)
+    writing = SamplingParams(temperature=0, max_tokens=8)
+    for prompt in ([1, 2], [3, 4], [5, 6]):
+        engine.submit(prompt, writing)
+    for _ in range(4):
+        engine.step()
+    assert stepper.launches["graph"] > 0
+    engine.submit(list(range(12)), SamplingParams(max_tokens=1, logprobs=0, prompt_logprobs=0))
+    while engine.unfinished:
+        engine.step()
+    assert not stepper.graphs.failure and stepper.launches[Why.TOO_MANY_ROWS] > 0
+    assert stepper.launches["graph"] > 3
 
 
 def test_inputs_lie_in_one_buffer() -> None:
