@@ -16,8 +16,10 @@ from mgraph.recipe import Recipe
 MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("dp=1", {}),
     "alone": ("dp=1", {"one_microbatch": True}),
-    "dp2": ("dp=2", {"overlap": True}),
+    "dp2": ("dp=2", {"one_microbatch": True}),
+    "dp2-overlap": ("dp=2", {"overlap": True}),
     "fsdp2": ("fsdp=2", {"one_microbatch": True}),
+    "fsdp2-kept": ("fsdp=2", {"one_microbatch": True, "keep_gathered": True}),
     "tp2": ("tp=2", {}),
     "tp2-sequence": ("tp=2", {"sequence_parallel": True}),
     "ep2": ("ep=2", {"one_microbatch": True}),

@@ -16,25 +16,25 @@ from mgraph.runtime import v1 as rt
 CLASSES = 128256
 
 
-def inputs(rows: int) -> Callable[[torch.device], tuple[Any, ...]]:
+def inputs(rows: int, classes: int) -> Callable[[torch.device], tuple[Any, ...]]:
     """Logits, and no targets."""
 
     def make(device: torch.device) -> tuple[Tensor, ...]:
-        return torch.randn(rows, CLASSES, device=device), torch.full((rows,), -1, device=device)
+        return torch.randn(rows, classes, device=device), torch.full((rows,), -1, device=device)
 
     return make
 
 
-def case(rows: int) -> Case:
+def case(rows: int, classes: int = CLASSES) -> Case:
     """All logits are read once."""
     return Case(
         id=f"likeliest-{rows}",
-        workload=f"the likeliest of {CLASSES} tokens and its log-probability, {rows} rows f32",
-        spec=likeliest.build(f"likeliest_{rows}", Likeliest(CLASSES, "f32")),
-        inputs=inputs(rows),
+        workload=f"the likeliest of {classes} tokens and its log-probability, {rows} rows f32",
+        spec=likeliest.build(f"likeliest_{rows}", Likeliest(classes, "f32")),
+        inputs=inputs(rows, classes),
         reference=rt.likeliest,
         peers={"eager": rt.likeliest, "compile": rt.likeliest},
-        bytes=rows * CLASSES * 4,
+        bytes=rows * classes * 4,
         bound=1e-6,
     )
 

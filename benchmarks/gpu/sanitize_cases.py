@@ -13,7 +13,9 @@ from benchmarks.gpu import cases_append as append
 from benchmarks.gpu import cases_attention as attention
 from benchmarks.gpu import cases_embedding as embedding
 from benchmarks.gpu import cases_experts as experts
+from benchmarks.gpu import cases_few_rows as few
 from benchmarks.gpu import cases_glu as glu
+from benchmarks.gpu import cases_likeliest as likeliest
 from benchmarks.gpu import cases_loss as loss
 from benchmarks.gpu import cases_moe as moe
 from benchmarks.gpu import cases_norm as norm
@@ -23,6 +25,8 @@ from benchmarks.gpu import cases_rope as rope
 from benchmarks.gpu.kernel_case import Case
 from mgraph.codegen.triton import RmsNorm, rms_norm
 from mgraph.codegen.triton.attention_problem import Attention
+from mgraph.codegen.triton.few_rows import FewRows
+from mgraph.codegen.triton.glu import Glu
 from mgraph.codegen.triton.moe_rows import MoeRows
 
 LAYER = experts.Layer(37, 136, 72, 16, 4)
@@ -31,6 +35,7 @@ LAYER = experts.Layer(37, 136, 72, 16, 4)
 WINDOWED = Attention("bf16", 64, 64, 0.125, True, 48, more=(("sinks", "bf16"),))
 DOCUMENTS = Attention("bf16", 128, 128, 128**-0.5, True, more=(("segments", "i64"),))
 FEW = rope._problem(1)
+TURNS = Glu(1368, 1, "bf16", "silu", spaced=True)
 
 
 def rms_norm_case(rows: int, size: int) -> Case:
@@ -67,9 +72,14 @@ CASES = [
     experts.product_case("product-back", LAYER, experts.back_of(LAYER)),
     experts.outer_case("outer-before", LAYER, experts.outers_of(LAYER)[0]),
     experts.outer_case("outer-after", LAYER, experts.outers_of(LAYER)[1]),
+    few.case("odd", FewRows(136, 333, "bf16"), 3),
+    few.case("odd-units", FewRows(136, 333, "bf16", glu=Glu(333, 1, "bf16", "silu")), 1),
     glu.forward_case("odd", (7, 1368), glu._problem((7, 1368), "silu")),
     glu.backward_case("odd", (7, 1368), glu._problem((7, 1368), "silu")),
     glu.joined_case("odd", (7, 1368), glu._problem((7, 1368), "silu")),
+    glu.forward_case("odd-turns", (7, 1368), TURNS),
+    glu.joined_case("odd-turns", (7, 1368), TURNS),
+    likeliest.case(3, 1001),
     loss.both_case("odd", 7, loss.ODD),
     loss.loss_case("padded", 7, loss.PADDED),
     loss.gradient_case("padded", 7, loss.PADDED),

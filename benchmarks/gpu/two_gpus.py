@@ -164,7 +164,9 @@ PEERS: dict[str, Callable[..., Step]] = {"DDP": data_parallel, "FSDP2": fully_sh
 OURS: dict[str, dict[str, int]] = {
     ALONE: {},
     "dp2": {"dp": 2},
+    "dp2-overlap": {"dp": 2},
     "fsdp2": {"fsdp": 2},
+    "fsdp2-kept": {"fsdp": 2},
     "tp2": {"tp": 2},
     "tp2-sequence": {"tp": 2},
     "ep2": {"ep": 2},
