@@ -18,12 +18,16 @@ from mgraph.runtime.paged import paged_attention as on_torch
 BLOCK = 16
 
 
-def inputs(problem: PagedAttention, requests: int, new: int, length: int) -> Callable[[torch.device], tuple[Any, ...]]:
-    """`requests` of `new` tokens each, which have `length` rows of the cache then, in blocks in any order."""
+def inputs(
+    problem: PagedAttention, requests: int, new: int, length: int, longest: int = 0
+) -> Callable[[torch.device], tuple[Any, ...]]:
+    """`requests` of `new` tokens each, which have `length` rows of the cache then, in blocks in any order; tables have
+    places for `longest`, if that is more."""
 
     def make(device: torch.device) -> tuple[Any, ...]:
         width, dtype = -(-length // BLOCK), DTYPES[problem.dtype]
-        blocks = (torch.randperm(requests * width, device=device) + 1).view(requests, width).int()
+        blocks = torch.zeros(requests, max(width, longest // BLOCK), dtype=torch.int32, device=device)
+        blocks[:, :width] = (torch.randperm(requests * width, device=device) + 1).view(requests, width)
         rows = (requests * width + 1) * BLOCK
         q = torch.randn(requests * new, problem.heads, problem.width, device=device).to(dtype)
         caches = (torch.randn(rows, problem.groups, problem.width, device=device).to(dtype) for _ in range(2))
@@ -70,6 +74,7 @@ def case(
     new: int,
     length: int,
     cuts: tuple[Tuning, Tuning] | None = None,
+    longest: int = 0,
 ) -> Case:
     """A case; the cache is what must be read."""
     seen = min(length, problem.window + new - 1) if problem.window else length
@@ -77,9 +82,11 @@ def case(
     pairs = requests * problem.heads * new * (seen - (new - 1) / 2)
     return Case(
         id=name,
-        workload=f"{requests} requests, {new} new of {length} tokens, {problem}",
+        workload=f"{requests} requests, {new} new of {length} tokens"
+        + f", tables for {longest}" * bool(longest)
+        + f", {problem}",
         spec=paged_attention.forward(name.replace("-", "_"), problem, cuts),
-        inputs=inputs(problem, requests, new, length),
+        inputs=inputs(problem, requests, new, length, longest),
         reference=reference(problem),
         peers={"sdpa without blocks": contiguous(requests, new, length, seen)},
         bytes=item * problem.width * (2 * requests * seen * problem.groups + 2 * requests * new * problem.heads),
@@ -94,6 +101,7 @@ GPT_OSS = PagedAttention("bf16", 64, 8, 64, 64, BLOCK, 64**-0.5, 128, sinks="bf1
 CASES = [
     case("A3-one-1b", LLAMA_1B, 1, 1, 512),
     case("A3-one-8b", LLAMA_8B, 1, 1, 512),
+    case("A3-one-8b-room", LLAMA_8B, 1, 1, 512, longest=8192),
     case("A3-long-8b", LLAMA_8B, 1, 1, 65536),
     case("A3-many-8b", LLAMA_8B, 128, 1, 2048),
     case("A3-window", GPT_OSS, 128, 1, 2048),

@@ -413,12 +413,31 @@ def _ends_source(name: str, problem: PagedAttention, args: tuple[str, ...]) -> s
     sink = f"tl.load(sinks_ptr + head).to(tl.float32) * {LOG2E!r}"
     begin = [f"sink = {sink}", "largest, sum = sink, 1.0"] if problem.sinks else [f"largest, sum = {LOWEST!r}, 0.0"]
     language = f"tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}"
+    add = [
+        f"run = base + tl.arange(0, {JOINED})",
+        f"place = row + run.to(tl.int64) * T * {problem.heads}",
+        'tops = tl.load(top_ptr + place, mask=run < splits, other=float("-inf"))',
+        "totals = tl.load(total_ptr + place, mask=run < splits, other=0.0)",
+        f"part_place = place[:, None] * {problem.value_width} + across[None, :]",
+        "part = tl.load(part_ptr + part_place, mask=(run < splits)[:, None] & inside[None, :], other=0.0)",
+        'read = tops > float("-inf")',
+        "higher = tl.maximum(largest, tl.max(tops, 0))",
+        "scale = tl.where(read, tl.exp2(tops - higher), 0.0)",
+        "shrink = tl.exp2(largest - higher)",
+        "sum = sum * shrink + tl.sum(tl.where(read, scale * totals, 0.0), 0)",
+        "made = made * shrink + tl.sum(tl.where(read[:, None], scale[:, None] * part, 0.0), 0)",
+        "largest = higher",
+    ]
     return f'''
 @triton.jit
 def {name}_ends(
     {_signature(args)}
 ):
-    """A token's head: the sums of all runs of keys{" and the sink" * bool(problem.sinks)}, normalised."""
+    """A token's head: the sums of all runs of keys{" and the sink" * bool(problem.sinks)}, normalised.
+
+    What is not there of the first {JOINED} is read as well: loads then wait for none. Further ones are, up to the last
+    that is there.
+    """
     token, head = tl.program_id(0), tl.program_id(1)
     across = tl.arange(0, {value_width})
     inside = across < {problem.value_width}
@@ -426,20 +445,15 @@ def {name}_ends(
     tokens = tl.load(starts_ptr + R)
     made = tl.zeros([{value_width}], dtype=tl.float32)
     {(chr(10) + "    ").join(begin)}
-    for base in tl.range(0, splits, {JOINED}):  # what is not there is read as well: loads then wait for none
-        run = base + tl.arange(0, {JOINED})
-        place = row + run.to(tl.int64) * T * {problem.heads}
-        tops = tl.load(top_ptr + place, mask=run < splits, other=float("-inf"))
-        totals = tl.load(total_ptr + place, mask=run < splits, other=0.0)
-        part_place = place[:, None] * {problem.value_width} + across[None, :]
-        part = tl.load(part_ptr + part_place, mask=(run < splits)[:, None] & inside[None, :], other=0.0)
-        read = tops > float("-inf")
-        higher = tl.maximum(largest, tl.max(tops, 0))
-        scale = tl.where(read, tl.exp2(tops - higher), 0.0)
-        shrink = tl.exp2(largest - higher)
-        sum = sum * shrink + tl.sum(tl.where(read, scale * totals, 0.0), 0)
-        made = made * shrink + tl.sum(tl.where(read[:, None], scale[:, None] * part, 0.0), 0)
-        largest = higher
+    base = 0
+    {(chr(10) + "    ").join(add)}
+    if splits > {JOINED}:
+        every = tl.arange(0, {MOST_SPLITS})
+        each = row + every.to(tl.int64) * T * {problem.heads}
+        tops = tl.load(top_ptr + each, mask=every < splits, other=float("-inf"))
+        stop = tl.max(tl.where(tops > float("-inf"), every + 1, 0), 0)
+        for base in tl.range({JOINED}, stop, {JOINED}):
+            {(chr(10) + "            ").join(add)}
     made = tl.where(token < tokens, made / sum, 0.0)
     tl.store(out_ptr + row * {problem.value_width} + across, made.to({language}), mask=inside)
 '''

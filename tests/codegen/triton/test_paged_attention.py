@@ -33,12 +33,13 @@ BATCHES = {
     "single": ([(1, 40), (1, 1), (1, 9)], (0, 0), 1024),
     "single, one run": ([(1, 40), (1, 1), (1, 9)], (3, 2), 0),
     "one": ([(1, 70)], (0, 0), 1024),
+    "many runs": ([(1, 180)], (0, 0), 1024),
     "padding": ([(1, 3)], (3, 3), 1024),
 }
 """Requests, padding, and for how many rows each table is: wide ones give several runs of keys on three
 multiprocessors, which the interpreter has."""
 FEW = {
-    "one_group": ("mixed, one run", "single"),
+    "one_group": ("mixed, one run", "single", "one", "many runs"),
     "window": ("mixed", "single, one run"),
     "half": ("mixed", "single, one run", "padding"),
     "wide_window": ("mixed", "one"),

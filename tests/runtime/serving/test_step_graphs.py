@@ -197,7 +197,7 @@ class Pool:
 
 
 def test_graphs_outlive_a_step_of_many_rows(package: Path) -> None:
-    """One that no graph holds, as of a prompt whose log-probabilities are asked for, between steps that are captured."""
+    """One that no graph holds, as of a prompt whose log-probabilities are asked for, amid steps that are captured."""
     stepper = PackageStepper(package, num_blocks=64, max_tokens=16, max_requests=4)
     stepper.graphs = stepper.graphs_of(Pool(), BUCKETS)
     engine = Engine(stepper, prefix_cache=False)
