@@ -414,7 +414,6 @@ def _ends_source(name: str, problem: PagedAttention, args: tuple[str, ...]) -> s
     begin = [f"sink = {sink}", "largest, sum = sink, 1.0"] if problem.sinks else [f"largest, sum = {LOWEST!r}, 0.0"]
     language = f"tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}"
     add = [
-        f"run = base + tl.arange(0, {JOINED})",
         f"place = row + run.to(tl.int64) * T * {problem.heads}",
         'tops = tl.load(top_ptr + place, mask=run < splits, other=float("-inf"))',
         "totals = tl.load(total_ptr + place, mask=run < splits, other=0.0)",
@@ -445,14 +444,15 @@ def {name}_ends(
     tokens = tl.load(starts_ptr + R)
     made = tl.zeros([{value_width}], dtype=tl.float32)
     {(chr(10) + "    ").join(begin)}
-    base = 0
+    run = tl.arange(0, {JOINED})
     {(chr(10) + "    ").join(add)}
     if splits > {JOINED}:
         every = tl.arange(0, {MOST_SPLITS})
         each = row + every.to(tl.int64) * T * {problem.heads}
-        tops = tl.load(top_ptr + each, mask=every < splits, other=float("-inf"))
-        stop = tl.max(tl.where(tops > float("-inf"), every + 1, 0), 0)
+        reached = tl.load(top_ptr + each, mask=every < splits, other=float("-inf")) > float("-inf")
+        stop = tl.max(tl.where(reached, every + 1, 0), 0)
         for base in tl.range({JOINED}, stop, {JOINED}):
+            run = base + tl.arange(0, {JOINED})
             {(chr(10) + "            ").join(add)}
     made = tl.where(token < tokens, made / sum, 0.0)
     tl.store(out_ptr + row * {problem.value_width} + across, made.to({language}), mask=inside)
