@@ -297,7 +297,8 @@ def _accumulate(site: Site) -> str:
 def _accumulate_each(site: Site) -> str:
     node, count = site.node, len(site.node.results)
     assert node.op == "accumulate_each_", f"{node!r}: sums into state are emitted in place"
-    return f"rt.accumulate_each_({site.tensors(node.operands[:count], '')}, {site.tensors(node.operands[count:], '')})"
+    name = "copy_" if node.attrs.get("fresh") else "accumulate_each_"
+    return f"rt.{name}({site.tensors(node.operands[:count], '')}, {site.tensors(node.operands[count:], '')})"
 
 
 def joined_text(texts: Sequence[str]) -> str:

@@ -9,11 +9,13 @@ becomes
 
 and the reset at the end of a step is left out, as nothing reads what it would have cleared: two passes over all
 gradients less. An accumulator is written if its first and only sum in a step is that of a plain tensor or product;
-rows that are added where tokens name them keep their zeros.
+rows that are added where tokens name them keep their zeros. Those of one `accumulate_each`, which adds up what came
+from other ranks, are written all or none.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -27,7 +29,7 @@ _SCATTERED = ("aten.embedding_dense_backward.default", "embedding_part_grad")
 """Gradients that kernels add to a total part by part."""
 
 Sum = tuple[str, Node]
-"""An `accumulate`, and the function that it stands in."""
+"""An `accumulate` or `accumulate_each`, and the function that it stands in."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ class _Sums:
                 report.near_miss(entry.name, name, WriteGradients.name, "sum", made)
             else:
                 self.of_state[name] = made
+        written = Counter(node for _, node in self.of_state.values())
+        for name, (_, node) in list(self.of_state.items()):
+            if node.op == "accumulate_each" and written[node] != len(node.results):
+                del self.of_state[name]
+                report.near_miss(entry.name, name, WriteGradients.name, "sum", f"{node.id} adds to others")
 
     def _only_sum(self, function: Function, total: Value) -> Sum | str:
         """The one sum to a total that a function has, itself or in what it calls; or why there is none to write."""
@@ -87,11 +94,12 @@ class _Sums:
             if slot < 0 or self._is_called_otherwise(inner.name, node.operands.index(total)):
                 return f"{inner.name} is handed other tensors, too"
             return self._only_sum(inner, inner.slots[slot])
-        if node.op != "accumulate" or node.operands[0] is not total:
+        place, parts = node.operands.index(total), len(node.operands) // 2
+        if node.op not in ("accumulate", "accumulate_each") or place >= parts:
             return f"{node.op} reads it"
-        if sum(n.operands.count(node.result) for n in function.nodes):
+        if sum(n.operands.count(node.results[place]) for n in function.nodes):
             return f"its sum is read again in {function.name}"
-        maker = function.producers().get(node.operands[1])
+        maker = function.producers().get(node.operands[parts + place])
         if maker is not None and maker.op in _SCATTERED:
             return f"{maker.op} adds to parts of it"
         return function.name, node

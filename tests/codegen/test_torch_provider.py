@@ -98,6 +98,8 @@ entry main = @main -> () updates (@a, @b)
 def test_sums_into_many_states() -> None:
     text = step_text(parse_module(TOTALS))
     assert 'rt.accumulate_each_([state["a"], state["b"]], [x, y])' in text and "copy_" not in text
+    fresh = step_text(parse_module(TOTALS.replace(BY, "{fresh = true} " + BY)))
+    assert 'rt.copy_([state["a"], state["b"]], [x, y])' in fresh and "accumulate_each_" not in fresh
     scope: dict[str, Any] = {"rt": v1}
     exec(text, scope)
     state = {"a": torch.ones(4), "b": torch.ones(2, 3)}

@@ -11,11 +11,12 @@ import torch
 
 from mgraph.compiler import compile_package
 from mgraph.errors import OptionError, PassError
-from mgraph.ir.graph import Module, Node
+from mgraph.ir.graph import Module, Node, Value
 from mgraph.ir.verifier import verify
 from mgraph.passes.base import Report
 from mgraph.passes.data_parallel import DataParallel
 from mgraph.passes.equivalence import Mismatch, check
+from mgraph.passes.fully_shard import FullyShard
 from mgraph.passes.overlap_gradients import OverlapGradients
 from mgraph.passes.samples import Shapes
 from mgraph.passes.write_gradients import WriteGradients
@@ -74,6 +75,36 @@ def test_what_is_summed_twice_keeps_its_zeros() -> None:
     assert any("is read" in why for why in missed(report).values()), missed(report)
     marked = [node for _, node in after.walk() if node.attrs.get("fresh")]
     assert marked and all(node.op == "accumulate" for node in marked)
+
+
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3])
+def test_what_comes_from_other_ranks_is_written(level: int) -> None:
+    """On two ranks, in steps that meet the gradients of the one before."""
+    module = FullyShard(size=2, level=level).run(before(), Report())
+    after, report = written(module)
+    sums = [node for _, node in after.walk() if node.op == "accumulate_each"]
+    assert bool(sums) == (level > 1) and all(node.attrs["fresh"] for node in sums)
+    if level > 1:
+        assert report.counts["gradients"] == sum(name.endswith(".grad") for name in module.state)
+    evidence = check(WriteGradients(), module, after, Shapes.of(module))
+    assert "whole steps of one microbatch" in {e.method for e in evidence} and max(e.error for e in evidence) == 0.0
+
+
+def test_sums_of_one_node_are_written_all_or_none() -> None:
+    module = FullyShard(size=2).run(before(), Report())
+    entry, name = module.entry_function("microbatch"), "layers.0.attn.q.weight.grad"
+    total = next(s.value for s in module.state.values() if s.name == name)
+    again = next(n for n in entry.nodes if n.op == "accumulate_each" and total in n.operands)
+    part = again.operands[len(again.results) + again.operands.index(total)]
+    result = Value("twice", total.type)
+    twice = replace(again, op="accumulate", operands=(total, part), results=(result,))
+    place = entry.nodes.index(again)
+    module = module.with_function(replace(entry, nodes=(*entry.nodes[:place], twice, *entry.nodes[place:])))
+    after, report = written(module)
+    assert "is read 2 times" in missed(report)[name]
+    assert "adds to others" in missed(report)["layers.0.attn.k.weight.grad"]
+    left = next(n for n in after.entry_function("microbatch").nodes if again.results[0] in n.results)
+    assert not left.attrs.get("fresh")
 
 
 def test_another_entry_that_sums_is_refused() -> None:

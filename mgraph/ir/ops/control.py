@@ -36,10 +36,11 @@ def _same_as_first(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tup
 accumulate = define_op("accumulate", _accumulate, attrs={"fresh": False}, infer=_same_as_first)
 
 
-def _accumulate_each(*tensors: Any) -> Any:
-    """`total + part` in the dtype of `total`, for as many totals, then as many parts: one node for a bucket."""
+def _accumulate_each(*tensors: Any, fresh: bool = False) -> Any:
+    """`total + part` in the dtype of `total`, for as many totals, then as many parts: one node for a bucket. `fresh`
+    totals all count as zeros."""
     count = len(tensors) // 2
-    return tuple(_accumulate(total, part) for total, part in zip(tensors[:count], tensors[count:], strict=True))
+    return tuple(_accumulate(total, part, fresh) for total, part in zip(tensors[:count], tensors[count:], strict=True))
 
 
 def _infer_accumulate_each(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
@@ -49,7 +50,7 @@ def _infer_accumulate_each(types: Sequence[TensorType], attrs: Mapping[str, Any]
     return tuple(_same_as_first(pair, attrs)[0] for pair in zip(types[:count], types[count:], strict=True))
 
 
-accumulate_each = define_op("accumulate_each", _accumulate_each, infer=_infer_accumulate_each)
+accumulate_each = define_op("accumulate_each", _accumulate_each, attrs={"fresh": False}, infer=_infer_accumulate_each)
 
 
 def _zero(*tensors: Any) -> Any:
