@@ -28,6 +28,8 @@ class Constraints:
         single = [word[0] for word in words if len(word) == 1]
         self._sequences = [word for word in words if len(word) > 1]
         self._always = self._constant(params, single)
+        if params.min_tokens and self._early and not np.isfinite(self._without(self._early)).any():
+            raise RequestError("min_tokens forbids the only tokens that are allowed: they end the text", "min_tokens")
 
     @property
     def needs_known(self) -> bool:
@@ -37,16 +39,21 @@ class Constraints:
     def bias(self, sampled: int, tail: Sequence[int]) -> F32 | None:
         """f32[V] for the next token, or None: nothing to add. `sampled` tokens of output come before it.
 
-        `tail` are the tokens before, as far as they are known; they are looked at only where `needs_known`.
+        `tail` are the tokens before, as far as they are known; they are looked at only where `needs_known`. Where bad
+        words of several tokens would leave no token, they give way.
         """
-        forbidden = list(self._early) if sampled < self._min_tokens else []
-        for *before, last in self._sequences:
-            if list(tail[len(tail) - len(before) :]) == before:
-                forbidden.append(last)
-        if not forbidden:
-            return self._always
+        early = self._early if sampled < self._min_tokens else ()
+        words = [last for *before, last in self._sequences if list(tail[len(tail) - len(before) :]) == before]
+        if words:
+            row = self._without((*early, *words))
+            if np.isfinite(row).any():
+                return row
+        return self._without(early) if early else self._always
+
+    def _without(self, forbidden: Sequence[int]) -> F32:
+        """The bias of all steps, and these forbidden, too."""
         row = np.zeros(self._vocab_size, np.float32) if self._always is None else self._always.copy()
-        row[forbidden] = -np.inf
+        row[list(forbidden)] = -np.inf
         return row
 
     def _constant(self, params: SamplingParams, forbidden: Sequence[int]) -> F32 | None:

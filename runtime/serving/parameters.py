@@ -209,8 +209,8 @@ def _bias(value: Any) -> dict[int, float]:
     """Keys come as texts through JSON."""
     try:
         bias = {int(token): float(added) for token, added in value.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise RequestError(f"logit_bias must map token ids to numbers, not {value!r}", "logit_bias") from error
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
+        raise RequestError("logit_bias must map token ids to numbers", "logit_bias") from error
     if any(token < 0 or math.isnan(added) for token, added in bias.items()):
         raise RequestError("logit_bias has a negative token id or a value that is no number", "logit_bias")
     return {token: min(max(added, -BIAS_LIMIT), BIAS_LIMIT) for token, added in bias.items()}

@@ -7,9 +7,9 @@ not used. Types are exact: the text "1" is no number.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StrictInt, StrictStr, ValidationError
 
 from mgraph.errors import did_you_mean
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
@@ -17,6 +17,19 @@ from mgraph.runtime.serving.prompts import Prompt, Role, separate
 from mgraph.runtime.serving.step import MOST_ALTERNATIVES
 
 MOST_PROMPTS = 2048
+MOST_COMPLAINTS = 1000
+"""About a body: to put more of them into words takes longer than other requests should wait."""
+
+
+class _First(FailFast):
+    """Of a list that may be long the first wrong element is told. Types that are alternatives must have a hash."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
+
+
+Texts = Annotated[list[StrictStr], _First()]
+Ids = Annotated[list[StrictInt], _First()]
 
 _SAME = (
     "n",
@@ -65,13 +78,13 @@ class _Generation(_Body):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="-1: none, as if it were left out")
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    stop: StrictStr | list[StrictStr] | None = None
-    stop_token_ids: list[StrictInt] | None = None
+    stop: StrictStr | Texts | None = None
+    stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = Field(None, description="token id to what is added to its logit")
-    allowed_token_ids: list[StrictInt] | None = None
-    bad_words: list[StrictStr] | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: Texts | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -97,7 +110,7 @@ class _Generation(_Body):
 class CompletionRequest(_Generation):
     """POST /v1/completions."""
 
-    prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]] = Field(
+    prompt: StrictStr | Texts | Ids | Annotated[list[Ids], _First()] = Field(
         description="a text, token ids, or a list of either"
     )
     logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
@@ -144,7 +157,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Role
-    content: StrictStr | list[TextPart] | None = Field(
+    content: StrictStr | Annotated[list[TextPart], _First()] | None = Field(
         None, description="must be there, unless an assistant called tools (tool_calls, function_call) or refused"
     )
 
@@ -158,7 +171,7 @@ class ResponseFormat(_Body):
 class ChatRequest(_Generation):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], _First()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
@@ -179,7 +192,9 @@ class ChatRequest(_Generation):
 
 def refusal(error: ValidationError, body: type[BaseModel]) -> RequestError:
     """The first thing that is wrong with a body, as one of our errors."""
-    first = _closest(error.errors(include_url=False, include_context=False))
+    if error.error_count() > MOST_COMPLAINTS:
+        return RequestError(f"{error.error_count()} things are wrong with the body", hint="try a smaller one")
+    first = _closest(error.errors(include_url=False, include_context=False, include_input=False))
     path = [str(part) for part in first["loc"]]
     known = body.model_fields
     param = ".".join(path[: _variant(first)])

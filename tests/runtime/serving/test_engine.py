@@ -287,7 +287,11 @@ def test_constraints(asynchronous: bool) -> None:
     only = engine.submit([5], SamplingParams(max_tokens=20, allowed_token_ids=[65, 66], seed=1))
     words = engine.submit([5], SamplingParams(max_tokens=20, allowed_token_ids=[65, 66], bad_words=["AB"], seed=1))
     stop = engine.submit([5], SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[7], logit_bias={7: 100}))
+    turns = engine.submit([5], SamplingParams(max_tokens=9, allowed_token_ids=[65, 66], bad_words=["AB", "BA"], seed=1))
+    gives = engine.submit([5], SamplingParams(max_tokens=9, allowed_token_ids=[65], bad_words=["AA"], seed=1))
     found = run_all(engine)
+    assert len(set(found[turns, 0].text)) == 1, "neither after the other"
+    assert found[gives, 0].text == "A" * 9, "rather than what is not allowed"
     assert found[ends, 0].tokens == [9, 9, 9, 0] and found[ends, 0].ends[0].finish_reason == "stop"
     assert found[ends, 0].text == "\t\t\t"
     assert set(found[only, 0].text) == {"A", "B"} and "AB" in found[only, 0].text
@@ -350,6 +354,7 @@ def test_what_cannot_be_served_is_refused() -> None:
         ([1], SamplingParams(stop_token_ids=[64]), "stop_token_ids has token 64"),
         ([1], SamplingParams(allowed_token_ids=[64]), "allowed_token_ids has token 64"),
         ([1], SamplingParams(bad_words=["x"]), "need a tokenizer"),
+        ([1], SamplingParams(min_tokens=1, allowed_token_ids=[7], stop_token_ids=[7]), "min_tokens forbids the only"),
         ([1] * 30, SamplingParams(max_tokens=None, min_tokens=9), "min_tokens 9"),
     ]
     for prompt, params, message in wrong:

@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+from pydantic import ValidationError
 
-from mgraph.runtime.serving.protocol import ChatRequest, CompletionRequest, openapi
+from mgraph.runtime.serving.protocol import ChatRequest, CompletionRequest, openapi, refusal
 from tests.runtime.serving.fake_server import idle, running, serving
 
 BODIES: Any = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
@@ -66,3 +67,23 @@ def run_bodies(address: str, path: str, mode: str, count: int) -> None:
 
     attempt()
     assert seen & {200, 400}
+
+
+@pytest.mark.parametrize(
+    ("body", "said", "most"),
+    [
+        ({"prompt": [0] * 5000 + [0.5]}, "prompt.5000: input should be a valid integer", 4),
+        ({"prompt": ["a"] * 5000 + [3]}, "prompt.5000: input should be a valid string", 4),
+        ({"prompt": [[0.5]] * 5000}, "prompt.0.0: input should be a valid integer", 4),
+        ({"prompt": "a", "stop": [1] * 5000}, "stop.0: input should be a valid string", 2),
+        ({"prompt": "a", "logit_bias": {str(n): "x" for n in range(5000)}}, "5000 things are wrong", 5000),
+        ({"messages": [{}] * 5000}, "the field 'messages.0.role' is missing", 2),
+    ],
+)
+def test_of_much_that_is_wrong_little_is_told(body: dict[str, Any], said: str, most: int) -> None:
+    """The time of an answer is not that of thousands of complaints about one body."""
+    kind = ChatRequest if "messages" in body else CompletionRequest
+    with pytest.raises(ValidationError) as raised:
+        kind.model_validate_json(json.dumps(body))
+    assert raised.value.error_count() <= most
+    assert said in str(refusal(raised.value, kind))

@@ -19,6 +19,8 @@ WRONG: list[tuple[str, Any]] = [
     ("temperature", math.inf),
     ("temperature", "1"),
     ("top_k", -2),
+    ("logit_bias", {1: 10**400}),
+    ("logit_bias", {math.inf: 1}),
     ("top_k", 1.0),
     ("top_p", 0),
     ("top_p", 1.1),
