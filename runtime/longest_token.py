@@ -30,8 +30,10 @@ def longest_token(library: Any) -> int | None:
 
     model = library.model
     cuts, rewriting = list(_steps(library.pre_tokenizer)), list(_steps(library.normalizer))
-    if not isinstance(model, models.BPE) or model.continuing_subword_prefix or not all(map(_keeps, cuts)):
+    if not isinstance(model, models.BPE) or not all(map(_keeps, cuts)):
         return None
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None  # of which the vocabulary may lack the forms
     vocabulary = library.get_vocab(with_added_tokens=True)
     if model.byte_fallback:
         all_bytes = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -23,6 +23,7 @@ from starlette.routing import Route
 from mgraph.errors import DataError
 from mgraph.runtime.chat import ChatTemplate
 from mgraph.runtime.serving.answers import Chats, Completions, Echo, Heading, error_body, usage
+from mgraph.runtime.serving.apart import Apart
 from mgraph.runtime.serving.background import BackgroundEngine, Overloaded
 from mgraph.runtime.serving.engine import Engine, EngineDead
 from mgraph.runtime.serving.exchange import Exchange, chat_events, completion_events
@@ -38,6 +39,7 @@ PAGE = Path(__file__).with_name("page.html")
 SHUTTING_DOWN = "the server is shutting down"
 
 _LONG = 16 * 2**10  # bytes of a body, whose tokens take milliseconds
+_THREADS = 8  # that make tokens of long bodies
 _SHOWN = 200  # characters of what is wrong in a body
 
 
@@ -143,6 +145,12 @@ def _answering(handler: Callable[[Any, Request], Coroutine[Any, Any, Response]])
 class _Server:
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
+        self._apart = Apart(_THREADS)
+
+    async def _read(self, request: Request, raw: bytes, work: Callable[[], T]) -> T:
+        """What a body asks for, in tokens; of a long one a thread makes them, so that everyone else is answered. A
+        client that goes away is not waited for."""
+        return await until_disconnect(request, self._apart(work)) if len(raw) > _LONG else work()
 
     @_answering
     async def completions(self, request: Request) -> Response:
@@ -150,7 +158,7 @@ class _Server:
         raw, body = await self._body(request, CompletionRequest)
         params, given = body.params(), body.prompts()
         engine = self.serving.engine
-        prompts = await _apart(raw, lambda: [read_prompt(engine, one) for one in given])
+        prompts = await self._read(request, raw, lambda: [read_prompt(engine, one) for one in given])
         exchange = await self._begin(prompts, params)
         heading = Heading(self.serving.model, chat=False)
         tokenizer = engine.tokenizer
@@ -172,7 +180,7 @@ class _Server:
         params = body.params()
         engine, template = self.serving.engine, self.serving.template
         messages = [message.model_dump(exclude_unset=True) for message in body.messages]
-        prompt = await _apart(raw, lambda: read_chat(engine, template, messages))
+        prompt = await self._read(request, raw, lambda: read_chat(engine, template, messages))
         exchange = await self._begin([prompt], params)
         heading, choices = Heading(self.serving.model, chat=True), Chats(engine.tokenizer)
         if body.stream:
@@ -281,11 +289,6 @@ class _Server:
         if exchange.failure is not None:
             code = 503 if self.serving.trouble is not None else 500
             raise _Refused(code, exchange.failure, "server_error", None, "request_failed")
-
-
-async def _apart(raw: bytes, work: Callable[[], T]) -> T:
-    """The result of work on a body; on a long one a thread works, so that everyone else is still answered."""
-    return await asyncio.to_thread(work) if len(raw) > _LONG else work()
 
 
 def _json(raw: bytes) -> Any:

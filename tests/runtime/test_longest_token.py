@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from mgraph.runtime.longest_token import longest_token
 from mgraph.runtime.tokenizer import ByteTokenizer
 
+ALPHABET = {character: at for at, character in enumerate(pre_tokenizers.ByteLevel.alphabet())}
 COMBINED = ["a\u0302\u0301", "\u03b1\u0313\u0301\u0345", "\u1100\u1161\u11a8"]
 PIECES = ["the quick", "          ", "\n\n\n", "漢字", "😀", *COMBINED, "\0", "<|end|>", "''"]
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -87,6 +88,7 @@ def test_the_bound_is_reached() -> None:
         ("pre_tokenizer", SPLIT),
         ("model", models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")),
         ("model", models.BPE({"a": 0}, [])),
+        ("model", models.BPE(ALPHABET, [], end_of_word_suffix="</w>")),
     ],
 )
 def test_what_may_leave_something_out_has_no_bound(name: str, value: Any) -> None:
