@@ -35,7 +35,7 @@ from mgraph.ir.types import DType, TensorType
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.cache_groups import bounded, call_statics, grouped, window_of
 from mgraph.passes.calls import callee, part_of
-from mgraph.passes.positions import mixes_positions, position_dims
+from mgraph.passes.positions import computes_with_length, mixes_positions, position_dims
 from mgraph.passes.serve_entries import DIMS, ROWS, sampling_entries
 
 SEQUENCE, BATCH = "S", "B"
@@ -154,6 +154,7 @@ class _Derivation:
         self, builder: FunctionBuilder, node: Node, positions: Value, shared: _Tables, tables: Sequence[_Tables]
     ) -> list[Value]:
         """Keep a call, with what its function reads now; the new values of its caches."""
+        _refuse_length(node)
         body = self._body(callee(node))
         first = len(self.caches) // 2
         caches = [self._declare(slot) for slot in body.slots if slot.name.startswith("cache.")]
@@ -206,6 +207,7 @@ class _Derivation:
     def _attention(
         self, builder: FunctionBuilder, node: Node, caches: Sequence[Value], shared: _Tables, own: _Tables
     ) -> tuple[Value, ...]:
+        _refuse_length(node)
         if not node.attrs.get("causal"):
             raise PassError("attention that is not causal cannot be served token by token", where=str(node.origin))
         extra = node.attrs.get("extra", ())
@@ -232,6 +234,7 @@ class _Derivation:
         if _counts_positions(node):
             builder.replace(node.result, positions)
             return
+        _refuse_length(node)
         problem = mixes_positions(node, TOKENS)
         if problem is not None:
             guard = f"{node.op} {problem}, and has no form over a cache"
@@ -241,6 +244,13 @@ class _Derivation:
                 hint = "a model without capacity_factor: what an expert drops depends on the other tokens of a batch"
             raise PassError(f"cannot serve: {guard}", where=str(node.origin), hint=hint)
         builder.keep(replace(node, phase=Phase.DECODE))
+
+
+def _refuse_length(node: Node) -> None:
+    if computes_with_length(node, TOKENS):
+        hint = "a model that computes with each token's position, and not with the length of its sequence"
+        problem = f"{node.op} computes with the length of a sequence, which is not known while it is written"
+        raise PassError(f"cannot serve: {problem}", where=str(node.origin), hint=hint)
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,7 @@ def _problem(walk: Walk, node: Node, what: str, axis: str, size: int) -> PassErr
                 # What could be repeated has been, by the pass repeat-heads.
                 kind, hint = "key/value ", f"{hint}, or a multiple of it that divides the query heads"
             if what in PADDED:
-                hint = f"{hint}, or --pad {PADDED[what]}"
+                hint = f"{hint}, or in training --pad {PADDED[what]}"
             return PassError(
                 f"{axis}={size} does not divide the {dim_text(extent)} {kind}{what} of {where}",
                 where=str(node.origin),

@@ -2,10 +2,13 @@
 
 An op treats positions alike where it may run on any part of them alone: where some way to split it
 (`mgraph.passes.placing`) splits every operand and result that has positions along them. An op without such a way would
-see tokens of other requests.
+see tokens of other requests. Nor may one compute with the number of positions, which in a step is that of the tokens of
+all requests.
 """
 
 from __future__ import annotations
+
+import sympy
 
 from mgraph.ir.dims import Dim, names_in
 from mgraph.ir.graph import Node, Value
@@ -38,6 +41,8 @@ _LAST = {"aten.topk.default": -1, "aten.sort.default": -1, "aten.sort.stable": -
 _LOOKUPS = {"aten.embedding.default"}
 _ROWS = {"aten.addmm.default": 1}
 """Ops that make each row of a product of one row of this operand."""
+_EXTENTS = ("shape", "size", "sizes", "start", "end", "length", "repeats")
+"""Attributes that say how large something is, or which part of it."""
 _EQUAL = ("aten.full.", "aten.ones.", "aten.zeros.", "aten.empty.", "aten.scalar_tensor.")
 
 
@@ -71,6 +76,18 @@ def mixes_positions(node: Node, name: str) -> str | None:
         if placed.keys() == split.keys() and all(p == Shard(split[k]) for k, p in placed.items()):
             return None
     return "works across positions"
+
+
+def computes_with_length(node: Node, name: str) -> bool:
+    """Whether the number of positions `name` is a number for a node, other than that of what it makes."""
+    return any(key not in _EXTENTS and _mentions(value, name) for key, value in node.attrs.items())
+
+
+def _mentions(value: object, name: str) -> bool:
+    """Whether an attribute is, or has in it, an expression of the named dim."""
+    if isinstance(value, tuple):
+        return any(_mentions(each, name) for each in value)
+    return isinstance(value, sympy.Expr) and name in names_in(value)
 
 
 def is_spread(node: Node) -> bool:

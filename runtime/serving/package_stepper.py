@@ -32,6 +32,7 @@ from mgraph.runtime.serving.blocks import Windows, most_blocks
 from mgraph.runtime.serving.choices import sampled
 from mgraph.runtime.serving.dispatch import Bucket
 from mgraph.runtime.serving.proof import check_entries, check_place, rows_of_each_kind
+from mgraph.runtime.serving.scheduler import most_rows
 from mgraph.runtime.serving.step import Batch, Done, Pending, Sampled, Sampling
 from mgraph.runtime.serving.step_graphs import Capture, CudaCapture, StepGraphs, known
 from mgraph.runtime.state import create_state
@@ -133,7 +134,7 @@ class PackageStepper:
             listed = self.package.manifest.get("graph_plan", {}).get("buckets", [])
             buckets = [Bucket(*b) for b in listed]
         width, groups = -(-self.max_length // self.block_size), len(self.windows)
-        sizes, more = (self.max_tokens, width, self.block_size), (groups, self._batch_invariant)
+        sizes, more = (most_rows(self.max_requests), width, self.block_size), (groups, self._batch_invariant)
         return StepGraphs(self._call, self._sample, buckets, *sizes, self.device, capture, *more)
 
     def _blocks_that_fit(self, block_bytes: int) -> int:

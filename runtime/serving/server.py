@@ -157,15 +157,18 @@ class _Server:
         """POST /v1/completions."""
         raw, body = await self._body(request, CompletionRequest)
         params, given = body.params(), body.prompts()
-        engine = self.serving.engine
-        prompts = await self._read(request, raw, lambda: [read_prompt(engine, one) for one in given])
+        engine, tokenizer = self.serving.engine, self.serving.engine.tokenizer
+
+        def read() -> tuple[list[Input], list[Echo]]:
+            ids = [read_prompt(engine, one) for one in given]
+            return ids, [Echo.of(tokenizer, one) if body.echo else Echo() for one in given]
+
+        prompts, echoes = await self._read(request, raw, read)
         exchange = await self._begin(prompts, params)
         heading = Heading(self.serving.model, chat=False)
-        tokenizer = engine.tokenizer
         choices = Completions(
             tokenizer, bool(body.echo), body.logprobs is not None, body.only_prompt, not params.skip_special_tokens
         )
-        echoes = [Echo.of(tokenizer, one) if body.echo else Echo() for one in given]
         if body.stream:
             return EventStream(exchange, completion_events(exchange, heading, choices, echoes, _wants_usage(body)))
         await self._gather(request, exchange)

@@ -53,8 +53,11 @@ CASES: list[tuple[str, list[str]]] = [
         )
     ],
     # what does not divide
-    ("tp=3", ["tp=3 does not divide the 256 entries of the vocabulary of embed", "or --pad vocab"]),
-    ("tp=8", ["tp=8 does not divide the 4 heads of layers.*.attn", "attention.py:", "divides 4, or --pad heads"]),
+    ("tp=3", ["tp=3 does not divide the 256 entries of the vocabulary of embed", "or in training --pad vocab"]),
+    (
+        "tp=8",
+        ["tp=8 does not divide the 4 heads of layers.*.attn", "attention.py:", "divides 4, or in training --pad heads"],
+    ),
     ("fsdp=3", ["fsdp=3 divides no dim of 21 parameters of 21", *DIVIDES]),
     ("dp=2,fsdp=1024,tp=2", ["fsdp=1024 divides no dim", *DIVIDES]),
 ]

@@ -147,6 +147,9 @@ def test_attention_over_segments_is_refused_by_name() -> None:
         ("aten.flip.default", {"dims": (1,)}),
         ("aten.mean.dim", {"dim": (1,), "keepdim": True}),
         ("aten.slice.Tensor", {"dim": 1, "end": 1}),
+        ("aten.div.Tensor", {"other": S}),
+        ("aten.rsub.Scalar", {"other": S - 1}),
+        ("aten.clamp.default", {"min": 0, "max": S}),
     ],
 )
 def test_ops_across_positions_are_refused(op: str, attrs: dict[str, Any]) -> None:
