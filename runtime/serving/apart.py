@@ -37,5 +37,9 @@ class Apart:
             with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(end, tell)
 
-        threading.Thread(target=run, name="apart", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="apart", daemon=True).start()
+        except RuntimeError:  # the system has no more
+            self._room.release()
+            raise
         return await made

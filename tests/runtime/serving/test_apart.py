@@ -28,6 +28,21 @@ def test_results_and_errors() -> None:
     asyncio.run(asyncio.wait_for(main(), TIME))
 
 
+def test_without_a_thread_the_place_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        apart = Apart(1)
+        with monkeypatch.context() as changed:
+            changed.setattr(threading.Thread, "start", none)
+            with pytest.raises(RuntimeError, match="new thread"):
+                await apart(lambda: 7)
+        assert await apart(lambda: 7) == 7
+
+    asyncio.run(asyncio.wait_for(main(), TIME))
+
+
 def test_so_many_at_a_time() -> None:
     """Also after some that nobody waits for any more: these have their places until they end."""
     lock, now, most = threading.Lock(), 0, 0
