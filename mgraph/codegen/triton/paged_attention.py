@@ -43,7 +43,7 @@ LEAST_KEYS = 64
 FIXED_ROWS, FIXED_RUNS, FIXED_KEYS = 64, 8, 256
 """With fixed runs: rows of a tile, the most runs of the longest sequence, and the fewest keys of a run. More runs help
 few long sequences, and need more room for their sums."""
-SPAN = 128
+SPAN = 32
 """Starts of requests that are looked at at once."""
 JOINED = 8
 """Runs that are added at once, by a single warp: its threads have all of a column, and wait for no others."""
