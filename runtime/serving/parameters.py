@@ -175,10 +175,17 @@ def _check_numbers(params: SamplingParams) -> None:
         if not low <= value <= high or (open_below and value == low) or not math.isfinite(value):
             least = f"greater than {low:g}" if open_below else f"at least {low:g}"
             most = "" if high == math.inf or high >= 2**31 - 1 else f" and at most {high:g}"
-            raise RequestError(f"{name} is {value!r}: it must be {least}{most}", name)
+            raise RequestError(f"{name} is {_shown(value)}: it must be {least}{most}", name)
     for name in _FLAGS:
         if not isinstance(getattr(params, name), bool):
             raise RequestError(f"{name} must be true or false, not {getattr(params, name)!r}", name)
+
+
+def _shown(value: float) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # more digits than Python writes
+        return "a number of thousands of digits"
 
 
 def _texts(name: str, value: Any, most: int) -> tuple[str, ...]:

@@ -161,6 +161,8 @@ class _Server:
 
         def read() -> tuple[list[Input], list[Echo]]:
             ids = [read_prompt(engine, one) for one in given]
+            for prompt in ids:  # before they are made text of
+                engine.check(prompt.ids, params, prompt.field)
             return ids, [Echo.of(tokenizer, one) if body.echo else Echo() for one in given]
 
         prompts, echoes = await self._read(request, raw, read)

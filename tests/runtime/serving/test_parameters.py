@@ -19,6 +19,7 @@ WRONG: list[tuple[str, Any]] = [
     ("temperature", math.inf),
     ("temperature", "1"),
     ("top_k", -2),
+    ("top_k", 10**5000),
     ("logit_bias", {1: 10**400}),
     ("logit_bias", {math.inf: 1}),
     ("top_k", 1.0),

@@ -258,6 +258,8 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     ("completions", {"prompt": [256]}, 400, "prompt"),
     ("completions", {"prompt": [-1]}, 400, "prompt"),
     ("completions", {"prompt": [2**70]}, 400, "prompt"),
+    ("completions", {"prompt": [-5], "echo": True, "max_tokens": 0}, 400, "prompt"),
+    ("completions", {"prompt": [[65, -1], [66]], "echo": True, "stream": True}, 400, "prompt"),
     ("completions", {"prompt": "x" * 256}, 400, "prompt"),
     ("completions", {"prompt": ["x"] * 3000}, 400, "prompt"),
     ("completions", {**GOOD, "max_tokens": 300}, 400, "max_tokens"),
