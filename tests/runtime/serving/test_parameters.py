@@ -93,7 +93,7 @@ def test_of_a_dict() -> None:
 @pytest.mark.parametrize("digits", [400, 5000])
 def test_numbers_of_many_digits(digits: int) -> None:
     """More than floats hold, and than Python writes."""
-    with pytest.raises(RequestError, match="top_k is .*: it must be at least -1"):
+    with pytest.raises(RequestError, match=r"top_k is .*: it must be at least -1"):
         SamplingParams(top_k=10**digits)
     with pytest.raises(RequestError, match="logit_bias must map"):
         SamplingParams(logit_bias={1: 10**digits})
