@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -56,6 +58,15 @@ SIZES = {
 }
 """Batch, query heads, key heads, queries and keys."""
 
+WIDER = {
+    f"{name}_{width}": replace(PROBLEMS[name], width=width, value_width=width)
+    for name in ("softcap", "documents", "window", "past", "padding", "sinks_in_a_window", "all")
+    for width in (96, 128, 256)
+}
+"""The same of wider heads, which are cut otherwise, and which the interpreter is too slow for."""
+SIZES |= {name: SIZES[name.rpartition("_")[0]] for name in WIDER}
+EVERY = PROBLEMS | WIDER
+
 
 def heads(generator: torch.Generator, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
     """Numbers [B, H, S, D] that lie as [B, S, H, D + 16]: as parts of a projection."""
@@ -66,7 +77,7 @@ def heads(generator: torch.Generator, shape: tuple[int, int, int, int], dtype: t
 
 def draw(name: str) -> tuple[Tensor, ...]:
     """q, k, v and the further operands of an instance."""
-    problem, (batch, queries, groups, rows, columns) = PROBLEMS[name], SIZES[name]
+    problem, (batch, queries, groups, rows, columns) = EVERY[name], SIZES[name]
     generator = torch.Generator().manual_seed(rows + problem.width)
     dtype = DTYPES[problem.dtype]
     q = heads(generator, (batch, queries, rows, problem.width), dtype)
@@ -120,13 +131,13 @@ def wide(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def results(name: str, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """out and lse in float64."""
-    p = PROBLEMS[name]
+    p = EVERY[name]
     return attention(*wide(inputs), scale=p.scale, causal=p.causal, window=p.window, softcap=p.softcap, extra=p.extra)
 
 
 def gradients(name: str, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """dq, dk, dv, and dsinks, in float64; the inputs are dout, q, k, v, out, lse, ..."""
-    p = PROBLEMS[name]
+    p = EVERY[name]
     return attention_grad(
         *wide(inputs), scale=p.scale, causal=p.causal, window=p.window, softcap=p.softcap, extra=p.extra
     )
