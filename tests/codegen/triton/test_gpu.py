@@ -1,4 +1,7 @@
-"""Kernels on tensors of more than 2**31 elements: their last rows come out as they do alone, bit for bit."""
+"""Kernels on a GPU. On tensors of more than 2**31 elements: their last rows come out as they do alone, bit for bit.
+Attention and its gradient: every mask and width against float64, on 16-byte boundaries and off them, since the
+interpreter runs the same source, but cannot show what a compiler makes wrong of it.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from mgraph.codegen.triton import KernelSpec, build_kernels, cross_entropy, glu, residual_norm, rms_norm, rope
+from mgraph.codegen.triton import (
+    KernelSpec,
+    attention,
+    attention_grad,
+    build_kernels,
+    cross_entropy,
+    glu,
+    residual_norm,
+    rms_norm,
+    rope,
+)
 from mgraph.codegen.triton.cross_entropy import CrossEntropy
 from mgraph.codegen.triton.glu import Glu
 from mgraph.codegen.triton.rms_norm import RmsNorm
 from mgraph.codegen.triton.rope import Rope
 from mgraph.runtime import kernels as runtime
+from tests.codegen.triton.attention_cases import DTYPES, EVERY, draw, error, gradients, heads, results
 
 LAST = 3
 """Rows that are compared."""
@@ -100,3 +114,33 @@ def test_last_rows(name: str, tmp_path: Path) -> None:
     ]
     compared = [(found, wanted) for found, wanted in pairs if found is not None and wanted is not None]
     assert compared and all(torch.equal(found, wanted) for found, wanted in compared)
+
+
+def placed(tensor: Tensor, elements: int) -> Tensor:
+    """A tensor on the GPU, of several dims `elements` beyond a boundary, with the strides that it has."""
+    if tensor.dim() < 3:
+        return tensor.cuda()
+    size = tensor.untyped_storage().nbytes() // tensor.element_size() + elements
+    whole = torch.empty(size, dtype=tensor.dtype, device="cuda")
+    return whole.as_strided(tensor.shape, tensor.stride(), elements).copy_(tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", EVERY)
+def test_attention_and_its_gradient(name: str, tmp_path: Path) -> None:
+    problem, bounds = EVERY[name], {"bf16": 2e-2, "f16": 2e-3}
+    specs = [attention.forward("attend", problem), attention_grad.backward("attend_grad", problem)]
+    entries = build_kernels(specs, tmp_path, ["sm_90a"])
+    (tmp_path / "manifest.json").write_text(json.dumps({"kernels": entries}), encoding="utf-8")
+    runtime.set_device("cuda:0", strict=True)
+    bound = runtime.kernels(tmp_path / "step.py")
+    inputs = draw(name)
+    out, lse = results(name, inputs)
+    dout = heads(torch.Generator().manual_seed(3), (*out.shape,), DTYPES[problem.dtype])
+    given = (dout, *inputs[:3], out.to(inputs[0].dtype), lse.float(), *inputs[3:])
+    wanted = gradients(name, given)
+    for elements in (0, 1):
+        found: list[Tensor] = [*bound.attend(*(placed(tensor, elements) for tensor in inputs))]
+        found += bound.attend_grad(*(placed(tensor, elements) for tensor in given))
+        for got, want in zip(found, (out, lse, *wanted), strict=True):
+            assert error(got.cpu(), want) <= bounds[problem.dtype], (elements, got.shape)
