@@ -158,10 +158,8 @@ def sum_case(problem: ExpertSum, case: str) -> tuple[tuple[Tensor, ...], list[Te
     """Rows of pairs in any order, those of the last tokens past the last end."""
     (rows, w, offsets, *bias), (out,) = product_case(problem.product, case)
     end, choices = int(offsets[-1]), problem.choices
-    count, tokens = end - end % choices, -(-len(rows) // choices)
-    parts = torch.randperm(count, generator=torch.Generator().manual_seed(3)), torch.arange(count, tokens * choices)
-    order, missing = torch.cat(parts), tokens * choices - len(rows)
-    rows, out = torch.cat((rows, rows[:missing])), torch.cat((out, out.new_zeros(missing, *out.shape[1:])))
+    order = torch.cat((torch.randperm(end, generator=torch.Generator().manual_seed(3)), torch.arange(end, len(rows))))
+    tokens = len(rows) // choices
     weights = normal(4, tokens, choices, dtype=problem.weights).abs()
     want = torch.zeros(tokens, problem.product.width, dtype=torch.float64)
     return (rows, w, weights, order, offsets, *bias), [
@@ -250,7 +248,8 @@ def all_cases(which: tuple[str, ...]) -> list[Checked]:
         found += [(spec, *product_case(problem, case)) for case in which]
     for name, (summed, sum_cut) in SUMS.items():
         spec = expert_sum.build(f"sum_{name}", summed, ((0, sum_cut),))
-        found += [(spec, *sum_case(summed, case)) for case in which if summed.ended or case != "past"]
+        whole = [case for case in which if ENDS[case][-1] % summed.choices == 0]  # a token has all of its rows, or none
+        found += [(spec, *sum_case(summed, case)) for case in whole if summed.ended or case != "past"]
     for name, (unit, cut) in UNITS.items():
         specs = {"forward": expert_glu.forward(f"fwd_{name}", unit, ((0, cut),) if cut else ())}
         if unit.weights:
