@@ -185,7 +185,13 @@ class _Server:
         params = body.params()
         engine, template = self.serving.engine, self.serving.template
         messages = [message.model_dump(exclude_unset=True) for message in body.messages]
-        prompt = await self._read(request, raw, lambda: read_chat(engine, template, messages))
+
+        def read() -> Input:
+            prompt = read_chat(engine, template, messages)
+            engine.check(prompt.ids, params, prompt.field)
+            return prompt
+
+        prompt = await self._read(request, raw, read)
         exchange = await self._begin([prompt], params)
         heading, choices = Heading(self.serving.model, chat=True), Chats(engine.tokenizer)
         if body.stream:
@@ -267,15 +273,13 @@ class _Server:
         return bytes(raw)
 
     async def _begin(self, prompts: Sequence[Input], params: SamplingParams) -> Exchange:
-        """Submit all prompts of a request, or none."""
+        """Submit all prompts of a request, each of which was checked, or none."""
         total = params.n * len(prompts)
         if total > self.serving.max_queue:
             raise RequestError(
                 f"{total} sequences are asked for, and at most {self.serving.max_queue} are allowed",
                 "n" if total > len(prompts) else "prompt",
             )
-        for prompt in prompts:
-            self.serving.engine.check(prompt.ids, params, prompt.field)
         exchange = Exchange(self.serving.background)
         try:
             for prompt in prompts:
