@@ -46,8 +46,9 @@ from mgraph.codegen.triton.rope import lines_of, signature
 ROWS = 64
 """Rows of a program that sums them."""
 
-PADDED = ("mul", ("cdiv", "S", ROWS), ROWS)
-"""Rows of a head in `sums`: a multiple of those of a program, so that each head's begin on a 16-byte boundary."""
+PADDED, PADDED_LINE = ("mul", ("cdiv", "S", ROWS), ROWS), f"rows = tl.cdiv(S, {ROWS}) * {ROWS}"
+"""Rows of a head in `sums`: a multiple of those of a program, so that each head's begin on a 16-byte boundary; as an
+extent, and in a kernel."""
 
 SUMMED = 1024
 """Parts of dsinks that are added at a time."""
@@ -157,7 +158,7 @@ def {name}_delta(
 
 def _place_of_sums() -> list[str]:
     """Where in `sums` lse of the row `row` of `head` is; delta is `rows` further."""
-    return [f"rows = tl.cdiv(S, {ROWS}) * {ROWS}", "at = (batch * H + head) * 2 * rows + row"]
+    return [PADDED_LINE, "at = (batch * H + head) * 2 * rows + row"]
 
 
 def _read_sums() -> list[str]:
@@ -313,9 +314,11 @@ def {way.function}(
 
 def _tiles_of_sums(cut: Tuning) -> list[str]:
     """The descriptor of the sums of a batch: lse and delta of each head."""
-    rows = f"rows = tl.cdiv(S, {ROWS}) * {ROWS}"
     place = "sums_ptr + batch * H * 2 * rows"
-    return [rows, f"sums_tiles = tl.make_tensor_descriptor({place}, [H * 2, rows], [rows, 1], [1, {cut.queries}])"]
+    return [
+        PADDED_LINE,
+        f"sums_tiles = tl.make_tensor_descriptor({place}, [H * 2, rows], [rows, 1], [1, {cut.queries}])",
+    ]
 
 
 def _loop_of_keys(problem: Attention, cut: Tuning, q: Tile, dout: Tile) -> str:

@@ -108,14 +108,16 @@ def segments(generator: torch.Generator, batch: int, rows: int, *, ordered: bool
     return (torch.rand(batch, rows, generator=generator) < 1 / length).long().cumsum(1) - 1
 
 
-def displaced(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The same with parts of projections one element further, where no 16-byte boundary is."""
+def displaced(inputs: tuple[Tensor, ...], elements: int = 1, device: str = "cpu") -> tuple[Tensor, ...]:
+    """The same on a device, with parts of projections, and sums of their rows, so many elements beyond a 16-byte
+    boundary."""
 
     def further(tensor: Tensor) -> Tensor:
-        if tensor.dim() < 4:
-            return tensor
-        whole = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size() + 1, dtype=tensor.dtype)
-        return whole.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
+        if tensor.dim() < 3:
+            return tensor.to(device)
+        size = tensor.untyped_storage().nbytes() // tensor.element_size() + elements
+        whole = torch.empty(size, dtype=tensor.dtype, device=device)
+        return whole.as_strided(tensor.shape, tensor.stride(), elements).copy_(tensor)
 
     return tuple(map(further, inputs))
 
@@ -141,6 +143,14 @@ def gradients(name: str, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return attention_grad(
         *wide(inputs), scale=p.scale, causal=p.causal, window=p.window, softcap=p.softcap, extra=p.extra
     )
+
+
+def operands_of_gradients(name: str) -> tuple[Tensor, ...]:
+    """dout, q, k, v, out, lse and the further operands of an instance."""
+    q, k, v, *more = draw(name)
+    out, lse = results(name, (q, k, v, *more))
+    dout = heads(torch.Generator().manual_seed(3), (*out.shape,), DTYPES[EVERY[name].dtype])
+    return dout, q, k, v, out.to(q.dtype), lse.float(), *more
 
 
 def error(found: Tensor, expected: Tensor) -> float:

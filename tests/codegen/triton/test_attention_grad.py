@@ -15,28 +15,17 @@ from mgraph.codegen.triton.attention import Tuning
 from mgraph.codegen.triton.attention_grad import GradTuning
 from tests.codegen.triton.attention_cases import (
     DISPLACED,
-    DTYPES,
     PROBLEMS,
     displaced,
-    draw,
     error,
     gradients,
-    heads,
-    results,
+    operands_of_gradients,
 )
 from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
 
 CUT = GradTuning(Tuning(64, 64, 4, 2), Tuning(64, 64, 4, 2))
 SMALL = GradTuning(Tuning(32, 32, 4, 2), Tuning(32, 64, 4, 2))
 """Small enough for three loops where the window is long."""
-
-
-def operands(name: str) -> tuple[Tensor, ...]:
-    """dout, q, k, v, out, lse and the further operands of an instance."""
-    q, k, v, *more = draw(name)
-    out, lse = results(name, (q, k, v, *more))
-    dout = heads(torch.Generator().manual_seed(3), (*out.shape,), DTYPES[PROBLEMS[name].dtype])
-    return dout, q, k, v, out.to(q.dtype), lse.float(), *more
 
 
 def check(name: str, found: tuple[Tensor, ...], want: tuple[Tensor, ...], bound: float) -> None:
@@ -53,8 +42,8 @@ def check(name: str, found: tuple[Tensor, ...], want: tuple[Tensor, ...], bound:
 def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     """All masks alone and together, odd sizes, heads that share keys, permuted parts of projections."""
     specs = [attention_grad.backward(n, problem, SMALL if "long" in n else CUT) for n, problem in PROBLEMS.items()]
-    cases: list[Case] = [(name, operands(name)) for name in PROBLEMS]
-    cases += [(name, displaced(operands(name))) for name in DISPLACED]
+    cases: list[Case] = [(name, operands_of_gradients(name)) for name in PROBLEMS]
+    cases += [(name, displaced(operands_of_gradients(name))) for name in DISPLACED]
     for (name, inputs), (found, _) in zip(cases, interpret(specs, cases, tmp_path), strict=True):
         bound = {"f16": 2e-3, "bf16": 2e-2}[PROBLEMS[name].dtype]  # The interpreter cuts to bf16 where a GPU rounds.
         for got, like in zip(found, inputs[1:4], strict=False):
@@ -69,7 +58,7 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
 def test_twin(name: str) -> None:
     module = types.ModuleType("twins")
     exec(reference_text([attention_grad.backward("attend_back", PROBLEMS[name])]), module.__dict__)
-    inputs = operands(name)
+    inputs = operands_of_gradients(name)
     check(name, module.attend_back(*inputs), gradients(name, inputs), {"f16": 2e-3, "bf16": 2e-2}[PROBLEMS[name].dtype])
 
 

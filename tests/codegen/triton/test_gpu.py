@@ -30,7 +30,15 @@ from mgraph.codegen.triton.glu import Glu
 from mgraph.codegen.triton.rms_norm import RmsNorm
 from mgraph.codegen.triton.rope import Rope
 from mgraph.runtime import kernels as runtime
-from tests.codegen.triton.attention_cases import DTYPES, EVERY, draw, error, gradients, heads, results
+from tests.codegen.triton.attention_cases import (
+    EVERY,
+    displaced,
+    draw,
+    error,
+    gradients,
+    operands_of_gradients,
+    results,
+)
 
 LAST = 3
 """Rows that are compared."""
@@ -116,15 +124,6 @@ def test_last_rows(name: str, tmp_path: Path) -> None:
     assert compared and all(torch.equal(found, wanted) for found, wanted in compared)
 
 
-def placed(tensor: Tensor, elements: int) -> Tensor:
-    """A tensor on the GPU, of several dims `elements` beyond a boundary, with the strides that it has."""
-    if tensor.dim() < 3:
-        return tensor.cuda()
-    size = tensor.untyped_storage().nbytes() // tensor.element_size() + elements
-    whole = torch.empty(size, dtype=tensor.dtype, device="cuda")
-    return whole.as_strided(tensor.shape, tensor.stride(), elements).copy_(tensor)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", EVERY)
 def test_attention_and_its_gradient(name: str, tmp_path: Path) -> None:
@@ -134,13 +133,10 @@ def test_attention_and_its_gradient(name: str, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({"kernels": entries}), encoding="utf-8")
     runtime.set_device("cuda:0", strict=True)
     bound = runtime.kernels(tmp_path / "step.py")
-    inputs = draw(name)
-    out, lse = results(name, inputs)
-    dout = heads(torch.Generator().manual_seed(3), (*out.shape,), DTYPES[problem.dtype])
-    given = (dout, *inputs[:3], out.to(inputs[0].dtype), lse.float(), *inputs[3:])
-    wanted = gradients(name, given)
+    inputs, given = draw(name), operands_of_gradients(name)
+    wanted = *results(name, inputs), *gradients(name, given)
     for elements in (0, 1):
-        found: list[Tensor] = [*bound.attend(*(placed(tensor, elements) for tensor in inputs))]
-        found += bound.attend_grad(*(placed(tensor, elements) for tensor in given))
-        for got, want in zip(found, (out, lse, *wanted), strict=True):
+        found: list[Tensor] = [*bound.attend(*displaced(inputs, elements, "cuda"))]
+        found += bound.attend_grad(*displaced(given, elements, "cuda"))
+        for got, want in zip(found, wanted, strict=True):
             assert error(got.cpu(), want) <= bounds[problem.dtype], (elements, got.shape)
