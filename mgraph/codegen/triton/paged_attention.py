@@ -35,8 +35,8 @@ from mgraph.ir.graph import Node, Static
 from mgraph.ir.opdef import op_def
 
 PER_SM, CHUNKS_PER_SM = 4, 2
-"""Programs of the first launch that each multiprocessor should have, if need be by splits: at least, of single tokens,
-and at most, of chunks, whose sums are large."""
+"""Programs of the first launch that each multiprocessor may have by splits: of single tokens, of which as many have
+room, and of chunks, whose sums are large."""
 MOST_SPLITS = 128
 LEAST_KEYS = 64
 """A run of keys is not shorter than that, of the longest sequences there may be."""
@@ -45,8 +45,9 @@ FIXED_ROWS, FIXED_RUNS, FIXED_KEYS = 64, 8, 256
 few long sequences, and need more room for their sums."""
 SPAN = 32
 """Starts of requests that are looked at at once."""
-JOINED = 8
-"""Runs that are added at once, by a single warp: its threads have all of a column, and wait for no others."""
+JOINED = {"few": (8, 1), "many": (32, 2)}
+"""Runs that are added at once, and the warps that do: the threads of a single one have all of a column, and wait for no
+others. There may be more than many, of which those that are there are added in turns."""
 WIDEST = 256
 
 
@@ -120,7 +121,7 @@ def tunings(problem: PagedAttention) -> tuple[Tuning, Tuning]:
     least = max(16, _power(problem.heads // problem.groups))
     single = Tuning(least, 64 if wide <= 256 else 32)
     if 0 < problem.window <= 4 * single.keys:  # which begins anywhere: of high tiles it would see little
-        single = Tuning(least, 32, num_warps=2)
+        single = Tuning(least, 32, num_warps=1)
     if problem.dtype == "f32":
         return single, Tuning(max(32, least), 32)
     return single, Tuning(max(128, least), 64, 8, 3, 128) if wide <= 256 else Tuning(max(64, least), 32)
@@ -143,10 +144,11 @@ def forward(name: str, problem: PagedAttention, cuts: tuple[Tuning, ...] | None 
     ends = (*(s.name for s in sinks), "starts", "part", "top", "total", "out", "T", "R", "splits")
     aligned = all(width * ITEM_BYTES[problem.dtype] % 16 == 0 for width in (problem.width, problem.value_width))
     ways = list(zip(("fixed",) if problem.run else ("single", "chunk"), cuts, strict=True))
+    joined = ("few",) if problem.run else tuple(JOINED)
     return KernelSpec(
         name=name,
         source="".join(_walk_source(f"{name}_{way}", problem, cut, walk) for way, cut in ways)
-        + _ends_source(name, problem, ends),
+        + "".join(_ends_source(f"{name}_{runs}", problem, ends, runs) for runs in joined),
         twin=_twin(name, problem),
         inputs=(
             TensorSpec("q", problem.dtype, ("T", *head), strided=True),
@@ -177,7 +179,10 @@ def forward(name: str, problem: PagedAttention, cuts: tuple[Tuning, ...] | None 
                 )
                 for way, cut in ways
             ),
-            Launch(f"{name}_ends", ends, ("T", problem.heads), 1, 1, aligned, when="parts"),
+            *(
+                Launch(f"{name}_{runs}", ends, ("T", problem.heads), JOINED[runs][1], 1, aligned, when=runs)
+                for runs in joined
+            ),
         ),
         dims=_dims(problem, cuts),
     )
@@ -185,10 +190,11 @@ def forward(name: str, problem: PagedAttention, cuts: tuple[Tuning, ...] | None 
 
 def _dims(problem: PagedAttention, cuts: tuple[Tuning, ...]) -> dict[str, Expression]:
     """`single` or `chunk` is 1: whether there are at most two new tokens a request. `parts` is `splits` if there are
-    several, else 0. With fixed runs, both are the runs of the longest sequence."""
+    several, else 0, and `few` or `many` is 1 then. With fixed runs, of which there are few, both are the runs of the
+    longest sequence."""
     if problem.run:
         assert problem.run % cuts[0].keys == 0, f"runs of {problem.run} keys, tiles of {cuts[0].keys}"
-        return {"splits": ("cdiv", ("mul", "W", problem.block_size), problem.run), "parts": "splits"}
+        return {"splits": ("cdiv", ("mul", "W", problem.block_size), problem.run), "parts": "splits", "few": 1}
     longest: Expression = ("cdiv", ("mul", "W", problem.block_size), LEAST_KEYS)
 
     def programs(cut: Tuning) -> Expression:
@@ -198,14 +204,19 @@ def _dims(problem: PagedAttention, cuts: tuple[Tuning, ...]) -> dict[str, Expres
     def bounded(splits: Expression) -> Expression:
         return ("max", 1, ("min", MOST_SPLITS, ("min", splits, longest)))
 
-    single: Expression = ("cdiv", ("mul", "sms", PER_SM), programs(cuts[0]))
-    chunk: Expression = ("cdiv", ("add", 1, ("mul", "sms", CHUNKS_PER_SM)), programs(cuts[1]))
+    def most(each: int, cut: Tuning) -> Expression:
+        """Rounded down: a last few programs would run alone."""
+        return ("add", -1, ("cdiv", ("add", 1, ("mul", "sms", each)), programs(cut)))
+
+    single, chunk = bounded(most(PER_SM, cuts[0])), bounded(most(CHUNKS_PER_SM, cuts[1]))
 
     return {
         "chunk": ("max", 0, ("min", 1, ("add", ("cdiv", "T", ("max", 1, ("mul", "R", 2))), -1))),
         "single": ("add", 1, ("mul", -1, "chunk")),
-        "splits": ("add", ("mul", "single", bounded(single)), ("mul", "chunk", bounded(("add", -1, chunk)))),
+        "splits": ("add", ("mul", "single", single), ("mul", "chunk", chunk)),
         "parts": ("mul", "splits", ("min", 1, ("add", "splits", -1))),
+        "many": ("max", 0, ("min", 1, ("add", "splits", -JOINED["few"][0]))),
+        "few": ("max", 0, ("min", 1, ("add", "parts", ("mul", -MOST_SPLITS, "many")))),
     }
 
 
@@ -340,17 +351,7 @@ def {name}(
     score = {problem.scale!r} * q k
     """
     tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    request, begin, end, length = -1, 0, 0, 0
-    for base in tl.range(0, R, {SPAN}):  # all at once: a load that waits for another takes longer than it all
-        one = base + tl.arange(0, {SPAN})
-        start = tl.load(starts_ptr + one, mask=one < R, other=1 << 30)
-        stop = tl.load(starts_ptr + one + 1, mask=one < R, other=0)
-        rows = tl.load(lengths_ptr + one, mask=one < R, other=0)
-        reached = start // {tokens} + one <= tile
-        request += tl.sum(reached.to(tl.int32), 0)
-        begin = tl.maximum(begin, tl.max(tl.where(reached, start, 0), 0))
-        end = tl.maximum(end, tl.max(tl.where(reached, stop, 0), 0))
-        length = tl.where(request >= base, tl.sum(tl.where(one == request, rows, 0), 0), length)
+    {_search_lines(tokens)}
     first = begin + (tile - begin // {tokens} - request) * {tokens}
     row = tl.arange(0, {cut.rows})
     head = group * {repeat} + row % {repeat}
@@ -375,6 +376,27 @@ def {name}(
         {_end_lines(problem, cut)}
 
 '''
+
+
+def _search_lines(tokens: int) -> str:
+    """The request of a tile, and its starts and length: the one that it is of where each has one new token, which three
+    loads show that wait for none, or what a search finds."""
+    return f"""request = tile - (tile + 1) // {tokens + 1}
+    begin = tl.load(starts_ptr + request, mask=request < R, other=0)
+    end = tl.load(starts_ptr + request + 1, mask=request < R, other=0)
+    length = tl.load(lengths_ptr + request, mask=request < R, other=0)
+    if (request >= R) | (begin // {tokens} + request > tile) | (end // {tokens} + request < tile):
+        request, begin, end, length = -1, 0, 0, 0
+        for base in tl.range(0, R, {SPAN}):  # all at once: a load that waits for another takes longer than it all
+            one = base + tl.arange(0, {SPAN})
+            start = tl.load(starts_ptr + one, mask=one < R, other=1 << 30)
+            stop = tl.load(starts_ptr + one + 1, mask=one < R, other=0)
+            rows = tl.load(lengths_ptr + one, mask=one < R, other=0)
+            reached = start // {tokens} + one <= tile
+            request += tl.sum(reached.to(tl.int32), 0)
+            begin = tl.maximum(begin, tl.max(tl.where(reached, start, 0), 0))
+            end = tl.maximum(end, tl.max(tl.where(reached, stop, 0), 0))
+            length = tl.where(request >= base, tl.sum(tl.where(one == request, rows, 0), 0), length)"""
 
 
 def _end_lines(problem: PagedAttention, cut: Tuning) -> str:
@@ -408,8 +430,8 @@ def _end_lines(problem: PagedAttention, cut: Tuning) -> str:
         tl.store(out_ptr + out[:, None] * {problem.value_width} + across[None, :], zeros, mask=nothing)"""
 
 
-def _ends_source(name: str, problem: PagedAttention, args: tuple[str, ...]) -> str:
-    value_width = _padded(problem.value_width)
+def _ends_source(name: str, problem: PagedAttention, args: tuple[str, ...], runs: str) -> str:
+    at_once, value_width = JOINED[runs][0], _padded(problem.value_width)
     sink = f"tl.load(sinks_ptr + head).to(tl.float32) * {LOG2E!r}"
     begin = [f"sink = {sink}", "largest, sum = sink, 1.0"] if problem.sinks else [f"largest, sum = {LOWEST!r}, 0.0"]
     language = f"tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}"
@@ -427,15 +449,22 @@ def _ends_source(name: str, problem: PagedAttention, args: tuple[str, ...]) -> s
         "made = made * shrink + tl.sum(tl.where(read[:, None], scale[:, None] * part, 0.0), 0)",
         "largest = higher",
     ]
+    further = f"""
+    every = tl.arange(0, {MOST_SPLITS})
+    each = row + every.to(tl.int64) * T * {problem.heads}
+    reached = tl.load(top_ptr + each, mask=every < splits, other=float("-inf")) > float("-inf")
+    stop = tl.max(tl.where(reached, every + 1, 0), 0)
+    for base in tl.range({at_once}, stop, {at_once}):
+        run = base + tl.arange(0, {at_once})
+        {(chr(10) + "        ").join(add)}"""
     return f'''
 @triton.jit
-def {name}_ends(
+def {name}(
     {_signature(args)}
 ):
     """A token's head: the sums of all runs of keys{" and the sink" * bool(problem.sinks)}, normalised.
 
-    What is not there of the first {JOINED} is read as well: loads then wait for none. Further ones are, up to the last
-    that is there.
+    What is not there of {"the first " * (runs == "many")}{at_once} is read as well: loads then wait for none.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     across = tl.arange(0, {value_width})
@@ -444,16 +473,8 @@ def {name}_ends(
     tokens = tl.load(starts_ptr + R)
     made = tl.zeros([{value_width}], dtype=tl.float32)
     {(chr(10) + "    ").join(begin)}
-    run = tl.arange(0, {JOINED})
-    {(chr(10) + "    ").join(add)}
-    if splits > {JOINED}:
-        every = tl.arange(0, {MOST_SPLITS})
-        each = row + every.to(tl.int64) * T * {problem.heads}
-        reached = tl.load(top_ptr + each, mask=every < splits, other=float("-inf")) > float("-inf")
-        stop = tl.max(tl.where(reached, every + 1, 0), 0)
-        for base in tl.range({JOINED}, stop, {JOINED}):
-            run = base + tl.arange(0, {JOINED})
-            {(chr(10) + "            ").join(add)}
+    run = tl.arange(0, {at_once})
+    {(chr(10) + "    ").join(add)}{further * (runs == "many")}
     made = tl.where(token < tokens, made / sum, 0.0)
     tl.store(out_ptr + row * {problem.value_width} + across, made.to({language}), mask=inside)
 '''
