@@ -93,19 +93,29 @@ def all_gather(tensors: Sequence[Tensor], axis: str, dim: int) -> list[Tensor]:
     return wait(all_gather_start(tensors, axis, dim))
 
 
-def all_gather_start(tensors: Sequence[Tensor], axis: str, dim: int) -> Pending:
-    """Begin `all_gather`. The tensors must not be written before `wait`."""
+def all_gather_start(tensors: Sequence[Tensor], axis: str, dim: int, *, together: bool = False) -> Pending:
+    """Begin `all_gather`. The tensors must not be written before `wait`. Results of one dtype that are `together` lie
+    one after another in memory, along dim 0, but for what keeps each on a boundary of 16 bytes."""
+    assert not together or dim == 0, "results lie together along the first dim"
 
     def send(same: list[Tensor], group: dist.ProcessGroup, ranks: int) -> Message:
         shapes = [tensor.shape for tensor in same]
         if _sent_as_they_are(same):
-            gathered = [tensor.new_empty(ranks, *tensor.shape) for tensor in same]
+            gathered = _memory(same, ranks) if together else [t.new_empty(ranks, *t.shape) for t in same]
             work = group.allgather_into_tensor_coalesced(_flat(gathered), _flat(same), _options("all_gather"))
             return Message(work, same, lambda: [_joined(parts, dim) for parts in gathered])
         own = same[0].reshape(-1) if len(same) == 1 else torch.cat([tensor.reshape(-1) for tensor in same])
         everything = own.new_empty(ranks, own.numel())
         work = _gather_flat(everything.view(-1), own, group=group, async_op=True)
-        return Message(work, own, lambda: [_joined(part, dim) for part in _pieces(everything, shapes)])
+        wholes = _memory(same, ranks) if together else None
+
+        def results() -> list[Tensor]:
+            parts = _pieces(everything, shapes)
+            if wholes is not None:
+                parts = (whole.copy_(part) for whole, part in zip(wholes, parts, strict=True))
+            return [_joined(part, dim) for part in parts]
+
+        return Message(work, own, results)
 
     return _start("all_gather", tensors, axis, send)
 
@@ -246,6 +256,14 @@ def _sent_as_they_are(tensors: Sequence[Tensor]) -> bool:
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Each as one dim; views."""
     return [tensor.view(-1) for tensor in tensors]
+
+
+def _memory(tensors: Sequence[Tensor], ranks: int) -> list[Tensor]:
+    """Memory for the parts of all ranks [ranks, ...] of each tensor, in one piece, each on a boundary of 16 bytes."""
+    unit = max(1, 16 // tensors[0].element_size())
+    sizes = [-(-ranks * tensor.numel() // unit) * unit for tensor in tensors]
+    pieces = tensors[0].new_empty(sum(sizes)).split(sizes)
+    return [p[: ranks * t.numel()].view(ranks, *t.shape) for p, t in zip(pieces, tensors, strict=True)]
 
 
 def _is_narrow(tensor: Tensor) -> bool:

@@ -389,7 +389,8 @@ def _all_reduce(site: Site) -> str:
 
 
 def _all_gather(site: Site) -> str:
-    return _chosen(site, _collective(site, [str(site.node.attrs["dim"])]))
+    together = ["together=True"] if site.node.attrs.get("together") else []
+    return _chosen(site, _collective(site, [str(site.node.attrs["dim"]), *together]))
 
 
 def _reduce_scatter(site: Site) -> str:

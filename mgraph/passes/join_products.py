@@ -15,8 +15,12 @@ memory (`joined_states` of `joining.py` says which), so that nothing is copied f
 moves less than the sums did unless v is twice as wide as the input. It pays because a product of few columns, or of a
 short sum, runs slower than a large one: it fills the multiprocessors less evenly, and adds to what it must read first.
 
-What is joined must be state in every call, whole on each rank. Where the backward cannot be joined, the forward is not.
-Where gate and up are parts of one projection already, its gradient is made at once (`packed_units.py`).
+Weights that ranks gather lie so where they were received (`gathered.py`), if one gather has them one after another; the
+function gives parts of the one gradient to its caller then.
+
+What is joined must be state in every call, whole on each rank, or gathered in every call. Where the backward cannot be
+joined, the forward is not. Where gate and up are parts of one projection already, its gradient is made at once
+(`packed_units.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from typing import Any, ClassVar
 from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.passes.base import Pass, Report, Stage, Tier
+from mgraph.passes.gathered import with_results_together
 from mgraph.passes.joining import Chains, Miss, Sum, sums_of, turning, uneven_states
 from mgraph.passes.packed_units import with_packed_units
 
@@ -66,7 +71,7 @@ class JoinProducts(Pass):
             return module
         for name, function in functions.items():
             functions[name] = self._forward(function, chains, report)
-        return replace(module, functions=functions)
+        return with_results_together(replace(module, functions=functions), chains.gathered, self.name)
 
     def _backward(self, function: Function, chains: Chains, report: Report) -> Function:
         for root in [node for node in function.nodes if node.op == "matmul_add"]:
@@ -119,11 +124,7 @@ def _with_joined_linear(function: Function, linears: Sequence[Node], made_by: st
     turned = turning(function, linears)
     if turned is not None:
         whole = make("rope_joined", (whole, *turned.tables), whole.type, "turned", **turned.attrs)
-    start, dim = 0, len(given.shape) - 1
-    for node, extent in zip(linears, extents, strict=True):
-        attrs = {"dim": dim, "start": start, "end": start + extent}
-        make.nodes.append(replace(node, op="aten.slice.Tensor", operands=(whole,), attrs=attrs, made_by=made_by))
-        start += extent
+    make.nodes += _parts(linears, whole, len(given.shape) - 1, made_by)
     function = make.in_place_of(set(linears))
     if turned is None:
         return function
@@ -138,7 +139,7 @@ def _with_joined_sum(function: Function, found: Sum, made_by: str) -> Function:
     grads = found.emit(make)
     weight = make.joined([term.weight for term in found.terms])
     make.nodes.append(replace(found.root, op=_MATMUL, operands=(grads, weight), attrs={}, made_by=made_by))
-    if found.updates:
+    if found.products:
         flat, x = found.products[0].operands[0], found.products[0].operands[1]
         rows, columns = flat.tensor.shape[1], grads.tensor.shape[-1]
         row_type = replace(found.flat_type, shape=(rows, columns))
@@ -151,11 +152,28 @@ def _with_joined_sum(function: Function, found: Sum, made_by: str) -> Function:
         right = x if found.input is x else make("reshape", (found.input,), x.type, "reshape", shape=x.tensor.shape)
         product = found.products[0].result.tensor
         part = make(_MM, (turned, right), replace(product, shape=(columns, product.shape[1])), "mm")
-        operands = (*(update.operands[0] for update in found.updates), part)
-        results = tuple(update.result for update in found.updates)
-        update = found.updates[0]
-        make.nodes.append(replace(update, op="accumulate_joined", operands=operands, results=results, made_by=made_by))
+        make.nodes += (
+            _added(found.updates, part, made_by) if found.updates else _parts(found.products, part, 0, made_by)
+        )
     return make.in_place_of({*found.gone, found.root})
+
+
+def _added(updates: Sequence[Node], part: Value, made_by: str) -> list[Node]:
+    """One gradient added to the totals of several weights, as if they were one."""
+    operands = (*(update.operands[0] for update in updates), part)
+    results = tuple(update.result for update in updates)
+    return [replace(updates[0], op="accumulate_joined", operands=operands, results=results, made_by=made_by)]
+
+
+def _parts(nodes: Sequence[Node], whole: Value, dim: int, made_by: str) -> list[Node]:
+    """What several nodes gave, as parts of one tensor, one after another along `dim`."""
+    made, start = [], 0
+    for node in nodes:
+        end = start + node.result.tensor.shape[dim]
+        attrs = {"dim": dim, "start": start, "end": end}
+        made.append(replace(node, op="aten.slice.Tensor", operands=(whole,), attrs=attrs, made_by=made_by))
+        start = end
+    return made
 
 
 class _Maker:

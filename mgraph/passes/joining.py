@@ -10,6 +10,7 @@ from typing import Any
 from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.ir.types import Shard, TensorType
 from mgraph.passes.calls import callee, calls, roots
+from mgraph.passes.gathered import gathered_states, gathers_of, is_gathered_along_rows, lie_together
 
 ALIGNMENT = 16
 """Bytes of which every joined state but the last is a multiple: what the fast loads of kernels and libraries want."""
@@ -60,6 +61,8 @@ def joined_states(module: Module) -> dict[str, str]:
         if node.op.removesuffix("_") not in ("joined", "accumulate_joined"):
             continue
         tensors = node.operands if node.op == "joined" else node.operands[:-1]
+        if not all(tensor in bound for tensor in tensors):
+            continue  # gathered, which lays them together
         for names in zip(*(bound[tensor] for tensor in tensors), strict=True):
             for before, name in itertools.pairwise(names):
                 assert after.setdefault(name, before) == before, f"{name} lies after {after[name]} and after {before}"
@@ -79,15 +82,21 @@ def _matrix_bytes(type_: TensorType) -> int | None:
 
 
 class Chains:
-    """The states that are joined so far; none that is `uneven` has another behind it."""
+    """The states that are joined so far, where they lie or where they are `gathered`; none that is `uneven` has another
+    behind it."""
 
     def __init__(self, module: Module, uneven: frozenset[str]) -> None:
-        self._module, self._bound, self._uneven = module, bound_states(module), uneven
+        self._module, self._uneven = module, uneven
+        self._gathered = gathered_states(module)
+        self._bound = bound_states(module) | self._gathered
         self.of_state: dict[str, tuple[str, ...]] = {}
+        self.gathered: set[str] = set()
 
     def add(self, *joined: Sequence[Value]) -> None:
-        """Join the states that slots stand for, in every call. Raises `Miss` where that cannot be."""
+        """Join the states that slots stand for, or that params are gathered from, in every call. Raises `Miss` where
+        that cannot be."""
         chains: list[tuple[str, ...]] = []
+        together = {name for tensors in joined for t in tensors for name in self._gathered.get(t, ())}
         for tensors in joined:
             for tensor in tensors:
                 check(tensor in self._bound, "state", f"{tensor!r} is no state in every call")
@@ -96,7 +105,8 @@ class Chains:
             for name in chain:
                 state = self._module.state[name]
                 split = any(isinstance(placed, Shard) for _, placed in state.type.placement)
-                check(not split, "placement", f"{name} is split over ranks")
+                whole = is_gathered_along_rows(self._module, state) if name in together else not split
+                check(whole, "placement", f"{name} is split over ranks")
                 check(not state.host, "place", f"{name} lies in the memory of the host")
                 check(self.of_state.get(name, chain) == chain, "chain", f"{name} is joined with others, too")
                 size = _matrix_bytes(state.type)
@@ -105,8 +115,12 @@ class Chains:
             types = {(state.type.dtype, state.type.shape[1]) for state in map(self._module.state.__getitem__, chain)}
             check(len(types) == 1, "type", f"{', '.join(chain)} differ in type")
             check(len(set(chain)) == len(chain), "chain", f"{chain[0]} is joined with itself")
+            if not together.isdisjoint(chain):
+                alike = all(lie_together(gather, chain) for n in chain for gather in gathers_of(self._module, n))
+                check(alike, "order", f"{', '.join(chain)} are not gathered one after another")
         for chain in chains:
             self.of_state.update(dict.fromkeys(chain, chain))
+        self.gathered |= together
 
     def place(self, tensor: Value) -> tuple[Chain, int] | None:
         """The chains that a tensor's states are of, and its place in these; None where it is in none."""
@@ -128,8 +142,9 @@ class Term:
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum of products that can be one. `products` and `updates` are those of the weights' gradients (none where the
-    weights have none), of `input`; `emit` makes the left operands beside each other, in the order of the terms."""
+    """A sum of products that can be one. `products` and `updates` are those of the weights' gradients, of `input` (none
+    where the weights have none; no updates where the function gives the gradients to its caller); `emit` makes the left
+    operands beside each other, in the order of the terms."""
 
     root: Node
     terms: tuple[Term, ...]
@@ -157,13 +172,16 @@ def sums_of(function: Function, root: Node) -> Iterator[Sum]:
     gradients = [view.weight_gradient(term.left, by_left[term.left]) for term in terms]
     known = [g for g in gradients if g is not None]
     check(len(known) in (0, len(gradients)), "gradient", "some of the weights have gradients, and others none")
-    products, updates = tuple(g.product for g in known), tuple(g.update for g in known)
+    products, updates = tuple(g.product for g in known), tuple(g.update for g in known if g.update is not None)
+    check(
+        len(updates) in (0, len(products)), "gradient", "some gradients of the weights are added up, others given back"
+    )
     value, flat = root.result, root.result.tensor
     if known:
         inputs = {(g.input, g.product.operands[1].type) for g in known}
         check(len(inputs) == 1, "input", "the gradients of the weights are products with different inputs")
         value, flat = known[0].input, known[0].flat
-        check(len({repr(dict(u.attrs)) for u in updates}) == 1, "fresh", "some totals are written and others added to")
+        check(len({repr(dict(u.attrs)) for u in updates}) < 2, "fresh", "some totals are written and others added to")
         check(view.is_made_before(value, root), "order", f"{value!r} is made after the sum")
         late = all(view.place[reader] > view.place[root] for u in updates for reader in view.readers(u.result))
         check(late, "order", "a gradient of a weight is read before the sum is made")
@@ -210,8 +228,8 @@ def _of_heads(view: _View, by_left: dict[Value, Node]) -> Found | None:
         return None
     check(ropes[0].attrs == ropes[1].attrs, "rope", "q and k turn differently")
     check(ropes[0].operands[1:] == ropes[1].operands[1:], "rope", "q and k turn by different tables")
-    # The order of q and k is that of their slots, and so the same wherever the weights are read.
-    order = {value: place for place, value in enumerate(view.function.slots)}
+    # The order of q and k is that of their params or slots, and so the same wherever the weights are read.
+    order = {value: place for place, value in enumerate((*view.function.params, *view.function.slots))}
     terms.sort(key=lambda term: (view.maker(term.source, "rope") is None, order.get(term.weight, 0), term.weight.name))
     for node in [*views[1::2], *ropes]:
         view.check_sole(node.result)
@@ -277,10 +295,11 @@ def turning(function: Function, linears: Sequence[Node]) -> Turning | None:
 
 @dataclass(frozen=True)
 class _WeightGradient:
-    """left^T @ input, added to a total; `flat` is the type of left as a matrix, `nodes` all that made it."""
+    """left^T @ input, added to a total, or a result of the function; `flat` is the type of left as a matrix, `nodes`
+    all that made it."""
 
     product: Node
-    update: Node
+    update: Node | None
     input: Value
     flat: TensorType
     nodes: tuple[Node, ...]
@@ -329,6 +348,9 @@ class _View:
         maker = self.made.get(value)
         return maker is None or self.place[maker] < self.place[node]
 
+    def _check_is(self, node: Node, op: str) -> None:
+        check(node.op == op, "gradient", f"`{node.id}` is no gradient of the weight, added to a total")
+
     def weight_gradient(self, left: Value, product: Node) -> _WeightGradient | None:
         """What else is made of the left operand of a product: the gradient of its weight, or nothing."""
         check(left not in self._results, "users", f"{left!r} is a result of the function")
@@ -341,11 +363,16 @@ class _View:
         if nodes[0].op == "reshape":
             flat = nodes[0].result
             nodes.append(self.check_sole(flat))
-        for op in ("aten.t.default", "aten.mm.default", "accumulate"):
-            check(nodes[-1].op == op, "gradient", f"`{nodes[-1].id}` is no gradient of the weight, added to a total")
-            if op != "accumulate":
-                nodes.append(self.check_sole(nodes[-1].result))
-        turned, mm, update = nodes[-3:]
+        self._check_is(nodes[-1], "aten.t.default")
+        turned = nodes[-1]
+        mm = self.check_sole(turned.result)
+        self._check_is(mm, "aten.mm.default")
+        nodes.append(mm)
+        update = None
+        if mm.result not in self._results or self.readers(mm.result):
+            update = self.check_sole(mm.result)
+            self._check_is(update, "accumulate")
+            nodes.append(update)
         check(mm.operands[0] is turned.result, "gradient", f"`{mm.id}` is not the product with the input")
         given = mm.operands[1]
         if (shaped := self.maker(given, "reshape")) is not None:

@@ -183,6 +183,12 @@ def check_parts(rank):
     same(v1.wait(pending), [torch.cat([a.t(), b.t()], 1) for a, b in (pairs[1], pairs[3])])
     assert pending.messages == [] and pending.results == {}
     same([alone], [torch.cat(pairs[0], 2)])
+    # Those that are together are one tensor to `joined`.
+    rows = [torch.arange(8.0).reshape(2, 4) + 10 * rank, torch.arange(12.0).reshape(3, 4) - rank]
+    wholes = v1.wait(v1.all_gather_start(rows, "dp", 0, together=True))
+    first, second = rows[0] - 10 * rank, rows[1] + rank
+    same(wholes, [torch.cat([first, first + 10]), torch.cat([second, second - 1])])
+    same([v1.joined(*wholes)], [torch.cat(wholes)])
     # One contiguous tensor along dim 0 is used where it was received.
     (gathered,) = v1.all_gather([mine[3]], "dp", 0)
     assert gathered.is_contiguous() and gathered.untyped_storage().nbytes() == 2 * mine[3].untyped_storage().nbytes()

@@ -39,9 +39,10 @@ all_reduce_start = define_op(
 )
 
 
-def _all_gather(*groups: Any, axis: str, dim: int, extent: Dim | None = None) -> Any:
+def _all_gather(*groups: Any, axis: str, dim: int, extent: Dim | None = None, together: bool = False) -> Any:
     """The shards of all ranks joined along `dim`: `S(dim)` to `R`. With an `extent`, that of the result along `dim`,
-    the results count as values of their ranks, of which the extent has all: `S(dim)` to `S(dim)`."""
+    the results count as values of their ranks, of which the extent has all: `S(dim)` to `S(dim)`. Results that are
+    `together` lie one after another in memory, as `joined` reads them."""
     import torch
 
     return tuple([torch.cat(list(ranks), dim)] * len(ranks) for ranks in groups)
@@ -57,7 +58,7 @@ def _with_extent(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple
     return tuple(replace(t, shape=(*t.shape[:dim], attrs["extent"], *t.shape[dim + 1 :])) for t in types)
 
 
-_GATHER = {"axis": REQUIRED, "dim": REQUIRED, "extent": None}
+_GATHER = {"axis": REQUIRED, "dim": REQUIRED, "extent": None, "together": False}
 all_gather = define_op("all_gather", _all_gather, attrs=_GATHER, infer=_infer_all_gather, collective=True)
 all_gather_start = define_op(
     "all_gather_start", _all_gather, attrs=_GATHER, infer=_start(_infer_all_gather), collective=True
