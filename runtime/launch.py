@@ -18,6 +18,9 @@ from mgraph.errors import MgraphError, PackageError
 ALIGNMENT = 16
 """Bytes, and for strides elements, that the aligned variant of a binary counts on."""
 
+EARLY = 12030
+"""The first driver whose graphs take launches that come while others end, CUDA 12.3."""
+
 Shape = tuple[int, ...]
 
 
@@ -43,8 +46,9 @@ class Device(Protocol):
     def load(self, cubin: bytes, symbol: str, shared: int) -> Any:
         """Load a binary; the handle of its kernel `symbol`, prepared for `shared` bytes of shared memory."""
 
-    def launch(self, kernel: Any, grid: Shape, threads: int, shared: int, parameters: int) -> None:
-        """Launch on torch's current stream; `parameters` is the address of an array of pointers to the arguments."""
+    def launch(self, kernel: Any, grid: Shape, threads: int, shared: int, parameters: int, early: bool) -> None:
+        """Launch on torch's current stream; `parameters` is the address of an array of pointers to the arguments. What
+        waits for all launches before it may come `early`, while these end: in a graph it does."""
 
 
 class CudaDevice:
@@ -64,7 +68,8 @@ class CudaDevice:
         properties = torch.cuda.get_device_properties(device)
         self.capability = (properties.major, properties.minor)
         self.multiprocessors = properties.multi_processor_count
-        self.cuda = self._checked(driver.cuDriverGetVersion()) // 1000
+        version = self._checked(driver.cuDriverGetVersion())
+        self.cuda, self._knows_early = version // 1000, version >= EARLY
         self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._success = driver.CUresult.CUDA_SUCCESS
         self._streams: dict[int, Any] = {}
@@ -89,11 +94,14 @@ class CudaDevice:
                 self._checked(driver.cuFuncSetAttribute(function, attribute, shared))
         return function
 
-    def launch(self, kernel: Any, grid: Shape, threads: int, shared: int, parameters: int) -> None:
+    def launch(self, kernel: Any, grid: Shape, threads: int, shared: int, parameters: int, early: bool) -> None:
         """See `Device.launch`."""
         if torch.cuda.current_device() != self._index:
             with torch.cuda.device(self._index):
-                self.launch(kernel, grid, threads, shared, parameters)
+                self.launch(kernel, grid, threads, shared, parameters, early)
+            return
+        if early and self._knows_early and torch.cuda.is_current_stream_capturing():
+            self._capture_early(kernel, grid, threads, shared, parameters)
             return
         handle = self._current_stream(self._index)
         stream = self._streams.get(handle)
@@ -108,6 +116,18 @@ class CudaDevice:
             code = launch(kernel, *grid, threads, 1, 1, shared, stream, parameters, 0)[0]
         if code != self._success:
             self._checked((code,))
+
+    def _capture_early(self, kernel: Any, grid: Shape, threads: int, shared: int, parameters: int) -> None:
+        """Add a kernel to the graph that is captured, which comes while the one before it in the stream ends."""
+        driver = self._driver
+        attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.hStream = shared, driver.CUstream(self._current_stream(self._index))
+        config.attrs, config.numAttrs = [attribute], 1
+        self._checked(driver.cuLaunchKernelEx(config, kernel, parameters, 0))
 
 
 class Launcher(Protocol):
@@ -174,7 +194,8 @@ class CubinLauncher:
             for scratch in hidden:
                 slots[index] = 0 if scratch is None else scratch.data_ptr()
                 index += 1
-            self._device.launch(kernel, grid, binary["threads"], binary["shared"], self._address)
+            early = binary.get("early", False)
+            self._device.launch(kernel, grid, binary["threads"], binary["shared"], self._address, early)
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:

@@ -60,7 +60,9 @@ class Recorder:
     def load(self, cubin: bytes, symbol: str, shared: int) -> Any:
         return (cubin.decode(), symbol, shared)
 
-    def launch(self, kernel: Any, grid: tuple[int, ...], threads: int, shared: int, parameters: int) -> None:
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], threads: int, shared: int, parameters: int, early: bool
+    ) -> None:
         pointers = (ctypes.c_uint64 * 7).from_address(parameters)
         values = [ctypes.c_uint64.from_address(pointer).value for pointer in pointers]
         record = {"kernel": kernel, "grid": grid, "threads": threads, "shared": shared, "values": values}

@@ -18,6 +18,7 @@ An entry of the manifest's `kernels` list, as `build_kernels` returns it:
         arch, cuda            `sm_90a`; least CUDA major version of the driver
         alignment             bytes on which every tensor must start
         threads, shared       per block: number of threads, bytes of shared memory
+        early                 whether it may come while what was launched before it ends (`early.py`)
         hidden                bytes per program of each further pointer argument Triton appends; 0: pass a null pointer
 """
 
@@ -33,6 +34,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mgraph.codegen.triton.early import HELPER, can_come_early, comes_early, coming_early
 from mgraph.codegen.triton.kernel import KernelSpec, Launch, kernels_text, reference_text
 from mgraph.codegen.triton.triton_cache import PtxAbi, compile_whole
 from mgraph.errors import MgraphError, OptionError
@@ -54,6 +56,7 @@ class Binary:
     threads: int
     shared: int
     hidden: tuple[int, ...]
+    early: bool = False
 
     def to_data(self, file: str) -> dict[str, Any]:
         """The manifest's entry of this binary, stored at `file`."""
@@ -66,6 +69,7 @@ class Binary:
             "threads": self.threads,
             "shared": self.shared,
             "hidden": list(self.hidden),
+            "early": self.early,
         }
 
 
@@ -112,7 +116,10 @@ def build_kernels(
     names = [spec.name for spec in specs]
     assert len(set(names)) == len(names), f"two kernels of one name: {sorted(names)}"
     (directory / "reference.py").write_text(reference_text(specs), encoding="utf-8")
-    source, text = directory / "kernels.py", kernels_text(specs)
+    if can_come_early(archs):
+        specs = [coming_early(spec) for spec in specs]
+    source = directory / "kernels.py"
+    text = kernels_text(specs, HELPER if any(map(comes_early, specs)) else "")
     source.write_text(text, encoding="utf-8")
     missing = {job.key: job for spec in specs for launch in spec.launches for job in _jobs(spec, launch, archs)}
     missing = {key: job for key, job in missing.items() if key not in made}
@@ -182,10 +189,10 @@ def compile_launch(module: ModuleType, spec: KernelSpec, launch: Launch, arch: s
         compiled, abi = compile_whole(lambda: triton.compile(source, target, options), launch.function)
     except triton.errors.TritonError as error:
         raise MgraphError(f"Triton rejects kernel {launch.function}: {error}", where=module.__file__) from error
-    return _binary(compiled, abi, len(types), ALIGNMENT if aligned else 1)
+    return _binary(compiled, abi, len(types), ALIGNMENT if aligned else 1, comes_early(spec))
 
 
-def _binary(compiled: Any, abi: PtxAbi, num_arguments: int, alignment: int) -> Binary:
+def _binary(compiled: Any, abi: PtxAbi, num_arguments: int, alignment: int, early: bool) -> Binary:
     """A compiled kernel with its launch ABI: of its PTX where that says it, else of Triton's metadata."""
     metadata = compiled.metadata
     assert metadata.num_ctas == 1 and not metadata.launch_cooperative_grid, (
@@ -204,6 +211,7 @@ def _binary(compiled: Any, abi: PtxAbi, num_arguments: int, alignment: int) -> B
         threads=abi.threads,
         shared=metadata.shared,
         hidden=hidden,
+        early=early,
     )
 
 

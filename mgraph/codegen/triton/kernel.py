@@ -210,10 +210,11 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def kernels_text(specs: Sequence[KernelSpec]) -> str:
-    """The whole text of a package's `kernels.py`."""
+def kernels_text(specs: Sequence[KernelSpec], helper: str = "") -> str:
+    """The whole text of a package's `kernels.py`, with a function that kernels call before them."""
     header = '"""Triton kernels of this package: the source of the binaries under cubin/."""\n\nimport triton\n'
-    return header + "import triton.language as tl\n" + "".join(f"\n\n{spec.source.strip()}\n" for spec in specs)
+    texts = [text.strip() for text in (helper, *(spec.source for spec in specs)) if text]
+    return header + "import triton.language as tl\n" + "".join(f"\n\n{text}\n" for text in texts)
 
 
 def reference_text(specs: Sequence[KernelSpec]) -> str:

@@ -35,7 +35,9 @@ class Interpreter:
     def load(self, cubin: bytes, symbol: str, shared: int) -> Any:
         raise AssertionError("the interpreter loads no binaries")
 
-    def launch(self, kernel: Any, grid: tuple[int, ...], threads: int, shared: int, parameters: int) -> None:
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], threads: int, shared: int, parameters: int, early: bool
+    ) -> None:
         raise AssertionError("the interpreter launches no binaries")
 
 

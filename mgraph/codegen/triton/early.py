@@ -1,0 +1,53 @@
+"""Kernels that come to their multiprocessors while those before them end (programmatic dependent launch, CUDA 12.3).
+
+Each kernel first waits for what was launched before it, and then lets what follows come to wait as well:
+
+    begin()                                   griddepcontrol.wait; griddepcontrol.launch_dependents
+
+So between two kernels of a CUDA graph, where the runtime launches them so, lies no launch any more: a microsecond, much
+of a step that decodes. A kernel may only be launched that way if all of its programs wait before they read or write
+anything: then what is before it has ended, and what follows, which waits for it, is after both.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mgraph.codegen.triton.kernel import KernelSpec
+
+FIRST = 90
+"""The first architecture, sm_90, that has the instructions."""
+CALL = "begin()"
+HELPER = f'''
+@triton.jit
+def {CALL}:
+    """Waits for all launches before this one; those after it may come and wait for it then."""
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+'''
+
+
+def can_come_early(archs: Sequence[str]) -> bool:
+    """Whether kernels for these architectures, such as `sm_90a`, may come while others end."""
+    numbers = [re.match(r"sm_(\d+)", arch) for arch in archs]
+    return bool(numbers) and all(number is not None and int(number[1]) >= FIRST for number in numbers)
+
+
+def coming_early(spec: KernelSpec) -> KernelSpec:
+    """The kernel with a `begin()` as the first statement of each function that is launched."""
+    launched = {launch.function for launch in spec.launches}
+    lines = spec.source.splitlines(keepends=True)
+    functions = [node for node in ast.parse(spec.source).body if isinstance(node, ast.FunctionDef)]
+    for function in reversed(functions):
+        if function.name in launched:
+            first = function.body[1] if ast.get_docstring(function) is not None else function.body[0]
+            lines.insert(first.lineno - 1, f"{' ' * first.col_offset}{CALL}\n")
+    return replace(spec, source="".join(lines))
+
+
+def comes_early(spec: KernelSpec) -> bool:
+    """Whether a kernel begins so."""
+    return f" {CALL}\n" in spec.source

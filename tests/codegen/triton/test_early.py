@@ -1,0 +1,75 @@
+"""Kernels that come while others end: what is launched waits first, in packages whose architectures all know how."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from mgraph.codegen.triton import build_kernels, rms_norm
+from mgraph.codegen.triton.early import can_come_early, coming_early
+from mgraph.codegen.triton.kernel import KernelSpec
+from mgraph.codegen.triton.rms_norm import RmsNorm
+from mgraph.runtime.launch import CubinLauncher
+
+PROBLEM = RmsNorm(64, "bf16", "bf16", 1e-6)
+
+
+def spec() -> KernelSpec:
+    """Two launches: rows of the gradient, and sums over them."""
+    return rms_norm.backward("norm_grad", PROBLEM)
+
+
+def test_architectures() -> None:
+    assert can_come_early(["sm_90a"]) and can_come_early(["sm_90", "sm_100a", "sm_120"])
+    assert not can_come_early([]) and not can_come_early(["sm_80"]) and not can_come_early(["sm_90a", "sm_80"])
+    assert not can_come_early(["gfx942"])
+
+
+def test_what_is_launched_waits_first() -> None:
+    plain, early = spec(), coming_early(spec())
+    functions = {node.name: node for node in ast.parse(early.source).body if isinstance(node, ast.FunctionDef)}
+    launched = {launch.function for launch in early.launches}
+    assert len(launched) == 2 and early.source.count("begin()") == 2
+    for name, function in functions.items():
+        first = function.body[1] if ast.get_docstring(function) else function.body[0]
+        assert (ast.unparse(first) == "begin()") == (name in launched)
+    assert early.source.replace("    begin()\n", "") == plain.source
+    assert early.launches == plain.launches
+
+
+@pytest.mark.parametrize(("archs", "early"), [(["sm_90a"], True), (["sm_90a", "sm_80"], False)])
+def test_binaries(archs: list[str], early: bool, tmp_path: Path) -> None:
+    (entry,) = build_kernels([spec()], tmp_path, archs)
+    text = (tmp_path / "kernels.py").read_text()
+    assert ("def begin():" in text, text.count("    begin()")) == ((True, 2) if early else (False, 0))
+    binaries = [binary for launch in entry["launches"] for binary in launch["binaries"]]
+    assert {binary["early"] for binary in binaries} == {early}
+    assert all((tmp_path / binary["file"]).stat().st_size > 1000 for binary in binaries)
+
+
+def test_a_launch_says_so() -> None:
+    """A device that records stands for CUDA: `early` reaches it, from the binary that is launched."""
+    launcher = CubinLauncher.__new__(CubinLauncher)
+    seen: list[bool] = []
+
+    class Recorder:
+        torch_device = torch.device("cpu")
+
+        def launch(self, *given: object) -> None:
+            seen.append(bool(given[-1]))
+
+    slots = (ctypes.c_uint64 * 1)()
+    for early in ({"early": True}, {"early": False}, {}):
+        binary = {"threads": 32, "shared": 0, "hidden": [], **early}
+        launcher.__dict__.update(
+            _device=Recorder(), _aligned=(1, binary), _generic=(1, binary), _slots=slots, _args=[], _address=0
+        )
+        launcher.__dict__["_lock"] = threading.Lock()
+        launcher.launch({}, {}, (1, 1, 1), True)
+    assert seen == [True, False, False]
