@@ -3,7 +3,8 @@
 The first call with inputs of some shapes runs as any other: it is a step like the others, and brings up what libraries
 set up at first use, so that nothing has to be undone. The second is captured, which runs nothing, and replayed; from
 then on a call copies its inputs into those of the graph, launches it, and gives copies of its results. All graphs share
-one pool of memory. What is random in a step is read from its state (`rng.*`), and so differs from replay to replay.
+one pool of memory, but for those that are captured after a capture has failed. What is random in a step is read from
+its state (`rng.*`), and so differs from replay to replay.
 An entry that cannot be one graph may be several: calls of some of its functions (`pieces.py`).
 """
 
@@ -86,11 +87,17 @@ class EntryGraphs:
     `captured` are the entries that are one graph, `pieces` gives the functions of which calls are graphs in others.
     """
 
-    def __init__(self, captured: Collection[str], pieces: Mapping[str, Collection[str]] | None = None) -> None:
+    def __init__(
+        self,
+        captured: Collection[str],
+        pieces: Mapping[str, Collection[str]] | None = None,
+        new_pool: Callable[[], Recorder] = Pool,
+    ) -> None:
         self._entries = {name: frozenset[str]() for name in captured}
         self._entries |= {name: frozenset(functions) for name, functions in (pieces or {}).items()}
         self._held: dict[tuple[Any, ...], _Captured | Tape | None] = {}
         self._said: set[str] = set()
+        self._new_pool = new_pool
         self._pool: Recorder | None = None
         self._tape: Tape | None = None
         """That of the entry which runs in pieces, and of what the pieces are calls."""
@@ -118,6 +125,7 @@ class EntryGraphs:
                 held = self._held[key] = self._capture(entry, state, inputs)
             except (RuntimeError, PackageError) as error:  # torch and the driver raise nothing more exact
                 # Nothing has run, so nothing has to be undone; lack of memory, too, may be that of the graph alone.
+                self._pool = None
                 del self._entries[name]
                 self._say(name, str(error).strip().splitlines()[0])
                 return entry(state, *inputs)
@@ -163,6 +171,7 @@ class EntryGraphs:
         if self._failed is None:
             self._held[key] = tape
             return outputs
+        self._pool = None
         piece = self._failed.piece
         self._say(f"{name}: {piece}" if piece else name, str(self._failed.args[0]))
         left = self._entries[name] - {piece} if piece else frozenset()
@@ -172,8 +181,9 @@ class EntryGraphs:
         return outputs
 
     def _recorder(self) -> Recorder:
+        """Where graphs are captured; a new one after a capture has failed, as torch captures nothing more there."""
         if self._pool is None:
-            self._pool = Pool()
+            self._pool = self._new_pool()
         return self._pool
 
     def _capture(self, entry: Entry, state: State, inputs: Sequence[Tensor]) -> _Captured:

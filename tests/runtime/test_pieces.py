@@ -157,11 +157,19 @@ class Made:
     def __init__(self) -> None:
         self.plain, self.pieces = Step(), Step()
         self.ours, self.theirs = fresh(), fresh()
-        self.pool = Pool()
-        self.graphs = EntryGraphs([], {"microbatch": ["layer_fwd", "layer_bwd"]})
-        self.graphs._pool = self.pool
+        self.pools: list[Pool] = []
+        self.graphs = EntryGraphs([], {"microbatch": ["layer_fwd", "layer_bwd"]}, self.new_pool)
         for name in ("layer_fwd", "layer_bwd"):
             setattr(self.pieces, name, self.graphs.piece(name, getattr(self.pieces, name)))
+
+    def new_pool(self) -> Pool:
+        self.pools.append(Pool())
+        return self.pools[-1]
+
+    @property
+    def pool(self) -> Pool:
+        """The one that graphs are captured in."""
+        return self.pools[-1]
 
     def check(self, seed: int, rows: int = 5) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(seed)
@@ -212,8 +220,9 @@ def test_a_function_that_cannot_be_captured_runs() -> None:
     made = Made()
 
     def refusing(saved: list[Tensor], *rest: Tensor) -> Tensor:
-        result = _layer_bwd(saved, *rest) if not made.pool.records else rest[0] * saved.pop()
-        if made.pool.records:
+        records = bool(made.pools) and made.pool.records
+        result = _layer_bwd(saved, *rest) if not records else rest[0] * saved.pop()
+        if records:
             raise RuntimeError("operation not permitted\nmore")
         return result
 
@@ -226,6 +235,7 @@ def test_a_function_that_cannot_be_captured_runs() -> None:
         for seed in range(2, 5):
             made.check(seed)
     assert made.captured() == [LAYERS]
+    assert len(made.pools) == 2, "torch captures nothing into a pool where a capture has failed"
 
 
 def test_another_order_ends_the_graphs() -> None:

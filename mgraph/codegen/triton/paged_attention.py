@@ -45,7 +45,7 @@ FIXED_ROWS, FIXED_RUNS, FIXED_KEYS = 64, 8, 256
 few long sequences, and need more room for their sums."""
 SPAN = 32
 """Starts of requests that are looked at at once."""
-JOINED = {"few": (8, 1), "many": (32, 2)}
+JOINED = {"few": (8, 1), "many": (64, 4)}
 """Runs that are added at once, and the warps that do: the threads of a single one have all of a column, and wait for no
 others. There may be more than many, of which those that are there are added in turns."""
 WIDEST = 256

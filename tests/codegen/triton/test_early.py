@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import ctypes
-import json
 import threading
 from pathlib import Path
 
