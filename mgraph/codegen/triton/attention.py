@@ -62,6 +62,12 @@ class Tuning:
         return self.queries // self.together(problem)
 
 
+WIDE_ROW = 64
+"""Columns of 16-bit numbers that fill a line of shared memory, 128 bytes. Values in narrower rows are read before the
+scores are made: Triton 3.6 and 3.7 put those that are read after it where the keys were, and then what is not loaded
+asynchronously (off 16-byte boundaries, or in one stage) is multiplied wrongly on sm_90a, from the 17th key on."""
+
+
 def tuning(problem: Attention) -> Tuning:
     """Blocks of which two or more programs have room on a multiprocessor, whose products and exponentials then overlap;
     one of the widest heads. Within a short window less is computed to be hidden where few keys are taken at a time."""
@@ -340,9 +346,12 @@ def _source(name: str, problem: Attention, cut: Tuning, args: tuple[str, ...], d
         *sums_of(problem, cut),
         f"for start in range(low, high, {cut.keys}):",
     ]
+    values = v.read("start", "column < T")
+    early = problem.value_columns < WIDE_ROW
     scores = [
         f"column = start + tl.arange(0, {cut.keys})",
         *k.read("start", "column < T"),
+        *(values if early else ()),
         "score = tl.dot(q, tl.trans(k))",
         *bend,
     ]
@@ -352,7 +361,7 @@ def _source(name: str, problem: Attention, cut: Tuning, args: tuple[str, ...], d
         f"weight = tl.exp2(score{factor} - above[:, None])",
         "shrink = tl.exp2(peak - above)",
         "total = total * shrink + tl.sum(weight, axis=1)",
-        *v.read("start", "column < T"),
+        *(() if early else values),
         f"sum = tl.dot(weight.to(tl.{dtype}), v, sum * shrink[:, None])",
         "peak = above",
     ]

@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mgraph.codegen.triton.attention import WIDE_ROW
 from mgraph.codegen.triton.kernel import (
     ITEM_BYTES,
     LOG2E,
@@ -280,6 +281,11 @@ def _walk_lines(problem: PagedAttention, cut: Tuning, low: str, high: str, maske
     entry, offset = _places(problem.block_size, cut.keys)
     rows = f"({offset} * {problem.groups} + group)"
     size = problem.block_size * problem.groups
+    values = [
+        f"v_block = values_ptr + (block * {size * problem.value_width})[:, None]",
+        f"v = tl.load(v_block + ({rows}[:, None] * {problem.value_width} + across[None, :]){mask(v_masks)})",
+    ]
+    early = _padded(problem.value_width) < WIDE_ROW  # which says why
     lines = [
         f"key = place + tl.arange(0, {cut.keys})",
         *[f"inside = {inside}"] * masked,
@@ -287,13 +293,13 @@ def _walk_lines(problem: PagedAttention, cut: Tuning, low: str, high: str, maske
         "block = tl.load(entry" + ", mask=inside, other=0" * masked + ").to(tl.int64)",
         f"k_block = keys_ptr + (block * {size * problem.width})[:, None]",
         f"k = tl.load(k_block + ({rows}[:, None] * {problem.width} + wide[None, :]){mask(k_masks)})",
+        *(values if early else ()),
         *_score_lines(problem, masked),
         *top,
         "weight = tl.exp2(score - finite[:, None])",
         "scale = tl.exp2(top - finite)",
         "total = total * scale + tl.sum(weight, 1)",
-        f"v_block = values_ptr + (block * {size * problem.value_width})[:, None]",
-        f"v = tl.load(v_block + ({rows}[:, None] * {problem.value_width} + across[None, :]){mask(v_masks)})",
+        *(() if early else values),
         f"part = part * scale[:, None] + tl.dot(weight.to({language}), v{precision})",
         "top = higher",
     ]
