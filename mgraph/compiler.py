@@ -9,7 +9,7 @@ import dataclasses
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from mgraph.adapters import parse_adapter
 from mgraph.capture import CaptureReport, CheckpointForm, ModelSpec, capture_with_report
 from mgraph.codegen.kernel_sites import kernel_sites
 from mgraph.codegen.package import PackageInfo, check_target, emit_package
-from mgraph.codegen.profile import read_profile
+from mgraph.codegen.profile import Profile, read_profile
 from mgraph.codegen.providers import parse_providers
 from mgraph.codegen.triton.builder import KernelBuilder
 from mgraph.errors import OptionError
@@ -311,15 +311,18 @@ def compile_package(
     the `MgraphError` of the stage that fails.
     """
     check_target(recipe.directory.absolute(), force=force)
-    read_profile(recipe.profile_name), parse_providers(recipe.provider)  # what is wrong is said before the capture
+    # What is wrong with either is said before the capture.
+    profile, providers = read_profile(recipe.profile_name), parse_providers(recipe.provider)
     with KernelBuilder(recipe.archs) as builder:
-        return _compile(recipe, extra, builder, force=force, say=say)
+        return _compile(recipe, extra, builder, profile, providers, force=force, say=say)
 
 
 def _compile(
     recipe: Recipe,
     extra: tuple[Instrument, ...],
     builder: KernelBuilder,
+    profile: Profile,
+    providers: Mapping[str, str],
     *,
     force: bool,
     say: Callable[[str], Any],
@@ -353,9 +356,9 @@ def _compile(
         done.form.layout,
         _adapters(done),
         [f"{m.function} %{m.node}: {m.detail}" for r in done.results if r.name == Pad.name for m in r.report.matches],
-        read_profile(recipe.profile_name),
+        profile,
         {"B": recipe.batch, "S": recipe.seq},
-        parse_providers(recipe.provider),
+        providers,
         {} if plan is None else plan.facts(),
         recipe.batch_invariant,
     )

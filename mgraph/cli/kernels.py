@@ -20,11 +20,12 @@ from mgraph.cli.graphs import check_format
 from mgraph.cli.memory import wanted_sizes
 from mgraph.cli.snapshots import Compiled, open_package
 from mgraph.cli.table import table
+from mgraph.codegen.package import PROFILE
 from mgraph.codegen.prepare import called
-from mgraph.codegen.profile import Profile, committed_profiles, read_profile
+from mgraph.codegen.profile import Profile, read_profile
 from mgraph.codegen.providers import NCCL, Choice, Providers
 from mgraph.codegen.torch_provider import absorbable
-from mgraph.errors import OptionError, did_you_mean
+from mgraph.errors import OptionError, PackageError, did_you_mean
 from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.ir.local import declared_sizes
 from mgraph.passes.activations import extents
@@ -78,7 +79,8 @@ def run(
     """Write the tables to stdout; `sizes` of B and S as `mgraph memory` takes them, `entry` "" means those of a step.
 
     With `measure` the package runs `steps` steps on `device`. Raises OptionError for sizes that the package was not
-    compiled for, an entry that it has not, an unknown profile, and what cannot be measured.
+    compiled for, an entry that it has not, an unknown profile, and what cannot be measured; PackageError for a package
+    without its profile.
     """
     check_format(form, FORMATS)
     package = open_package(path)
@@ -86,10 +88,7 @@ def run(
     if entry and entry not in module.entries:
         raise OptionError(f"the package has no entry '{entry}'", str(path), did_you_mean(entry, module.entries))
     given = wanted_sizes(package, sizes)
-    options = package.manifest.get("fingerprint", {}).get("options", {})
-    target = options.get("target", "")
-    known = options.get("profile") or (target if target in committed_profiles() else "h100")
-    rates = read_profile(profile, "--rates") if profile else read_profile(known)
+    rates = read_profile(profile, "--rates") if profile else profile_of(package)
     predicted = bool(profile) or has_kernels(package.manifest)
     wanted = [entry] if entry else [name for name in STEP if name in module.entries] or list(module.entries)
     lines = forecast(package, rates, given, wanted)
@@ -98,9 +97,7 @@ def run(
         notes[0] += f"; predicted for {rates.card} (profile {rates.name}); ~: estimated, not measured"
     else:
         lines = [replace(line, microseconds=None, basis="") for line in lines]
-        notes.append(
-            f"no kernels for a GPU in this package, so no times are predicted; --rates {known}: as if run there"
-        )
+        notes.append("no kernels for a GPU in this package, so no times are predicted; --rates h100: as if run there")
     if measure:
         from mgraph.cli.kernel_times import step_times
 
@@ -113,6 +110,16 @@ def run(
         sys.stdout.write(json.dumps({**data, "nodes": rows}, indent=1) + "\n")
     else:
         sys.stdout.write("\n".join(_text(notes, lines, limit)))
+
+
+def profile_of(package: Compiled) -> Profile:
+    """The profile that a package was compiled with, which it holds. Raises PackageError where it does not."""
+    file = package.path / PROFILE
+    if not file.is_file():
+        raise PackageError(
+            "the package does not hold the profile it was compiled with", str(file), "compile it again, or --rates h100"
+        )
+    return read_profile(str(file))
 
 
 def has_kernels(manifest: Mapping[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 """The fingerprint of a package: a hash of its final graph, and every option it was compiled with, by reflection.
 
-A new option is covered as soon as it is a field of the recipe; nothing is listed by hand.
+A new option is covered as soon as it is a field of the recipe; nothing is listed by hand. An option that names a
+profile does not say what is in it, so what it held has a hash, too.
 """
 
 from __future__ import annotations
@@ -12,9 +13,15 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def fingerprint(ir_text: str, options: Any) -> dict[str, Any]:
-    """`ir` (SHA-256 of the final graph's text) and `options` (each field of the dataclass as plain data)."""
-    return {"ir": hashlib.sha256(ir_text.encode()).hexdigest(), "options": option_values(options)}
+def fingerprint(ir_text: str, options: Any, profile_text: str = "") -> dict[str, Any]:
+    """`ir` (SHA-256 of the final graph's text), `options` (each field of the dataclass as plain data) and `profile`
+    (SHA-256 of the text of the profile that providers were chosen by), where there is one."""
+    profile = {"profile": _digest(profile_text)} if profile_text else {}
+    return {"ir": _digest(ir_text), "options": option_values(options), **profile}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def option_values(options: Any) -> dict[str, Any]:
@@ -35,6 +42,8 @@ def explain_mismatch(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
             lines.append(f"option {name} is gone: it was {before[name]!r}")
         elif before[name] != after[name]:
             lines.append(f"option {name} changed from {before[name]!r} to {after[name]!r}")
+    if old.get("profile") != new.get("profile"):
+        lines.append("what the profile holds changed")
     if old.get("ir") != new.get("ir"):
         lines.append(
             "the graph changed" if lines else "the graph changed, with all options equal: the model or mgraph did"

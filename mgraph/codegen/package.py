@@ -34,6 +34,8 @@ MANIFEST = "manifest.json"
 EDITED = ".edited"
 CONFIGURATION = "config.json"
 """Where a package keeps the configuration of a transformers model, for those who export its weights."""
+PROFILE = "profile.json"
+"""Where a package keeps the profile it was compiled with: the file that was asked for may move, or say other times."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,10 @@ def _write(module: Module, info: PackageInfo, directory: Path, builder: KernelBu
     (directory / "step.py").write_text(step, encoding="utf-8")
     text = info.write_graphs(directory / "graphs") if info.write_graphs is not None else print_module(module)
     check_step(module, step)
-    mark = fingerprint(text, info.options)
+    times = "" if info.profile is None else info.profile.text()
+    if times:
+        (directory / PROFILE).write_text(times, encoding="utf-8")
+    mark = fingerprint(text, info.options, times)
     data = manifest(
         module, info.kind, info.pipeline, info.verification, mark, info.weight_layout, info.adapters, info.padded
     )

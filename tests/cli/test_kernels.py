@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from mgraph.cli.kernel_times import line_times
 from mgraph.cli.kernels import call_counts
 from mgraph.cli.snapshots import open_package
+from mgraph.codegen.profile import read_profile
 from mgraph.codegen.providers import family_of
 from mgraph.passes.differentiation import VIEWS
 
@@ -115,6 +117,34 @@ def test_the_manifest_and_the_tables_agree(mgraph: Mgraph, for_gpu: Path) -> Non
     text = mgraph("kernels", for_gpu, "--limit", "3").out
     assert "@layer.fwd, 2 a step: " in text and "models/attention.py:" in text and "more (--limit)" in text
     assert text.index("@layer.bwd") < text.index("@layer.fwd") and "in all" in text
+
+
+def test_the_profile_goes_with_the_package(mgraph: Mgraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of another directory, which later has other times, and then is gone."""
+    monkeypatch.chdir(tmp_path)
+    profile = read_profile("h100")
+    marks = []
+    for name, launch in (("one", 3e-6), ("two", 7e-6)):
+        slower = replace(profile, name="mine", card="a card", rates={**profile.rates, "launch_seconds": launch})
+        Path("mine.json").write_text(slower.text())
+        given = ["--arch", "none", "--profile", "mine.json", "-o", name]
+        assert mgraph("compile", "dense-tiny", *given).code == 0
+        manifest = json.loads(Path(name, "manifest.json").read_text())
+        assert "profile.json" in manifest["files"] and read_profile(str(Path(name, "profile.json"))) == slower
+        marks.append(manifest["fingerprint"])
+    assert marks[0]["profile"] != marks[1]["profile"] and marks[0]["ir"] == marks[1]["ir"]
+    Path("mine.json").unlink()
+    monkeypatch.chdir("/")
+    assert "no times are predicted" in mgraph("kernels", tmp_path / "one").out
+    with_kernels = json.loads((tmp_path / "one" / "manifest.json").read_text())
+    with_kernels["providers"] = [{"function": "none", "node": "none", "provider": "triton"}]
+    (tmp_path / "one" / "manifest.json").write_text(json.dumps(with_kernels))
+    data = json.loads(mgraph("kernels", tmp_path / "one", "--format", "json").out)
+    assert data["profile"] == "mine" and "predicted for a card" in data["notes"][0]
+    assert min(n["microseconds"] for n in data["nodes"] if n["provider"] == "torch") >= 3
+    (tmp_path / "one" / "profile.json").unlink()
+    run = mgraph("kernels", tmp_path / "one")
+    assert run.code == 2 and "does not hold the profile" in run.err and "--rates h100" in run.err
 
 
 @pytest.mark.full

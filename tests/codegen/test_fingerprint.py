@@ -33,4 +33,6 @@ def test_mismatch_names_the_field() -> None:
         "option inner.depth is gone: it was 2",
         "option new is new: 1",
     ]
+    one, other = (fingerprint("graph", Options(), text) for text in ("fast", "slow"))
+    assert explain_mismatch(one, one) == [] and explain_mismatch(one, other) == ["what the profile holds changed"]
     assert "with all options equal" in explain_mismatch(old, fingerprint("other", Options()))[0]
