@@ -147,7 +147,8 @@ def _imported(source: Path, text: str) -> ModuleType:
 def import_kernels(path: Path) -> ModuleType:
     """Import a `kernels.py` by its path, without a trace in `sys.modules`.
 
-    Triton reads the functions' source from the file, so the text must exist as a file.
+    Triton reads the functions' source from the file, so the text must exist as a file. Then the functions are said to
+    be of a file of this name alone: line information in binaries would have the directory that they were built in.
     """
     try:
         import triton
@@ -162,6 +163,9 @@ def import_kernels(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None, f"{path} is not a Python file"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    for kernel in vars(module).values():
+        if isinstance(kernel, triton.JITFunction):
+            kernel.fn.__code__ = kernel.fn.__code__.replace(co_filename=path.name)
     return module
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -50,6 +51,25 @@ def test_builds_what_build_kernels_builds(tmp_path: Path) -> None:
         texts = builder.result()
     assert texts == build_kernels([spec()], here, [])
     assert files(here) == {name: text for name, text in files(there).items() if name.endswith(".py")}
+
+
+def test_binaries_are_the_same_wherever_they_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with a cache of its own, and in a process of its own; one prepared elsewhere, as a compilation does."""
+    made = []
+    for name in ("here", "there"):
+        directory = tmp_path / name
+        directory.mkdir()
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / f"cache-{name}"))
+        with KernelBuilder(["sm_90a"]) as builder:
+            builder.prepare([spec()] if name == "there" else [])
+            builder.start([spec()], directory)
+            builder.result()
+        made.append(files(directory))
+    assert made[0] == made[1]
+    binaries = [data for name, data in made[0].items() if name.endswith(".cubin")]
+    assert binaries and all(b"kernels.py" in data for data in binaries)
+    for data in binaries:
+        assert str(tmp_path).encode() not in data and tempfile.gettempdir().encode() not in data
 
 
 def test_what_was_prepared_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
