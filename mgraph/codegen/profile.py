@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mgraph.codegen.profile_form import check_profile
 from mgraph.errors import OptionError, did_you_mean
 from mgraph.ir.dims import Dim, as_dim, evaluate
 from mgraph.ir.graph import Node, Value
@@ -227,15 +228,10 @@ def read_profile(given: str, flag: str = "--profile") -> Profile:
             raise OptionError(f"no profile '{given}'", flag, hint)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        rates = data["rates"]
-        if min(rates["bytes_per_second"], rates["link_bytes_per_second"], rates["flops_per_second"]["f32"]) <= 0:
-            raise ValueError("a rate is not positive")
-        rows = [Row(**{**row, "sizes": tuple(row["sizes"])}) for row in data["measured"]]
-        if any(row.microseconds <= 0 for row in rows):
-            raise ValueError("a measured time is not positive")
-        models = tuple(Cost(**model) for model in data["models"])
-        assert rates["launch_seconds"] >= 0, "launch_seconds is negative"
-        return Profile(data["name"], data["card"], data["arch"], data["versions"], rates, models, tuple(rows))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        check_profile(data)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise OptionError(f"the profile cannot be read: {reason}", str(path), "mgraph tune writes one") from error
+    models = tuple(Cost(**model) for model in data["models"])
+    rows = tuple(Row(**{**row, "sizes": tuple(row["sizes"])}) for row in data["measured"])
+    return Profile(data["name"], data["card"], data["arch"], data["versions"], data["rates"], models, rows)

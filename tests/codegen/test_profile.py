@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,15 +95,56 @@ def test_rows_replace_those_of_the_same_instance(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
-    [({"rates": {}}, "KeyError"), ({"measured": [{"op": "glu"}]}, "KeyError"), ({"models": [{"of": 1}]}, "TypeError")],
+    ("place", "value", "reason"),
+    [
+        ("rates", {}, "rates lacks bytes_per_second, link_bytes_per_second, launch_seconds, flops_per_second"),
+        ("rates", 3, "rates is 3; it must be a mapping"),
+        ("rates.bytes_per_second", 0, "rates.bytes_per_second is 0; it must be a number from 1e-12 to 1e+24"),
+        ("rates.link_bytes_per_second", math.nan, "rates.link_bytes_per_second is nan; it must be a number"),
+        ("rates.launch_seconds", True, "rates.launch_seconds is True; it must be a number"),
+        ("rates.flops_per_second.bf16", math.inf, "rates.flops_per_second.bf16 is inf; it must be a number"),
+        ("rates.flops_per_second.f16", "8e14", "rates.flops_per_second.f16 is '8e14'; it must be a number"),
+        ("rates.flops_per_second", {"bf16": 8e14}, "rates.flops_per_second lacks f32"),
+        ("models", None, "models is None; it must be a list"),
+        ("models.1", {"of": 1}, "models[1] has 'of', and no more than op, provider, memory"),
+        ("models.0.memory", 0.0, "models[0].memory is 0.0; it must be a number"),
+        ("models.3.math", -0.7, "models[3].math is -0.7; it must be a number"),
+        ("models.3.passes", 10**400, "models[3].passes is 1000"),
+        ("models.3.launches", 1.5, "models[3].launches is 1.5; it must be a whole number from 1"),
+        ("measured.1", {"op": "glu"}, "measured[1] lacks provider, attrs, sizes, microseconds, bytes, flops"),
+        ("measured.0.microseconds", math.inf, "measured[0].microseconds is inf; it must be a number"),
+        ("measured.0.flops", -1, "measured[0].flops is -1; it must be a whole number from 0"),
+        ("measured.2.sizes", "bf16[8]", "measured[2].sizes is 'bf16[8]'; it must be a list"),
+        ("measured.2.sizes.1", "bf16[8,x]", "measured[2].sizes[1] is 'bf16[8,x]'; it must be a dtype and extents"),
+        ("measured.2.sizes.0", 8, "measured[2].sizes[0] is 8; it must be a dtype"),
+        ("measured.2.sizes.0", "f33[8]", "measured[2].sizes[0] is 'f33[8]'; it must be a dtype"),
+        ("measured.0.attrs", [], "measured[0].attrs is []; it must be a mapping"),
+        ("card", 7, "card is 7; it must be a text"),
+        ("versions.torch", 2.11, "versions.torch is 2.11; it must be a text"),
+        ("", [1], "the file is [1]; it must be a mapping"),
+    ],
 )
-def test_damaged_files(tmp_path: Path, change: dict[str, object], reason: str) -> None:
+def test_damaged_files(tmp_path: Path, place: str, value: object, reason: str) -> None:
     file = tmp_path / "mine.json"
-    file.write_text(json.dumps({**json.loads(read_profile("h100").text()), **change}))
-    with pytest.raises(OptionError, match=reason) as caught:
+    holder: Any = {"": json.loads(read_profile("h100").text())}
+    *path, last = ["", *place.split(".")] if place else [""]
+    within = holder
+    for part in path:
+        within = within[int(part) if isinstance(within, list) else part]
+    within[int(last) if isinstance(within, list) else last] = value
+    file.write_text(json.dumps(holder[""]))
+    with pytest.raises(OptionError, match=re.escape(reason)) as caught:
         read_profile(str(file))
-    assert str(file) in str(caught.value) and caught.value.exit_code == 2
+    assert caught.value.where == str(file) and caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"name": ' + "1" * 5000 + "}", "\udcff"])
+def test_what_is_no_json(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "mine.json"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(OptionError, match="the profile cannot be read: ") as caught:
+        read_profile(str(file))
+    assert caught.value.where == str(file)
 
 
 def test_names_that_are_not_there(tmp_path: Path) -> None:
