@@ -27,13 +27,16 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from mgraph.errors import MgraphError
+from mgraph.errors import MgraphError, did_you_mean
 from mgraph.runtime.handshake import TIMEOUT, Facts, MeshError, disagreement, handshake
 
 T = TypeVar("T")
 
 DATA_AXES = ("dp", "ep", "fsdp")
 """Ranks along these axes see different microbatches; the first is major. Along all others they see the same."""
+
+DEVICES = ("auto", "cpu", "cuda")
+"""What `--device` may name: where to run; auto is cuda if there is one."""
 
 _DISK_TIMEOUT = timedelta(hours=6)
 
@@ -242,7 +245,10 @@ def axes_text(axes: Mapping[str, int | str]) -> str:
 
 
 def choose_device(device: str) -> torch.device:
-    """The torch device of this process; on CUDA the one with torchrun's local rank."""
+    """The torch device of this process; on CUDA the one with torchrun's local rank. Raises MeshError for one that is
+    not there, or not one of DEVICES."""
+    if device not in DEVICES:
+        raise MeshError(f"unknown device '{device}'", "--device", did_you_mean(device, DEVICES))
     available = torch.cuda.is_available()
     if device == "cpu" or (device == "auto" and not available):
         return torch.device("cpu")

@@ -15,7 +15,7 @@ from typing import IO, Any, NoReturn, TypeVar, get_type_hints
 
 from mgraph.errors import OptionError, did_you_mean
 from mgraph.runtime.examples import LONG, SUFFIX
-from mgraph.runtime.mesh import environment
+from mgraph.runtime.mesh import DEVICES, environment
 from mgraph.runtime.schedule import DECAYS
 from mgraph.runtime.text import BUILTIN
 
@@ -177,9 +177,7 @@ class Options(Settings):
     sample_length: int = field(default=200, metadata=about("tokens that it writes (0: none)", low=0))
     temperature: float = field(default=0.8, metadata=about("of the sample; 0 takes the likeliest token", low=0))
     top_k: int = field(default=40, metadata=about("likeliest tokens that the sample draws from (0: all)", low=0))
-    device: str = field(
-        default="auto", metadata=about("where to run; auto is cuda if there is one", choices=("auto", "cpu", "cuda"))
-    )
+    device: str = field(default="auto", metadata=about("where to run; auto is cuda if there is one", choices=DEVICES))
     threads: int = field(default=0, metadata=about("CPU threads per process (0: a fair share of the machine)", low=0))
     strict: bool = field(default=False, metadata=about("a kernel without a binary for this device is an error"))
     jit: bool = field(default=False, metadata=about("kernels without a binary may be compiled by Triton"))

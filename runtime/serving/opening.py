@@ -82,7 +82,7 @@ class Settings(options.Settings):
         ),
     )
     device: str = field(
-        default="auto", metadata=about("where to run; auto is cuda if there is one", choices=("auto", "cpu", "cuda"))
+        default="auto", metadata=about("where to run; auto is cuda if there is one", choices=mesh.DEVICES)
     )
     seed: int = field(default=0, metadata=about("of parameters drawn anew, and of requests without one", low=0))
 

@@ -38,6 +38,9 @@ def test_wrong_world_size(declared: dict[str, int | str], world_size: int, messa
 def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("cpu") == choose_device("auto") == CPU
+    with pytest.raises(MeshError, match="unknown device 'tpu'") as caught:
+        choose_device("tpu")
+    assert caught.value.where == "--device" and caught.value.hint == "did you mean 'cpu'?"
     with pytest.raises(MeshError, match="no CUDA device"):
         choose_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
