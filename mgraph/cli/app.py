@@ -162,8 +162,12 @@ def kernels(
     measure: Annotated[
         bool, typer.Option("--profile", help="run steps under a profiler: measured times beside")
     ] = False,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="with --profile: steps to run")] = 3,
-    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="with --profile: where")] = "auto",
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="with --profile: steps to run (default: 3)")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="auto|cpu|cuda", help="with --profile: where (default: auto)")
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="nodes of a function to show")] = 20,
     form: Annotated[str, typer.Option("--format", metavar="text|json", help="how to write it")] = "text",
 ) -> None:

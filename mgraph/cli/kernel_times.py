@@ -2,11 +2,13 @@
 
 The runtime puts a range around each statement (`runtime/ranges.py`). On a GPU the time of a kernel belongs to the
 innermost range in which it was launched; on the CPU, that of an op of torch to the innermost range that it ran in. CUDA
-graphs are off, since a replay launches everything at once.
+graphs are off, since a replay launches everything at once. On the CPU no kernel of a GPU runs, whoever was chosen: a
+statement that calls a kernel site runs its twin, all else are ops of torch.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import tempfile
@@ -25,10 +27,12 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds a step by function and node; "" and the line where it is of no node."""
+    """Microseconds a step by function and node; "" and the line where it is of no node. `twins` are the nodes whose
+    twin ran; None on a GPU, where those ran that the package says."""
 
     device: str
     microseconds: Mapping[tuple[str, str], float]
+    twins: frozenset[tuple[str, str]] | None
 
 
 def step_times(package: Compiled, sizes: Mapping[str, int], device: str, steps: int, entry: str = "") -> Times:
@@ -77,8 +81,21 @@ def step_times(package: Compiled, sizes: Mapping[str, int], device: str, steps: 
     for line, time in line_times(events, on_gpu).items():
         place = nodes.get(line, ("", str(line)))
         found[place] = found.get(place, 0.0) + time / steps
-    name = torch.cuda.get_device_name(where) if on_gpu else "the CPU"
-    return Times(name, found)
+    if on_gpu:
+        return Times(torch.cuda.get_device_name(where), found, None)
+    twins = site_lines((package.path / "step.py").read_text(encoding="utf-8"))
+    return Times("the CPU", found, frozenset(place for line, place in nodes.items() if line in twins))
+
+
+def site_lines(step: str) -> set[int]:
+    """The lines of step.py on which statements begin that call a kernel site."""
+    statements = (s for s in ast.walk(ast.parse(step)) if isinstance(s, ast.stmt) and not hasattr(s, "body"))
+    return {
+        statement.lineno
+        for statement in statements
+        for part in ast.walk(statement)
+        if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "K"
+    }
 
 
 def line_times(events: Iterable[Mapping[str, Any]], on_gpu: bool) -> dict[int, float]:

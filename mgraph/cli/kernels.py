@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from mgraph.cli.graphs import check_format
+from mgraph.cli.kernel_times import Times, step_times
 from mgraph.cli.memory import wanted_sizes
 from mgraph.cli.snapshots import Compiled, open_package
 from mgraph.cli.table import table
 from mgraph.codegen.package import PROFILE
 from mgraph.codegen.prepare import called
 from mgraph.codegen.profile import Profile, read_profile
-from mgraph.codegen.providers import NCCL, Choice, Providers
+from mgraph.codegen.providers import NCCL, TORCH, Choice, Providers
 from mgraph.codegen.torch_provider import absorbable
 from mgraph.errors import OptionError, PackageError, did_you_mean
 from mgraph.ir.graph import Function, Module, Node, Value
@@ -33,6 +34,8 @@ from mgraph.passes.differentiation import VIEWS
 from mgraph.passes.recompute import size_text
 
 FORMATS = ("text", "json")
+TWIN = "twin"
+"""Who runs a kernel site on the CPU: its function of reference.py."""
 STEP = ("microbatch", "finish")
 """The entries that a step of training calls, each once here."""
 _IDLE = VIEWS | {"call", "pick", "unpack", "pack", "wait"}
@@ -73,37 +76,41 @@ def run(
     limit: int,
     form: str,
     measure: bool = False,
-    steps: int = 3,
-    device: str = "auto",
+    steps: int | None = None,
+    device: str | None = None,
 ) -> None:
     """Write the tables to stdout; `sizes` of B and S as `mgraph memory` takes them, `entry` "" means those of a step.
 
-    With `measure` the package runs `steps` steps on `device`. Raises OptionError for sizes that the package was not
-    compiled for, an entry that it has not, an unknown profile, and what cannot be measured; PackageError for a package
-    without its profile.
+    With `measure` the package runs `steps` steps (3) on `device` (auto). Raises OptionError for sizes that the package
+    was not compiled for, an entry that it has not, an unknown profile, and what cannot be measured; PackageError for a
+    package without its profile.
     """
     check_format(form, FORMATS)
+    for flag, value in (("--steps", steps), ("--device", device)):
+        if value is not None and not measure:
+            raise OptionError(f"{flag} is about steps that are measured, and none are", flag, "with --profile")
     package = open_package(path)
     module = package.snapshots[-1].module
     if entry and entry not in module.entries:
         raise OptionError(f"the package has no entry '{entry}'", str(path), did_you_mean(entry, module.entries))
     given = wanted_sizes(package, sizes)
     rates = read_profile(profile, "--rates") if profile else profile_of(package)
-    predicted = bool(profile) or has_kernels(package.manifest)
     wanted = [entry] if entry else [name for name in STEP if name in module.entries] or list(module.entries)
     lines = forecast(package, rates, given, wanted)
+    times = step_times(package, given, device or "auto", steps or 3, entry) if measure else None
+    on_cpu = times is not None and times.twins is not None
+    predicted = bool(profile) or (has_kernels(package.manifest) and not on_cpu)
     notes = [f"{module.name}, one rank; {', '.join(f'{n}={s}' for n, s in given.items() if n in module.dims)}"]
     if predicted:
         notes[0] += f"; predicted for {rates.card} (profile {rates.name}); ~: estimated, not measured"
+        notes[0] += "; what is measured ran elsewhere, by the providers below" if on_cpu else ""
     else:
         lines = [replace(line, microseconds=None, basis="") for line in lines]
-        notes.append("no kernels for a GPU in this package, so no times are predicted; --rates h100: as if run there")
-    if measure:
-        from mgraph.cli.kernel_times import step_times
-
-        times = step_times(package, given, device, steps, entry)
-        lines, other = joined(lines, times.microseconds)
-        notes.append(f"measured on {times.device}, {steps} steps; {other:.0f} us a step belong to no node")
+        why = "these ran on the CPU" if on_cpu else "no kernels for a GPU in this package"
+        notes.append(f"{why}, so no times are predicted; --rates h100: as if run there")
+    if times is not None:
+        lines, other = joined(lines, times)
+        notes.append(f"measured on {times.device}, {steps or 3} steps; {other:.0f} us a step belong to no node")
     if form == "json":
         data = {"name": module.name, "sizes": given, "profile": rates.name if predicted else None, "notes": notes}
         rows = [asdict(line) for line in lines]
@@ -229,13 +236,18 @@ def _bytes(total: Value, most: int) -> int:
     return min(most, numel * total.tensor.dtype.bits // 8) if isinstance(numel, int) else 0
 
 
-def joined(lines: list[Line], times: Mapping[tuple[str, str], float]) -> tuple[list[Line], float]:
-    """The lines with what was measured, microseconds a step by function and node; and what belongs to none of them."""
-    made = [
-        replace(line, measured_microseconds=times.get((line.function, line.node), 0.0) / line.calls) for line in lines
-    ]
-    known = {(line.function, line.node) for line in lines}
-    return made, sum(time for place, time in times.items() if place not in known)
+def joined(lines: list[Line], times: Times) -> tuple[list[Line], float]:
+    """The lines with what was measured, and who ran it; and the microseconds a step that belong to none of them."""
+    left = dict(times.microseconds)
+    made = []
+    for line in lines:
+        place = line.function, line.node
+        line = replace(line, measured_microseconds=left.pop(place, 0.0) / line.calls)
+        if times.twins is not None:  # what is said of other providers is of a GPU
+            ran = TWIN if place in times.twins else TORCH
+            line = replace(line, provider=ran, runner_up="", runner_up_microseconds=None, refused={})
+        made.append(line)
+    return made, sum(left.values())
 
 
 def _text(notes: Sequence[str], lines: list[Line], limit: int) -> Iterator[str]:

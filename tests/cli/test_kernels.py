@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgraph.cli.kernel_times import line_times
+from mgraph.cli.kernel_times import line_times, site_lines
 from mgraph.cli.kernels import call_counts
 from mgraph.cli.snapshots import open_package
 from mgraph.codegen.profile import read_profile
@@ -190,6 +190,50 @@ def test_measured_on_the_cpu(listed: Any) -> None:
     assert "the CPU, 1 steps" in data["notes"][1] and other < 0.2 * whole
 
 
+def test_on_the_cpu_nothing_of_a_gpu_is_said_to_run(mgraph: Mgraph, for_gpu: Path) -> None:
+    """No cuDNN, no Triton and no times of an H100 beside those of the CPU, unless they are asked for."""
+    given = ("kernels", for_gpu, "--profile", "--device", "cpu", "--steps", "1", *SIZES)
+    data = json.loads(mgraph(*given, "--format", "json").out)
+    assert data["profile"] is None and not any("H100" in note for note in data["notes"])
+    assert "these ran on the CPU, so no times are predicted; --rates h100" in data["notes"][1]
+    ran = {(n["function"], n["op"]): n["provider"] for n in data["nodes"]}
+    assert set(ran.values()) == {"twin", "torch"}
+    assert (
+        ran["layer.fwd", "attention"]
+        == ran["layer.bwd", "attention_grad"]
+        == ran["layer.fwd", "rope_joined"]
+        == "torch"
+    )
+    assert (
+        ran["layer.fwd", "rms_norm"] == ran["finish", "adamw"] == ran["microbatch", "cross_entropy_with_grad"] == "twin"
+    )
+    for node in data["nodes"]:
+        assert node["measured_microseconds"] >= 0 and node["microseconds"] is None
+        assert (node["runner_up"], node["runner_up_microseconds"], node["refused"]) == ("", None, {})
+    asked = json.loads(mgraph(*given, "--rates", "h100", "--format", "json").out)
+    assert "predicted for NVIDIA H100" in asked["notes"][0] and "ran elsewhere, by the providers" in asked["notes"][0]
+    assert {(n["function"], n["op"]): n["provider"] for n in asked["nodes"]} == ran
+    assert all(n["microseconds"] >= 0 for n in asked["nodes"])
+
+
+def test_lines_of_kernel_sites() -> None:
+    step = """def layer(x):
+    y = rt.linear(
+        x,
+    )
+    (
+        y, _,
+    ) = rt.cut(
+        K.norm_0(y),
+    )
+    for part in y:
+        K.adamw_0(part)
+        part = rt.K(part)
+    return y
+"""
+    assert site_lines(step) == {5, 11}
+
+
 def test_explain_says_who_runs_a_node(mgraph: Mgraph, for_gpu: Path) -> None:
     text = mgraph("explain", for_gpu, "layer.fwd:attention").out
     assert "  run by   cudnn, " in text and "estimated; next " in text
@@ -258,6 +302,9 @@ def test_ops_belong_to_the_range_they_run_in() -> None:
         (("--rates", "h10"), "no profile 'h10'"),
         (("--format", "svg"), "svg"),
         (("--profile", "--device", "cuda"), "no CUDA device"),
+        (("--profile", "--device", "tpu"), "unknown device 'tpu'"),
+        (("--device", "cpu"), "--device is about steps that are measured, and none are"),
+        (("--steps", "3"), "try: with --profile"),
     ],
 )
 def test_wrong_options(mgraph: Mgraph, compiled: Path, options: tuple[str, ...], said: str) -> None:
