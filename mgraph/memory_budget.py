@@ -66,9 +66,11 @@ class Plan:
     @property
     def text(self) -> str:
         """What it does, in words."""
-        recompute = self.recipe.recompute
-        kept = f", {self.recipe.activation_budget} of activations kept" if recompute == "selective" else ""
-        return f"recompute {recompute}{kept}; offload {self.recipe.offload or 'none'}"
+        recompute, limit = self.recipe.recompute, self.recipe.offload_limit
+        kept = f", {size_text(self.recipe.kept_budget)} of activations kept" if recompute == "selective" else ""
+        at_most = {"activations": f"activations={size_text(limit)}"} if limit else {}
+        waits = ",".join(at_most.get(what, what) for what in self.recipe.offloaded)
+        return f"recompute {recompute}{kept}; offload {waits or 'none'}"
 
     @property
     def line(self) -> str:

@@ -85,10 +85,16 @@ _BELOW_ONE = (0, 0.999999)
 
 
 def option(
-    default: Any, help_text: str, choices: tuple[str, ...] = (), within: tuple[float, float] | None = None
+    default: Any,
+    help_text: str,
+    choices: tuple[str, ...] = (),
+    within: tuple[float, float] | None = None,
+    otherwise: str = "",
 ) -> Any:
-    """A recipe field: its default, what it means, and the values or the closed range of values it may take."""
-    return dataclasses.field(default=default, metadata={"help": help_text, "choices": choices, "within": within})
+    """A recipe field: its default, what it means, and the values or the closed range of values it may take; `otherwise`
+    is a hint for who gives another."""
+    metadata = {"help": help_text, "choices": choices, "within": within, "otherwise": otherwise}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,12 @@ class Recipe:
     one_microbatch: bool = option(
         False, "a step has one microbatch on each data rank, which writes the gradients in place of adding them"
     )
-    target: str = option("h100", "the machine that kernels are chosen for", tuple(TARGET_ARCHS))
+    target: str = option(
+        "h100",
+        "the machine that kernels are chosen for",
+        tuple(TARGET_ARCHS),
+        otherwise="; for an H200, --target h100 --profile h200",
+    )
     arch: str = option(
         "", "GPU architectures to build kernels for, comma-separated, or none (default: the target's, sm_90a for h100)"
     )
@@ -165,7 +176,7 @@ class Recipe:
         "", "times that providers are chosen by: a name, or a file that mgraph tune wrote (default: the target's)"
     )
     provider: tuple[str, ...] = option(
-        (), "who runs a family of ops on a GPU, wherever it can, e.g. attention=flash or rope=torch"
+        (), "who runs a family of ops on a GPU, wherever it can, comma-separated, e.g. attention=flash,rope=torch"
     )
     output: str = option("", "the package's directory (default: build/MODEL-PURPOSE)")
     recompute: str = option(
@@ -255,7 +266,7 @@ class Recipe:
         for field in dataclasses.fields(self):
             value, choices, within = getattr(self, field.name), field.metadata["choices"], field.metadata["within"]
             if choices and value not in choices:
-                hint = did_you_mean(str(value), choices) or f"one of {', '.join(choices)}"
+                hint = did_you_mean(str(value), choices) + field.metadata["otherwise"]
                 raise OptionError(f"{field.name} is {value!r}", where=flag_of(field.name), hint=hint)
             if within and not within[0] <= value <= within[1]:  # written so that nan fails too
                 hint = f"a value from {within[0]:g} to {within[1]:g}"
@@ -264,6 +275,7 @@ class Recipe:
         object.__setattr__(self, "groups", tuple(parse_group(rule).text for rule in self.groups))
         object.__setattr__(self, "lora", tuple(parse_adapter(rule).text for rule in self.lora))
         object.__setattr__(self, "place", tuple(parse_placement(rule).text for rule in self.place))
+        object.__setattr__(self, "provider", tuple(part for rule in self.provider for part in _parts(rule)))
         object.__setattr__(self, "pad", ",".join(self.padded))
         limit = f"={self.offload.partition('=')[2].partition(',')[0].strip()}" if self.offload_limit else ""
         object.__setattr__(self, "offload", ",".join(self.offloaded).replace("activations", f"activations{limit}"))

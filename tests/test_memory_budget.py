@@ -83,6 +83,7 @@ def test_the_package_says_what_was_chosen(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "p" / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["fingerprint"]["options"]["memory_budget"] == "1.9MiB"
     assert ("offload{" in manifest["pipeline"]) == bool(done.recipe.offload)
+    assert not any(re.search(r"\d{5,}B", line) for line in done.fit), "sizes are for a reader"
     told = json.loads((tmp_path / "p" / "graphs" / "compilation.json").read_text(encoding="utf-8"))["fit"]
     assert told == list(done.fit)
     assert [f"  {line}" for line in told] == [

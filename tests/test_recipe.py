@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mgraph.codegen.profile import committed_profiles
 from mgraph.errors import OptionError
 from mgraph.recipe import OF_PURPOSE, Recipe, flag_of, read_recipe
 
@@ -150,6 +151,19 @@ def test_graphs_of_layers_are_for_training_on_a_gpu() -> None:
         Recipe(model="m", cuda_graphs="off", purpose="serve")
     with pytest.raises(OptionError, match="cuda_graphs is 'layer'"):
         Recipe(model="m", cuda_graphs="layer")
+
+
+def test_rules_of_providers_are_separate_or_between_commas() -> None:
+    rules = ("rope=torch", "glu=torch", "attention=flash")
+    assert Recipe(model="m", provider=("rope=torch, glu=torch", "attention=flash")).provider == rules
+    assert Recipe(model="m", provider=("rope=torch,glu=torch,attention=flash",)) == Recipe(model="m", provider=rules)
+
+
+def test_the_times_of_another_machine_are_a_profile() -> None:
+    with pytest.raises(OptionError, match="target is 'h200'") as caught:
+        Recipe(model="m", target="h200")
+    assert caught.value.hint == "did you mean 'h100'?; for an H200, --target h100 --profile h200"
+    assert Recipe(model="m", target="h100", profile="h200").profile_name in committed_profiles()
 
 
 def test_batch_invariance_is_for_our_kernels_on_one_rank() -> None:

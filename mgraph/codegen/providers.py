@@ -210,8 +210,11 @@ def parse_providers(rules: Sequence[str]) -> dict[str, str]:
     for rule in rules:
         family, _, provider = (part.strip() for part in rule.partition("="))
         if family not in known:
-            hint = f"{did_you_mean(family, known)}; FAMILY=PROVIDER, of {', '.join(known)}"
+            hint = f"FAMILY=PROVIDER; {did_you_mean(family, known)}"
             raise OptionError(f"no family of ops '{family}' with several providers", _FLAG, hint)
+        if not provider:
+            hint = f"{family}=PROVIDER, of {', '.join(known[family])}"
+            raise OptionError(f"'{rule}' does not say who is to run {family}", _FLAG, hint)
         if provider not in known[family]:
             raise OptionError(f"{family} has no provider '{provider}'", _FLAG, f"one of {', '.join(known[family])}")
         if made.setdefault(family, provider) != provider:

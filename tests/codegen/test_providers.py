@@ -171,7 +171,8 @@ def test_rules_are_checked() -> None:
         "atention=flash": "did you mean 'attention'",
         "attention=cublas": "one of cudnn, flash, efficient, triton, torch, flash-attn",
         "rope=flash": "one of triton, torch",
-        "rope": "rope has no provider ''",
+        "rope": "'rope' does not say who is to run rope\n  at --provider\n  try: rope=PROVIDER, of triton, torch",
+        "nix=triton": f"try: FAMILY=PROVIDER; one of {', '.join(sorted(families()))}",
     }
     for rule, said in cases.items():
         with pytest.raises(OptionError) as caught:
