@@ -16,8 +16,11 @@ from mgraph.runtime.tokenizer import ByteTokenizer, Tokenizer
 REPLACEMENT = "\ufffd"
 """What stands for bytes that are no character, or not yet."""
 
-_LONGEST_CHARACTER = 8
-"""Tokens after which bytes that are no character are taken for what they are; a character has at most 4 bytes."""
+_MOST_HELD = 8
+"""Tokens kept back at most; beyond, bytes that are no character are taken for what they are."""
+
+_MOST_UNDECIDED = 3
+"""Tokens that may be the beginning of a character: it has at most 4 bytes, and a token at least one."""
 
 
 class Detokenizer(Protocol):
@@ -83,29 +86,40 @@ class _Pieces:
         self._tokenizer, self._special = tokenizer, special
         self._context: list[int] = []  # given out already, decoded again for what follows
         self._new: list[int] = []
-
-    @property
-    def held(self) -> str:
-        return self._gain() if self._new else ""
+        self.held = ""
 
     def add(self, token: int) -> str:
         if token >= self._tokenizer.vocab_size:
             return ""
+        piece = self._gain([*self._new, token])
+        if piece == self.held and not self._decode([token, token]):
+            return ""  # it has no text wherever it is, and what comes after it does not depend on it
         self._new.append(token)
-        piece = self._gain()
-        if not piece or (piece.endswith(REPLACEMENT) and len(self._new) < _LONGEST_CHARACTER):
+        self.held = piece
+        if not piece or (piece.endswith(REPLACEMENT) and len(self._new) < _MOST_HELD):
             return ""
-        self._context, self._new = self._new, []
-        return piece
+        return self._release(self._decided() if piece.endswith(REPLACEMENT) else len(self._new))
 
     def flush(self) -> str:
-        piece = self._gain()
-        self._context, self._new = self._new, []
+        return self._release(len(self._new))
+
+    def _release(self, count: int) -> str:
+        """Give out the text of the first tokens that were kept back."""
+        piece, held = self._gain(self._new[:count]), self.held
+        self._context, self._new, self.held = self._new[:count], self._new[count:], held[len(piece) :]
         return piece
 
-    def _gain(self) -> str:
-        before = self._tokenizer.decode(self._context, special=self._special)
-        return self._tokenizer.decode(self._context + self._new, special=self._special)[len(before) :]
+    def _decided(self) -> int:
+        """How many tokens can be given out though the last ones may become a character: those before whose text stays
+        as it is by these."""
+        sizes = [len(self._new) - undecided for undecided in range(_MOST_UNDECIDED, 0, -1)]
+        return next((s for s in sizes if self.held.startswith(self._gain(self._new[:s]))), len(self._new))
+
+    def _gain(self, tokens: list[int]) -> str:
+        return self._decode(self._context + tokens)[len(self._decode(self._context)) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, special=self._special)
 
 
 class Starts:

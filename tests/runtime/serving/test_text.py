@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -142,6 +143,47 @@ def test_bytes_that_are_no_text_do_not_stop_it(byte_level: FileTokenizer) -> Non
     parts = [made.add(broken) for _ in range(50)]
     assert "".join(parts).count("\ufffd") >= 40, "held back for ever"
     assert made.add(10_000) == ""
+
+
+@pytest.mark.parametrize("before", ["special", "stray"])
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+def test_no_character_is_lost_after_what_is_none(kind: str, before: str, request: pytest.FixtureRequest) -> None:
+    """Tokens without a text, or bytes that are no character, however many, and then a character in several tokens."""
+    tokenizer: FileTokenizer = request.getfixturevalue(kind)
+    character = tokenizer.encode("a👩a").tolist()[1:]
+    first = 0 if before == "special" else character[2]
+    for count in range(13):
+        ids = [first] * count + character
+        made = detokenizer(tokenizer)
+        assert "".join([made.add(token) for token in ids]) + made.flush() == tokenizer.decode(ids), count
+
+
+class Counting:
+    """A tokenizer that notes how many tokens it was asked to write at once."""
+
+    def __init__(self, tokenizer: FileTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.sizes: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def decode(self, ids: list[int], special: bool = False) -> str:
+        self.sizes.append(len(ids))
+        return self._tokenizer.decode(ids, special)
+
+
+@pytest.mark.parametrize("token", ["<end>", "æ", "a"])
+def test_a_token_costs_the_same_however_many_came_before(byte_level: FileTokenizer, token: str) -> None:
+    """One that is skipped, one that is part of a character, and one with a text."""
+    number = byte_level.token_id(token)
+    assert number is not None
+    counting = Counting(byte_level)
+    made = detokenizer(counting)
+    for _ in range(1000):
+        made.add(number)
+    assert max(counting.sizes) <= 16
+    assert len(counting.sizes) <= 6000
 
 
 @pytest.mark.parametrize(
