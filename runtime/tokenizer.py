@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mgraph.errors import DataError
 from mgraph.runtime.longest_token import longest_token
+from mgraph.runtime.token_bytes import token_bytes
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 """The files of a directory that is given as a tokenizer; only the first must be there."""
@@ -76,6 +77,10 @@ class Tokenizer(Protocol):
         """The id of one token, if it is one."""
         ...
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to the UTF-8 of a text, also where that is part of a character."""
+        ...
+
 
 class ByteTokenizer:
     """UTF-8 bytes as tokens. There are no special ones: a chat template's markers are text like any other."""
@@ -104,6 +109,10 @@ class ByteTokenizer:
         raw = token.encode()
         return raw[0] if len(raw) == 1 else None
 
+    def token_bytes(self, token: int) -> bytes:
+        """Itself."""
+        return bytes([token])
+
 
 class FileTokenizer:
     """A tokenizer.json, alone or with the other files of its directory."""
@@ -119,6 +128,7 @@ class FileTokenizer:
         self.special_tokens: Mapping[str, str] = _special_tokens(config)
         self.chat_template = _chat_template(path, config)
         self.prefix = self._prefix(config)
+        self._bytes: dict[int, bytes] = {}  # of tokens that were asked for: for alternatives often
 
     @cached_property
     def longest_token(self) -> int | None:
@@ -145,6 +155,12 @@ class FileTokenizer:
         """The id of any entry of the vocabulary."""
         found: int | None = self._library.token_to_id(token)
         return found
+
+    def token_bytes(self, token: int) -> bytes:
+        """Of a special token those of its name."""
+        if token not in self._bytes:
+            self._bytes[token] = token_bytes(self._library, token)
+        return self._bytes[token]
 
     def _prefix(self, config: Mapping[str, Any]) -> tuple[int, ...]:
         """`add_bos_token` of the configuration decides; where it is absent, the tokenizer's own post-processor."""

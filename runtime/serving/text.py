@@ -53,10 +53,8 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> list[int]:
-    """The bytes of that text: for a part of a character those of the replacement sign, unless tokens are bytes."""
-    if isinstance(tokenizer, ByteTokenizer):
-        return [token] if token < tokenizer.vocab_size else []
-    return list(token_text(tokenizer, token).encode("utf-8", errors="replace"))
+    """What it adds to the UTF-8 of a text; nothing for an id that the tokenizer does not have."""
+    return list(tokenizer.token_bytes(token)) if token < tokenizer.vocab_size else []
 
 
 class _Bytes:

@@ -218,6 +218,17 @@ def test_where_tokens_of_files_begin(byte_level: FileTokenizer, metaspace: FileT
         assert [starts.add(token) for token in (a, end, a)] == expected
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+def test_bytes_of_tokens_are_those_of_the_text(kind: str, request: pytest.FixtureRequest) -> None:
+    """The first token's blank alone is not written by tokenizers that put one before each text."""
+    tokenizer: FileTokenizer = request.getfixturevalue(kind)
+    ids = tokenizer.encode(TEXT).tolist()
+    assert len(ids) > len(TEXT), "characters are cut into tokens"
+    raw = bytes(byte for token in ids for byte in token_bytes(tokenizer, token))
+    assert raw.decode() == (TEXT if kind == "byte_level" else " " + TEXT)
+    assert token_bytes(tokenizer, tokenizer.vocab_size) == []
+
+
 def test_special_tokens(byte_level: FileTokenizer, tmp_path: Path) -> None:
     end = byte_level.token_id("<end>")
     assert end is not None
