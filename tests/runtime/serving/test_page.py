@@ -142,3 +142,33 @@ def test_a_conversation(browser: Browser) -> None:
             browser.until(f"turns.length == {2 * turn} && !running")
         roles = browser.run("return [...document.querySelectorAll('.turn b')].map(e => e.textContent)")
         assert roles == ["user", "assistant"] * 2
+
+
+def test_what_is_cleared_stays_away(browser: Browser) -> None:
+    """Though its answer was still coming, which ends on the server, too."""
+    served = serving(stepper())
+    with running(served) as address:
+        browser.open(address)
+        ask(browser, "first", 200)
+        browser.until("turns.length == 1 && at('output').innerText.length > 22")
+        browser.run("at('clear').click()")
+        browser.until("!running")
+        assert served.engine.generated < 200
+        empty = "turns.length == 0 && !at('output').textContent && !at('status').textContent && !at('prompt').value"
+        assert browser.run(f"return {empty}")
+        ask(browser, "second", 3)
+        browser.until("turns.length == 2 && !running")
+        assert browser.run("return turns[0].content") == "second"
+        assert "first" not in browser.run("return at('output').textContent")
+
+
+def test_a_message_that_fails_comes_back(browser: Browser) -> None:
+    with running(serving(api_key="secret")) as address:
+        browser.open(address)
+        ask(browser, "a long message", 5)
+        browser.until("at('status').className == 'error' && !running")
+        assert browser.run("return at('prompt').value") == "a long message"
+        assert browser.run("return turns.length == 0 && !at('output').textContent")
+        browser.run("at('key').value = 'secret'; at('send').click()")
+        browser.until("turns.length == 2 && !running")
+        assert browser.run("return [turns[0].content, at('prompt').value]") == ["a long message", ""]
