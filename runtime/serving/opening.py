@@ -81,6 +81,8 @@ class Settings(options.Settings):
             "compiled with it"
         ),
     )
+    cuda_graphs: bool = field(default=True, metadata=about("a GPU launches each kernel of a step by itself"))
+    """Whether steps on a GPU are replayed as CUDA graphs; the flag says that they are not."""
     device: str = field(
         default="auto", metadata=about("where to run; auto is cuda if there is one", choices=mesh.DEVICES)
     )
@@ -169,6 +171,7 @@ def open_stepper(package: Path, settings: Settings) -> Stepper:
         max_tokens=settings.step_tokens or found.MAX_TOKENS,
         max_requests=settings.max_requests or found.MAX_REQUESTS,
         mesh=where,
+        cuda_graphs=settings.cuda_graphs,
         batch_invariant=settings.batch_invariant,
         cache_bytes=int(settings.cache_memory * 2**30),
     )

@@ -11,6 +11,7 @@ import pytest
 
 from mgraph.errors import OptionError
 from mgraph.runtime.options import flag, read
+from mgraph.runtime.serving import opening, package_stepper
 from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.serving.opening import Settings, open_engine
 from mgraph.runtime.serving.program import ServeOptions
@@ -81,7 +82,18 @@ def test_what_excludes_what() -> None:
 
 
 def test_both_doors_give_the_same_settings() -> None:
-    given = read(ServeOptions, ["--weights", "w", "--num-blocks", "9", "--no-prefix-cache"], "serve", "").opening()
+    flags = ["--weights", "w", "--num-blocks", "9", "--no-prefix-cache", "--no-cuda-graphs"]
+    given = read(ServeOptions, flags, "serve", "").opening()
     assert list(given) == [item.name for item in fields(Settings)]
     count: Any = np.int64(9)
-    assert Settings(**given) == Settings(weights=Path("w"), num_blocks=count, prefix_cache=False)
+    assert Settings(**given) == Settings(weights=Path("w"), num_blocks=count, prefix_cache=False, cuda_graphs=False)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_what_is_asked_of_the_stepper(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether there are CUDA graphs is the user's choice."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(opening, "ranks_of", lambda package: 1)
+    monkeypatch.setattr(package_stepper, "PackageStepper", lambda *args, **more: asked.update(more))
+    opening.open_stepper(Path("nowhere"), Settings(random_init=True, device="cpu", cuda_graphs=graphs))
+    assert asked["cuda_graphs"] is graphs
