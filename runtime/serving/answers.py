@@ -26,10 +26,10 @@ def event(data: Mapping[str, Any] | str) -> bytes:
     return f"data: {text}\n\n".encode()
 
 
-def usage(outputs: Sequence[RequestOutput], only_prompt: bool = False) -> dict[str, Any]:
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Numbers of tokens."""
     asked = sum(len(output.prompt_token_ids) for output in outputs)
-    made = 0 if only_prompt else sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    made = sum(len(one.token_ids) for output in outputs for one in output.outputs)
     return _usage(asked, made, sum(output.cached_tokens for output in outputs))
 
 
@@ -87,11 +87,9 @@ class Echo:
 class Completions:
     """Choices of /v1/completions. One object makes the chunks of a stream, since it remembers how long each text is."""
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, echo: bool, logprobs: bool, only_prompt: bool, special: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, echo: bool, logprobs: bool, special: bool = False) -> None:
         """`special`: the texts hold special tokens."""
-        self._tokenizer, self.echo, self.logprobs, self.only_prompt = tokenizer, echo, logprobs, only_prompt
+        self._tokenizer, self.echo, self.logprobs = tokenizer, echo, logprobs
         self._special = special
         self._starts: dict[int, Starts] = {}
 
@@ -102,8 +100,6 @@ class Completions:
             for one in output.outputs:
                 index = at * n + one.index
                 text, scores = one.text, tuple(one.logprobs or ())
-                if self.only_prompt:
-                    text, scores = "", ()
                 first: tuple[Score | None, ...] = self.of_prompt(output) if self.echo else ()
                 choices.append(
                     {

@@ -172,7 +172,7 @@ class Engine:
         """Take a request, which begins with the next step; gives its number. Raises `RequestError`, `EngineDead`."""
         if self.failure is not None:
             raise EngineDead(f"the engine has failed: {self.failure}")
-        wanted = self.check(prompt, params)
+        wanted = max(self.check(prompt, params), 1)  # where none is, the one that ends the prompt's steps is dropped
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.ends_of_text))
         constraints = Constraints(params, self.stepper.vocab_size, ends, self._encode if self.tokenizer else None)
         seed = self._seeds.randrange(SEEDS) if params.seed is None else params.seed
@@ -263,8 +263,12 @@ class Engine:
             score = self._score(sampled, at, params.prompt_logprobs or 0)
             deltas[request.number] = _blank(sequence, prompt_scores=(*of_prompt, score))
             return
-        token = int(sampled.tokens[at])
         request.in_flight -= 1
+        if params.max_tokens == 0:
+            scored = _blank(sequence, prompt_scores=of_prompt, finish_reason="length")
+            deltas[request.number] = self._end(sequence, scored)
+            return
+        token = int(sampled.tokens[at])
         request.output.append(token)
         self.generated += 1
         said = sequence.continuation.add(token)

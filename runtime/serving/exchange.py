@@ -101,18 +101,17 @@ async def completion_events(
             if choices.echo and index not in begun:
                 begun.add(index)
                 yield event(heading.body([choices.begin(index, prompts[at], scores.get(at, ()))], True))
-            text, shown = ("", ()) if choices.only_prompt else (one.text, one.scores)
-            if text or shown or one.finish_reason is not None:
-                yield event(heading.body([choices.chunk(index, text, shown, one)], True))
-    for last in _end(exchange, heading, wants_usage, choices.only_prompt):
+            if one.text or one.scores or one.finish_reason is not None:
+                yield event(heading.body([choices.chunk(index, one.text, one.scores, one)], True))
+    for last in _end(exchange, heading, wants_usage):
         yield last
 
 
-def _end(exchange: Exchange, heading: Heading, wants_usage: bool, only_prompt: bool = False) -> list[bytes]:
+def _end(exchange: Exchange, heading: Heading, wants_usage: bool) -> list[bytes]:
     """What comes after the last choice. The status was sent long ago, so an error is an event of its own."""
     if exchange.failure is not None:
         return [event(error_body(exchange.failure, "server_error", None, "request_failed")), DONE]
     if not wants_usage:
         return [DONE]
-    numbers: dict[str, Any] = usage(exchange.outputs(), only_prompt)
+    numbers: dict[str, Any] = usage(exchange.outputs())
     return [event(heading.body([], True, usage=numbers)), DONE]

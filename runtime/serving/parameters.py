@@ -63,7 +63,7 @@ class SamplingParams:
     seed: int | None = None
     """The same seed gives the same continuation, whatever else is served (None or -1: the engine's own)."""
     max_tokens: int | None = 16
-    """None: as many as the model's length and the cache allow."""
+    """None: as many as the model's length and the cache allow; 0: none, the prompt is only scored."""
     min_tokens: int = 0
     """No end by a stop string, a stop token or the end of text before this many tokens."""
     stop: Sequence[str] | str = ()
@@ -149,7 +149,7 @@ _RANGES: Mapping[str, tuple[type, float, float, bool]] = {
     "frequency_penalty": (float, -2, 2, False),
     "repetition_penalty": (float, 0.01, 100, False),
     "seed": (int, -1, SEEDS - 1, False),
-    "max_tokens": (int, 1, 2**31 - 1, False),
+    "max_tokens": (int, 0, 2**31 - 1, False),
     "min_tokens": (int, 0, 2**31 - 1, False),
     "logprobs": (int, ALL, MOST_ALTERNATIVES, False),
     "prompt_logprobs": (int, ALL, MOST_ALTERNATIVES, False),

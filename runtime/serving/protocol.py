@@ -118,11 +118,6 @@ class CompletionRequest(_Generation):
     best_of: int | None = Field(None, description="must be n")
     suffix: None = None
 
-    @property
-    def only_prompt(self) -> bool:
-        """Whether nothing is to be generated."""
-        return bool(self.echo) and self.max_tokens == 0
-
     def prompts(self) -> list[Prompt]:
         """One or more, each a text or token ids."""
         prompts = separate(self.prompt)
@@ -139,7 +134,7 @@ class CompletionRequest(_Generation):
             raise RequestError("max_tokens 0 is for echo: nothing would be generated", "max_tokens")
         prompt_logprobs = self.logprobs if self.echo else None
         return self._params(
-            16 if self.max_tokens is None else max(self.max_tokens, 1),
+            16 if self.max_tokens is None else self.max_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=prompt_logprobs,
         )

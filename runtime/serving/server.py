@@ -168,15 +168,14 @@ class _Server:
         prompts, echoes = await self._read(request, raw, read)
         exchange = await self._begin(prompts, params)
         heading = Heading(self.serving.model, chat=False)
-        choices = Completions(
-            tokenizer, bool(body.echo), body.logprobs is not None, body.only_prompt, not params.skip_special_tokens
-        )
+        special = not params.skip_special_tokens
+        choices = Completions(tokenizer, bool(body.echo), body.logprobs is not None, special)
         if body.stream:
             return EventStream(exchange, completion_events(exchange, heading, choices, echoes, _wants_usage(body)))
         await self._gather(request, exchange)
         outputs = exchange.outputs()
         whole = choices.whole(outputs, echoes, params.n)
-        return JSONResponse(heading.body(whole, False, usage=usage(outputs, body.only_prompt)))
+        return JSONResponse(heading.body(whole, False, usage=usage(outputs)))
 
     @_answering
     async def chat(self, request: Request) -> Response:

@@ -87,6 +87,17 @@ def test_parameters_for_each(llm: LLM) -> None:
     nothing_left(llm)
 
 
+def test_a_prompt_may_only_be_scored(llm: LLM) -> None:
+    """Nothing is generated then, and nothing counted; the scores are those that a longer request gives."""
+    asked = {"prompt_logprobs": 1, "temperature": 0}
+    scored, longer = llm.generate(["some text"] * 2, [{**asked, "max_tokens": 0}, {**asked, "max_tokens": 1}])
+    assert scored.prompt_logprobs == longer.prompt_logprobs and len(scored.prompt_logprobs or ()) == 9
+    (only,) = scored.outputs
+    assert (only.text, only.token_ids, only.finish_reason) == ("", (), "length")
+    assert llm.engine.generated == 1
+    nothing_left(llm)
+
+
 @pytest.mark.parametrize(("prompts", "message"), WRONG_PROMPTS)
 def test_a_wrong_prompt_begins_nothing(llm: LLM, prompts: Any, message: str) -> None:
     for ask in (llm.generate, llm.stream):

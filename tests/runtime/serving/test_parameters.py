@@ -32,7 +32,7 @@ WRONG: list[tuple[str, Any]] = [
     ("temperature", 1e300),
     ("seed", 2**63),
     ("seed", -2),
-    ("max_tokens", 0),
+    ("max_tokens", -1),
     ("min_tokens", -1),
     ("min_tokens", 17),
     ("logprobs", 21),

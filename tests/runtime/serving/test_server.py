@@ -513,6 +513,8 @@ def test_metrics_add_up(client: openai.OpenAI) -> None:
             for prompt in ("some beginning that is shared: a", "some beginning that is shared: b", "c"):
                 usage = own.completions.create(prompt=prompt, model="fake", max_tokens=7, n=2).usage
                 made += usage.completion_tokens if usage is not None else 0
+            scored = own.completions.create(prompt="only scored", model="fake", max_tokens=0, echo=True, logprobs=1)
+            assert scored.usage is not None and scored.usage.completion_tokens == 0
         idle(counted)
         text = exchange(address, "GET", "/metrics")[1]
     values: dict[str, float] = {}
@@ -522,12 +524,12 @@ def test_metrics_add_up(client: openai.OpenAI) -> None:
             values[sample.name] = values.get(sample.name, 0) + sample.value
     assert values["mgraph_generation_tokens_total"] == values["mgraph_request_generation_tokens_sum"] == made
     assert 'mgraph_steps_by_launch_total{launch="nothing is launched",model_name="' in text
-    assert values["mgraph_request_success_total"] == values["mgraph_e2e_request_latency_seconds_count"] == 6
+    assert values["mgraph_request_success_total"] == values["mgraph_e2e_request_latency_seconds_count"] == 7
     assert values["mgraph_time_to_first_token_seconds_count"] == 6
     assert values["mgraph_num_requests_running"] == values["mgraph_num_requests_waiting"] == 0
     assert values["mgraph_kv_cache_usage_perc"] == 0
     assert values["mgraph_prefix_cache_hits_total"] >= 2 * 24
-    assert values["mgraph_prompt_tokens_total"] == 2 * (32 + 32 + 1)
+    assert values["mgraph_prompt_tokens_total"] == 2 * (32 + 32 + 1) + 11
 
 
 async def _streams(address: str, count: int) -> list[str]:
