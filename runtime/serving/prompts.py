@@ -29,7 +29,7 @@ _EXAMPLE = 'as in [{"role": "user", "content": "Hello"}]'
 
 @dataclass(frozen=True)
 class Input:
-    """A prompt as it was given, where that was a text, and its tokens; `field` is what the person calls it."""
+    """A prompt as a text, where it was one or a conversation, and its tokens; `field` is what the person calls it."""
 
     text: str | None
     ids: Sequence[int]
@@ -75,7 +75,7 @@ def read_chat(engine: Engine, template: ChatTemplate | None, messages: Any, tool
     if tools is not None and not _listed(tools):
         raise RequestError(f"tools must be a list, not {_shown(tools)}", "tools")
     text = template.prompt(plain_messages(messages), tools)
-    return Input(None, _encode(engine, text, "messages"), "messages")
+    return Input(text, _encode(engine, text, "messages"), "messages")
 
 
 def plain_messages(messages: Any) -> list[Message]:

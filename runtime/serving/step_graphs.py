@@ -149,7 +149,8 @@ class StepGraphs:
     @property
     def launches(self) -> Counter[str]:
         """Steps by how they were launched: `graph`, or why not."""
-        return Counter({"graph": self.replayed}) + self.eager
+        eager = dict(self.eager)  # at once: another thread than that of the steps may ask
+        return Counter({"graph": self.replayed}) + Counter(eager)
 
     def run(self, batch: Batch, sampling: Sampling) -> Sequence[Tensor] | None:
         """The results of a step's rows (tokens, log-probabilities, and the likeliest ones if asked for; nothing where

@@ -192,6 +192,7 @@ def test_inside_a_running_event_loop(llm: LLM) -> None:
 def test_chat(llm: LLM) -> None:
     output = llm.chat([{"role": "user", "content": "hi"}], GREEDY)[0]
     assert output.outputs[0].token_ids == expected(llm, b"user: hi\nassistant: ")
+    assert output.prompt == "user: hi\nassistant: "
     with pytest.raises(RequestError, match="maximum context length") as caught:
         llm.chat([{"role": "user", "content": "x" * 200}])
     assert caught.value.param == "messages"

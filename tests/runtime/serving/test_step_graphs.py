@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -224,3 +226,18 @@ def test_inputs_lie_in_one_buffer() -> None:
 
 def test_unknown_tokens_are_those_of_the_step_before() -> None:
     assert known(torch.tensor([5, -1, -3]), torch.tensor([7, 8, 9])).tolist() == [5, 7, 9]
+
+
+def test_launches_are_read_while_steps_are_made(package: Path) -> None:
+    """As /metrics does it, from another thread than that of the engine, which finds new reasons meanwhile."""
+    graphs = PackageStepper(package, num_blocks=9).graphs_of(again, BUCKETS)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            steps = thread.submit(lambda: graphs.eager.update(f"reason {n}" for n in range(20_000)))
+            while not steps.done():
+                assert graphs.launches["graph"] == 0
+    finally:
+        sys.setswitchinterval(interval)
+    assert sum(graphs.launches.values()) == 20_000
