@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -78,7 +78,7 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._text(messages[:index], tools, add_generation_prompt=True)
+            before = self._text(messages[:index], tools, {"add_generation_prompt": True})
             through = text if index + 1 == len(messages) else self._text(messages[: index + 1], tools)
             if not (through.startswith(before) and text.startswith(through)):
                 raise DataError(
@@ -92,14 +92,32 @@ class ChatTemplate:
             spans.append((len(before), len(through)))
         return Rendered(text, spans)
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
-        """The text up to where the assistant's answer begins. Raises `DataError` where the template refuses it."""
-        return self._text(messages, tools, add_generation_prompt=True)
+    @property
+    def reserved(self) -> Collection[str]:
+        """The variables that every conversation has."""
+        return {"messages", "tools", "add_generation_prompt", *self._special_tokens}
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, **more: Any) -> str:
-        values = {"add_generation_prompt": False, "documents": None, **self._special_tokens, **more}
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text up to where the assistant's answer begins; `variables` are others than the `reserved` ones. Raises
+        `DataError` where the template refuses the conversation."""
+        return self._text(messages, tools, {**(variables or {}), "add_generation_prompt": True})
+
+    def _text(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, more: Mapping[str, Any] | None = None
+    ) -> str:
+        values: dict[str, Any] = {
+            "add_generation_prompt": False,
+            "documents": None,
+            **self._special_tokens,
+            **(more or {}),
+        }
         try:
-            return self._template.render(messages=list(messages), tools=tools, **values)
+            return self._template.render({**values, "messages": list(messages), "tools": tools})
         except Exception as error:  # a template is a foreign program, and may raise anything
             raise DataError(
                 f"the chat template refuses the conversation: {error}",

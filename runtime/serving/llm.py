@@ -129,11 +129,14 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: Params | Sequence[Params] | None = None,
         tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, as `generate`. What a message may hold is told in `prompts`."""
+        """Answer one conversation, or several, as `generate`. What a message may hold is told in `prompts`; the last
+        are more variables of the chat template."""
         several = isinstance(messages, list | tuple) and bool(messages) and not isinstance(messages[0], Mapping)
         conversations = messages if several else [messages]
-        return self._generate([read_chat(self.engine, self.template, each, tools) for each in conversations], params)
+        given = (self.engine, self.template)
+        return self._generate([read_chat(*given, each, tools, chat_template_kwargs) for each in conversations], params)
 
     def reset_prefix_cache(self) -> None:
         """Forget what the cache holds of earlier prompts, as after a change of the weights."""

@@ -61,9 +61,11 @@ def read_prompt(engine: Engine, prompt: Any) -> Input:
     return Input(None, [int(token) for token in prompt])
 
 
-def read_chat(engine: Engine, template: ChatTemplate | None, messages: Any, tools: Any = None) -> Input:
-    """A conversation up to where the assistant's answer begins. Raises RequestError for what is none, DataError where
-    the template refuses it."""
+def read_chat(
+    engine: Engine, template: ChatTemplate | None, messages: Any, tools: Any = None, variables: Any = None
+) -> Input:
+    """A conversation up to where the assistant's answer begins; `variables` are more of the template's. Raises
+    RequestError for what is none, DataError where the template refuses it."""
     if template is None:
         raise RequestError(
             "the tokenizer has no chat template, so there is no way to write a conversation",
@@ -74,8 +76,21 @@ def read_chat(engine: Engine, template: ChatTemplate | None, messages: Any, tool
         raise RequestError("there is no tokenizer for a text", "messages", "give token ids as a prompt")
     if tools is not None and not _listed(tools):
         raise RequestError(f"tools must be a list, not {_shown(tools)}", "tools")
-    text = template.prompt(plain_messages(messages), tools)
+    text = template.prompt(plain_messages(messages), tools, _variables(template, variables))
     return Input(text, _encode(engine, text, "messages"), "messages")
+
+
+def _variables(template: ChatTemplate, given: Any) -> Mapping[str, Any]:
+    """What is given besides, none of which may stand for what the template is given anyway."""
+    field = "chat_template_kwargs"
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise RequestError(f"{field} must map names to values, not {_shown(given)}", field)
+    taken = next((name for name in given if name in template.reserved), None)
+    if taken is not None:
+        raise RequestError(f"{field} has '{taken}', which the chat template is given anyway", field, "leave it out")
+    return given
 
 
 def plain_messages(messages: Any) -> list[Message]:

@@ -61,6 +61,7 @@ class StreamOptions(_Body):
     """What a stream holds besides the text."""
 
     include_usage: bool = Field(False, description="end with a chunk that has the numbers of tokens")
+    include_obfuscation: Literal[False] | None = Field(None, description="chunks are never padded")
 
 
 class _Generation(_Body):
@@ -92,6 +93,8 @@ class _Generation(_Body):
     metadata: dict[str, Any] | None = Field(None, description="not used")
     store: bool | None = Field(None, description="not used")
     service_tier: StrictStr | None = Field(None, description="not used")
+    safety_identifier: StrictStr | None = Field(None, description="not used")
+    prompt_cache_key: StrictStr | None = Field(None, description="not used: all prompts share one cache")
 
     def _params(self, max_tokens: int | None, **more: Any) -> SamplingParams:
         given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
@@ -115,7 +118,7 @@ class CompletionRequest(_Generation):
     )
     logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
     echo: bool | None = Field(None, description="give the prompt too; with max_tokens 0, nothing else")
-    best_of: int | None = Field(None, description="must be n")
+    best_of: int | None = Field(None, ge=1, description="must be n")
     suffix: None = None
 
     def prompts(self) -> list[Prompt]:
@@ -147,10 +150,31 @@ class TextPart(_Body):
     text: StrictStr
 
 
+_SAID: dict[str, Any] = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
+_SAID_INSTEAD: dict[str, Any] = {
+    "tool_calls": {"type": "array", "minItems": 1},
+    "function_call": {"type": "object", "minProperties": 1},
+    "refusal": {"type": "string", "minLength": 1},
+}
+"""Of an assistant's message without content one of these is there: SAID_INSTEAD."""
+
+
 class ChatMessage(BaseModel):
     """A turn of a conversation; what else it holds is for the template."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(
+        extra="allow",
+        strict=True,
+        json_schema_extra={
+            "anyOf": [
+                _SAID,
+                *(
+                    {"required": [name], "properties": {"role": {"const": "assistant"}, name: kind}}
+                    for name, kind in _SAID_INSTEAD.items()
+                ),
+            ]
+        },
+    )
     role: Role
     content: StrictStr | Annotated[list[TextPart], _First()] | None = Field(
         None, description="must be there, unless an assistant called tools (tool_calls, function_call) or refused"
@@ -173,11 +197,15 @@ class ChatRequest(_Generation):
     response_format: ResponseFormat | None = None
     tools: list[dict[str, Any]] | None = Field(None, max_length=0, description="not supported")
     tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="not used: there are no tools")
+    modalities: list[Literal["text"]] | None = Field(None, min_length=1, max_length=1)
+    verbosity: Literal["medium"] | None = Field(None, description="a model writes as it does")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
 
     def params(self) -> SamplingParams:
         """As the engine takes them. Raises RequestError."""
         self.check()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs", "top_logprobs", 'give "logprobs": true')
         asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         if asked == 0:

@@ -186,7 +186,7 @@ class _Server:
         messages = [message.model_dump(exclude_unset=True) for message in body.messages]
 
         def read() -> Input:
-            prompt = read_chat(engine, template, messages)
+            prompt = read_chat(engine, template, messages, variables=body.chat_template_kwargs)
             engine.check(prompt.ids, params, prompt.field)
             return prompt
 

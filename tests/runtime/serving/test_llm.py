@@ -204,6 +204,20 @@ def test_chat(llm: LLM) -> None:
         without.chat([{"role": "user", "content": "hi"}])
 
 
+def test_more_variables_of_the_template(llm: LLM) -> None:
+    source = "{{ messages[0].content }}{% if thinking %} (think {{ depth }}){% endif %}{{ eos_token }}:"
+    asking = LLM.over(llm.engine, ChatTemplate(source, {"eos_token": "."}, "the test"))
+    message = [{"role": "user", "content": "hi"}]
+    for given, expected_prompt in ((None, "hi.:"), ({"thinking": True, "depth": 3, "more": 1}, "hi (think 3).:")):
+        assert asking.chat(message, GREEDY, chat_template_kwargs=given)[0].prompt == expected_prompt
+    wrong: list[tuple[Any, str]] = [(5, "must map names"), ({1: 2}, "must map names")]
+    wrong += [({name: 1}, f"has '{name}'") for name in ("messages", "tools", "add_generation_prompt", "eos_token")]
+    for given, said in wrong:
+        with pytest.raises(RequestError, match=said) as caught:
+            asking.chat(message, GREEDY, chat_template_kwargs=given)
+        assert caught.value.param == "chat_template_kwargs"
+
+
 def test_conversations_in_parts_and_of_tools(llm: LLM) -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     of_parts: list[dict[str, Any]] = [{"role": "user", "content": parts}]

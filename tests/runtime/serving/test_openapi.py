@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import jsonschema_rs
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from pydantic import ValidationError
 
+from mgraph.runtime.serving.prompts import SAID_INSTEAD
 from mgraph.runtime.serving.protocol import ChatRequest, CompletionRequest, openapi, refusal
 from tests.runtime.serving.fake_server import idle, running, serving
 
@@ -67,6 +69,38 @@ def run_bodies(address: str, path: str, mode: str, count: int) -> None:
 
     attempt()
     assert seen & {200, 400}
+
+
+@pytest.mark.parametrize(
+    ("message", "right"),
+    [
+        ({"role": "user", "content": "a"}, True),
+        ({"role": "tool", "content": [{"type": "text", "text": "a"}], "tool_call_id": "1"}, True),
+        ({"role": "assistant", "content": None, "tool_calls": [{}]}, True),
+        ({"role": "assistant", "refusal": "no"}, True),
+        ({"role": "assistant", "function_call": {"name": "f"}}, True),
+        ({"role": "user"}, False),
+        ({"role": "user", "content": None, "tool_calls": [{}]}, False),
+        ({"role": "assistant"}, False),
+        ({"role": "assistant", "tool_calls": []}, False),
+        ({"content": "a"}, False),
+    ],
+)
+def test_messages_are_described_as_they_are_taken(address: str, message: dict[str, Any], right: bool) -> None:
+    body = {"messages": [message], "max_tokens": 1}
+    schema = {**DESCRIPTION, "$ref": "#/components/schemas/ChatRequest"}
+    assert jsonschema_rs.is_valid(schema, body) is right
+    connection = http.client.HTTPConnection(urlsplit(address).netloc)
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    assert connection.getresponse().status == (200 if right else 400)
+
+
+def test_instead_of_content_is_the_same_everywhere() -> None:
+    branches = DESCRIPTION["components"]["schemas"]["ChatMessage"]["anyOf"]
+    assert tuple(name for branch in branches[1:] for name in branch["required"]) == SAID_INSTEAD
+    assert (
+        DESCRIPTION["components"]["schemas"]["CompletionRequest"]["properties"]["best_of"]["anyOf"][0]["minimum"] == 1
+    )
 
 
 @pytest.mark.parametrize(

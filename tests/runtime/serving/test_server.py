@@ -318,8 +318,41 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools"),
     ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format.type"),
     ("chat/completions", {**CHAT, "max_completion_tokens": 0}, 400, "max_completion_tokens"),
+    ("chat/completions", {**CHAT, "modalities": ["text", "audio"]}, 400, "modalities"),
+    ("chat/completions", {**CHAT, "modalities": ["audio"]}, 400, "modalities.0"),
+    ("chat/completions", {**CHAT, "verbosity": "low"}, 400, "verbosity"),
+    ("chat/completions", {**CHAT, "chat_template_kwargs": [1]}, 400, "chat_template_kwargs"),
+    ("chat/completions", {**CHAT, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
+    (
+        "chat/completions",
+        {**CHAT, "stream": True, "stream_options": {"include_obfuscation": True}},
+        400,
+        "stream_options.include_obfuscation",
+    ),
     ("nothing", {}, 404, None),
 ]
+
+
+def test_fields_that_change_nothing(served: tuple[Serving, str], client: openai.OpenAI) -> None:
+    """Labels, and values that say what is done anyway."""
+    messages: Any = [{"role": "user", "content": "hi"}]
+    options: Any = {"include_usage": True, "include_obfuscation": False}
+    neutral: Any = {
+        "safety_identifier": "person 5",
+        "prompt_cache_key": "group",
+        "parallel_tool_calls": True,
+        "modalities": ["text"],
+        "verbosity": "medium",
+        "logprobs": False,
+        "top_logprobs": 0,
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": False}},
+    }
+    plain = client.chat.completions.create(messages=messages, **GREEDY).choices[0]
+    assert client.chat.completions.create(messages=messages, **neutral, **GREEDY).choices[0] == plain
+    stream = client.chat.completions.create(
+        messages=messages, stream=True, stream_options=options, **{**neutral, **GREEDY}
+    )
+    assert "".join(c.choices[0].delta.content or "" for c in stream if c.choices) == plain.message.content
 
 
 @pytest.mark.parametrize(("path", "body", "code", "param"), WRONG)
