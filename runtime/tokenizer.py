@@ -50,6 +50,7 @@ class Tokenizer(Protocol):
 
     name: str
     vocab_size: int
+    """Its ids are below it."""
     special_tokens: Mapping[str, str]
     """Role (`eos_token`) to text."""
     chat_template: str | None
@@ -123,7 +124,8 @@ class FileTokenizer:
         self._library.no_truncation()
         self._library.no_padding()
         self.name = path.resolve().name
-        self.vocab_size: int = self._library.get_vocab_size(with_added_tokens=True)
+        # Some vocabularies have gaps, so that the greatest id is beyond their number of entries.
+        self.vocab_size: int = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
         config = _read_config(path / CONFIG) if path.is_dir() else {}
         self.special_tokens: Mapping[str, str] = _special_tokens(config)
         self.chat_template = _chat_template(path, config)

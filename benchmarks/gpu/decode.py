@@ -94,7 +94,7 @@ def bare_ms(stepper: PackageStepper, steps: int) -> float:
     """Milliseconds of a step of one request that has been replayed before, and of its sampling, as graphs alone."""
     assert stepper.graphs is not None
     bucket = min(bucket for bucket in stepper.graphs.buckets if bucket.writing)
-    replays = [stepper.graphs.replay_of(name) for name in (bucket, (bucket.requests, Sampler.LIKELIEST, 0))]
+    replays = [stepper.graphs.replay_of(name) for name in (bucket, (bucket.requests, Sampler.LIKELIEST, 0, None))]
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     ends[0].record()
     for step, end in enumerate(ends[1:]):

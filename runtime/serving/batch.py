@@ -37,9 +37,11 @@ class _Written:
 class BatchBuilder:
     """Makes arrays of plans. It keeps the block tables of running requests, which grow by a few entries a step."""
 
-    def __init__(self, block_size: int, max_length: int, vocab_size: int, groups: int = 1) -> None:
-        """`groups` are those of layers, each of which has tables of its own."""
-        self._block_size, self._vocab_size, self._groups = block_size, vocab_size, groups
+    def __init__(
+        self, block_size: int, max_length: int, vocab_size: int, groups: int = 1, known: int | None = None
+    ) -> None:
+        """`groups` are those of layers, each of which has tables of its own; for `known` see `Sampling`."""
+        self._block_size, self._vocab_size, self._groups, self._known = block_size, vocab_size, groups, known
         self._width = -(-max_length // block_size)
         self._tables: dict[int, _Written] = {}
         self._constraints: dict[int, Constraints] = {}
@@ -127,6 +129,7 @@ class BatchBuilder:
             outputs=outputs,
             bias=self._bias(rows),
             alternatives=max(map(self._count, asked), default=0),
+            known=self._known,
         )
 
     def _count(self, asked: int | None) -> int:

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -61,10 +62,28 @@ def text_length(sampling: Sampling) -> int:
     return 1 + sum(len(text) for texts in (sampling.prompts, sampling.outputs) for text in texts or ())
 
 
+def called(
+    call: Callable[..., Sequence[Tensor]], sampler: Sampler, logits: Tensor, given: Sequence[Tensor], known: int | None
+) -> Sequence[Tensor]:
+    """The results of an entry for logits [N, V], with tokens below `known`; log-probabilities are those of all logits.
+
+    Logits beyond are taken out of their place and put back: they are few, and a copy of all would cost more.
+    """
+    if known is None or known >= logits.shape[1]:
+        return call(sampler, logits, *given)
+    beyond = logits[:, known:]
+    kept = beyond.clone()
+    beyond.fill_(-torch.inf)
+    tokens, _, *tops = call(sampler, logits, *given)
+    beyond.copy_(kept)
+    return [*call(Sampler.LIKELIEST, logits, tokens), *tops]
+
+
 def with_all(results: Sequence[Tensor], logits: Tensor, sampling: Sampling, batch_invariant: bool) -> Sequence[Tensor]:
-    """Results of rows that ask for more of the likeliest tokens than the entries give: with all of them in order, and
-    their log-probabilities computed as the entries do it."""
-    if sampling.alternatives <= MOST_ALTERNATIVES:
+    """Results of rows that ask for more of the likeliest tokens than the entries give, or for any where these leave
+    some tokens out: with all of them in order, and their log-probabilities computed as the entries do it."""
+    left_out = sampling.known is not None and sampling.known < logits.shape[1]
+    if sampling.alternatives <= (0 if left_out else MOST_ALTERNATIVES):
         return results
     with fixed_shapes(batch_invariant):
         top, ids = (logits - logits.logsumexp(-1, keepdim=True)).sort(dim=-1, descending=True, stable=True)
@@ -82,11 +101,11 @@ def sampled(
     """The results of the entry for logits [N, V], launched op by op; `known` fills in unknown tokens of the text."""
     sampler = sampler_of(sampling)
     if sampler is Sampler.LIKELIEST:
-        return call(sampler, logits, on_device(sampling.targets))
+        return called(call, sampler, logits, [on_device(sampling.targets)], sampling.known)
     given = [on_device(getattr(sampling, name)) for name in CHOICE]
     if sampler is Sampler.CHANGED:
         given += [on_device(getattr(sampling, name)) for name in PENALTIES]
         given.append(logits.new_zeros(logits.shape) if sampling.bias is None else on_device(sampling.bias))
         tokens, owners, written = (on_device(array) for array in text_of(sampling))
         given += [known(tokens), owners, written]
-    return with_all(call(sampler, logits, *given), logits, sampling, batch_invariant)
+    return with_all(called(call, sampler, logits, given, sampling.known), logits, sampling, batch_invariant)

@@ -121,7 +121,11 @@ class Engine:
         """Steps by their numbers of tokens and requests."""
         self.generated = 0
         """Tokens in all."""
-        self._builder = BatchBuilder(stepper.block_size, stepper.max_length, stepper.vocab_size, len(stepper.windows))
+        # A model's vocabulary may be padded; what ends its texts is a token though the tokenizer may lack it.
+        known = None if tokenizer is None else max([tokenizer.vocab_size, *(end + 1 for end in self.ends_of_text)])
+        self._known = None if known is None or known >= stepper.vocab_size else known
+        sizes = stepper.block_size, stepper.max_length, stepper.vocab_size
+        self._builder = BatchBuilder(*sizes, len(stepper.windows), self._known)
         self.longest = min(stepper.max_length, pool.longest(stepper.max_length) + 1)
         """The most tokens of a prompt and its continuation together: what the model and the whole cache hold."""
         self._seeds = random.Random(seed)
@@ -174,7 +178,9 @@ class Engine:
             raise EngineDead(f"the engine has failed: {self.failure}")
         wanted = max(self.check(prompt, params), 1)  # where none is, the one that ends the prompt's steps is dropped
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.ends_of_text))
-        constraints = Constraints(params, self.stepper.vocab_size, ends, self._encode if self.tokenizer else None)
+        constraints = Constraints(
+            params, self.stepper.vocab_size, ends, self._encode if self.tokenizer else None, self._known
+        )
         seed = self._seeds.randrange(SEEDS) if params.seed is None else params.seed
         tokens, group, leader = tuple(int(token) for token in prompt), self._number, None
         share = self._prefix_cache and len(tokens) > self.stepper.block_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, StrictInt, StrictStr, ValidationError
 
 from mgraph.errors import did_you_mean
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
@@ -150,31 +150,22 @@ class TextPart(_Body):
     text: StrictStr
 
 
-_SAID: dict[str, Any] = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
-_SAID_INSTEAD: dict[str, Any] = {
+_INSTEAD: dict[str, JsonValue] = {
     "tool_calls": {"type": "array", "minItems": 1},
     "function_call": {"type": "object", "minProperties": 1},
     "refusal": {"type": "string", "minLength": 1},
 }
-"""Of an assistant's message without content one of these is there: SAID_INSTEAD."""
+"""One of these is there in an assistant's message without content: SAID_INSTEAD."""
+_SAID: list[JsonValue] = [
+    {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+    *({"required": [n], "properties": {"role": {"const": "assistant"}, n: kind}} for n, kind in _INSTEAD.items()),
+]
 
 
 class ChatMessage(BaseModel):
     """A turn of a conversation; what else it holds is for the template."""
 
-    model_config = ConfigDict(
-        extra="allow",
-        strict=True,
-        json_schema_extra={
-            "anyOf": [
-                _SAID,
-                *(
-                    {"required": [name], "properties": {"role": {"const": "assistant"}, name: kind}}
-                    for name, kind in _SAID_INSTEAD.items()
-                ),
-            ]
-        },
-    )
+    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra={"anyOf": _SAID})
     role: Role
     content: StrictStr | Annotated[list[TextPart], _First()] | None = Field(
         None, description="must be there, unless an assistant called tools (tool_calls, function_call) or refused"

@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 from mgraph.errors import PackageError
-from mgraph.runtime.serving.choices import CHOICE, PENALTIES, Sampler, text_of, with_all
+from mgraph.runtime.serving.choices import CHOICE, PENALTIES, Sampler, called, text_of, with_all
 from mgraph.runtime.serving.dispatch import Bucket, Key, Why, choose
 from mgraph.runtime.serving.step import Batch, Sampling
 
 _ALIGNMENT = 16
 _Shapes = dict[str, tuple[tuple[int, ...], Any]]
 """Shape and numpy dtype of inputs by name."""
-_Name = Bucket | tuple[int, Sampler, int]
-"""What there is a graph of: steps, or what samples so many rows, with texts of a length."""
+_Name = Bucket | tuple[int, Sampler, int, int | None]
+"""What there is a graph of: steps, or what samples so many rows, with texts of a length, of known tokens."""
 
 
 class Capture(Protocol):
@@ -201,7 +201,7 @@ class StepGraphs:
             self.eager[self._failed if self.failure else Why.FIRST] += 1
 
     def _replay_sampler(self, rows: int, sampler: Sampler, text: int, sampling: Sampling) -> Sequence[Tensor]:
-        name = rows, sampler, text
+        name = rows, sampler, text, sampling.known
         held = self._held.get(name) or self._make(name, _sampler_inputs(rows, sampler, text))
         if sampler is Sampler.CHANGED:
             self._write_bias(sampling)
@@ -210,7 +210,7 @@ class StepGraphs:
 
         def run() -> Sequence[Tensor]:
             nonlocal results
-            results = self._sample(held.inputs.tensors, rows, sampler)
+            results = self._sample(held.inputs.tensors, rows, sampler, sampling.known)
             return results
 
         return held.part.results if self._part(held.part, run) else results
@@ -245,14 +245,17 @@ class StepGraphs:
         self._logits[:rows].copy_(logits)
         return ()
 
-    def _sample(self, given: Mapping[str, Tensor], rows: int, sampler: Sampler) -> Sequence[Tensor]:
+    def _sample(
+        self, given: Mapping[str, Tensor], rows: int, sampler: Sampler, known_tokens: int | None
+    ) -> Sequence[Tensor]:
         assert self._logits is not None, "a step has written them"
         logits = self._logits[:rows]
         if sampler is not Sampler.CHANGED:
-            return self._call(sampler, logits, *given.values())
+            return called(self._call, sampler, logits, list(given.values()), known_tokens)
         assert self._bias is not None, "it was written"
         *choice, tokens, owners, written = given.values()
-        return self._call(sampler, logits, *choice, self._bias[:rows], known(tokens, self._last), owners, written)
+        changes = [*choice, self._bias[:rows], known(tokens, self._last), owners, written]
+        return called(self._call, sampler, logits, changes, known_tokens)
 
     def _write_bias(self, sampling: Sampling) -> None:
         """Fill the one place that graphs read a bias from; what no row has is 0."""

@@ -174,3 +174,13 @@ def test_older_files_that_cannot_be_read(tmp_path: Path, files: dict[str, str], 
     with pytest.raises(DataError, match=message) as caught:
         load_tokenizer(tmp_path, 300)
     assert "tokenizer.json of the model" in str(caught.value.hint) or "save_pretrained" in str(caught.value.hint)
+
+
+def test_a_vocabulary_with_gaps(tmp_path: Path) -> None:
+    """All its ids are below the size, which is more than the number of its entries."""
+    from tokenizers import Tokenizer, models
+
+    library = Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path)
+    assert tokenizer.vocab_size == 8 and tokenizer.decode([7]) == "b"

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +26,11 @@ from mgraph.runtime.serving import package_stepper
 from mgraph.runtime.serving.choices import Sampler
 from mgraph.runtime.serving.dispatch import Bucket, Why
 from mgraph.runtime.serving.engine import Engine, Score
+from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.serving.package_stepper import PackageStepper
-from mgraph.runtime.serving.parameters import SamplingParams
+from mgraph.runtime.serving.parameters import RequestError, SamplingParams
 from mgraph.runtime.serving.step_graphs import Inputs, known
+from mgraph.runtime.tokenizer import ByteTokenizer
 
 BUCKETS = [Bucket(2, 2, True), Bucket(4, 4, True), Bucket(16, 4, False)]
 
@@ -110,6 +113,48 @@ def test_all_of_the_vocabulary(package: Path) -> None:
         assert sorted(token for token, _, _ in score.top) == list(range(256)) and values == sorted(values, reverse=True)
         assert np.exp(values).sum() == pytest.approx(1, abs=1e-5)
         assert score.logprob == pytest.approx(next(v for t, _, v in score.top if t == score.token), abs=1e-6)
+
+
+class Small(ByteTokenizer):
+    """Of fewer tokens than the model."""
+
+    vocab_size = 100
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_tokens_that_the_tokenizer_lacks_never_come(package: Path, graphs: bool) -> None:
+    """Log-probabilities are still those over the model's whole vocabulary: the same that scoring the text gives."""
+    stepper = PackageStepper(package, num_blocks=64, seed=3, max_tokens=16, max_requests=4)
+    stepper.graphs = stepper.graphs_of(again, BUCKETS) if graphs else None
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0, "logprobs": 5},
+        {"temperature": 2.0, "seed": 1, "logprobs": 0},
+        {"temperature": 2.0, "seed": 2, "logprobs": -1},
+        {"temperature": 1.5, "seed": 3, "frequency_penalty": 1.0, "logit_bias": {200: 100.0}, "logprobs": 3},
+        {"temperature": 0, "logit_bias": {99: 100.0, 100: 100.0}, "logprobs": 0},
+    ]
+    params = [SamplingParams(max_tokens=12, **kind) for kind in kinds]
+    free = LLM.over(Engine(stepper)).generate([[5, 250, 7]] * 2, params[:3:2])
+    assert all(max(output.outputs[0].token_ids) >= 100 for output in free), "the model likes others"
+    found = LLM.over(Engine(stepper, Small())).generate([[5, 250, 7]] * len(kinds), params)
+    assert (stepper.launches.get("graph", 0) > 10) is graphs
+    for output in found:
+        assert max(output.outputs[0].token_ids) < 100
+    assert set(found[5].outputs[0].token_ids) == {99}
+    for output, kind in zip(found[1:], kinds[1:], strict=True):
+        (one,) = output.outputs
+        scored = LLM.over(Engine(stepper)).generate(
+            [[5, 250, 7, *one.token_ids]], {"max_tokens": 0, "prompt_logprobs": kind["logprobs"]}
+        )[0]
+        for score, expected in zip(one.logprobs or (), (scored.prompt_logprobs or ())[3:], strict=True):
+            assert expected is not None and score.logprob == pytest.approx(expected.logprob, abs=1e-4)
+            assert [top[2] for top in score.top] == pytest.approx([top[2] for top in expected.top], abs=1e-4)
+    with pytest.raises(RequestError, match="leave no token"):
+        LLM.over(Engine(stepper, Small())).generate([[5]], {"allowed_token_ids": [100, 101]})
+    ended = Engine(stepper, Small(), ends_of_text=[120])
+    (output,) = LLM.over(ended).generate([[5]], {"temperature": 0, "logit_bias": {120: 100.0, 121: 100.0}})
+    assert output.outputs[0].token_ids == (120,), "what ends a text may come"
 
 
 def test_a_bias_ends_with_its_request(package: Path) -> None:
