@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StrictInt, StrictStr, ValidationError
 
 from mgraph.errors import did_you_mean
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
@@ -150,13 +150,13 @@ class TextPart(_Body):
     text: StrictStr
 
 
-_INSTEAD: dict[str, JsonValue] = {
+_INSTEAD: dict[str, Any] = {
     "tool_calls": {"type": "array", "minItems": 1},
     "function_call": {"type": "object", "minProperties": 1},
     "refusal": {"type": "string", "minLength": 1},
 }
 """One of these is there in an assistant's message without content: SAID_INSTEAD."""
-_SAID: list[JsonValue] = [
+_SAID: list[Any] = [
     {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
     *({"required": [n], "properties": {"role": {"const": "assistant"}, n: kind}} for n, kind in _INSTEAD.items()),
 ]
