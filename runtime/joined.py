@@ -9,16 +9,21 @@ from mgraph.errors import PackageError
 from mgraph.runtime.ops import glu_grad, rope
 
 
-def joined(*tensors: Tensor) -> Tensor:
+def joined(*tensors: Tensor, gathered: bool = False) -> Tensor:
     """Contiguous tensors [n_i, ...], each of which begins where the one before ends, as one view [sum n_i, ...].
 
     Raises PackageError where they lie otherwise: what a package's manifest says of its states, `create_state` does.
+    What is `gathered`, and only read, is copied there: over an axis of one rank nothing is gathered, and a CUDA graph
+    of a function reads copies of what it is handed.
     """
     first = tensors[0]
     end = first.storage_offset()
     for tensor in tensors:
         same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not (same and tensor.storage_offset() == end and tensor.is_contiguous()):
+        lies = same and tensor.storage_offset() == end and tensor.is_contiguous()
+        if not lies and gathered:
+            return torch.cat(tensors)
+        if not lies:
             raise PackageError(
                 "states that one product reads do not lie one after another",
                 hint="make the state with create_state, and write into its tensors instead of replacing them",

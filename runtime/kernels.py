@@ -145,7 +145,7 @@ def bind(
         if refusal is None:
             sites[name], providers[name] = _gpu_site(entry, twin, device, launchers, strict), "cubin"
         elif jit and entry["launches"]:
-            module = _import_file(directory / "kernels.py")
+            module = _jit_module(directory, device)
             launchers = [JitLauncher(launch, module) for launch in entry["launches"]]
             sites[name], providers[name] = _gpu_site(entry, twin, device, launchers, strict), "jit"
         else:
@@ -474,6 +474,14 @@ def _manifest_entries(directory: Path) -> list[Mapping[str, Any]]:
     except (OSError, ValueError, KeyError) as error:
         raise PackageError(f"the manifest cannot be read: {error}", where=str(path)) from None
     return entries
+
+
+def _jit_module(directory: Path, device: Device) -> ModuleType:
+    """The package's kernels, to be compiled for a device: one before sm_90 knows no launches that come early."""
+    module = _import_file(directory / "kernels.py")
+    if hasattr(module, "EARLY") and device.capability < (9, 0):
+        vars(module)["EARLY"] = type(vars(module)["EARLY"])(False)
+    return module
 
 
 def _import_file(path: Path) -> ModuleType:

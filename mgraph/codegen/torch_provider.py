@@ -483,7 +483,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "embedding_part": _runtime(),
     "embedding_part_grad": _runtime(),
     "expert_bias_update": _expert_bias_update,
-    "joined": lambda site: joined_text(site.operands),
+    "joined": lambda site: joined_text([*site.operands, *["gathered=True"] * bool(site.node.attrs.get("gathered"))]),
     "join_loads": lambda site: f"torch.cat([{', '.join(site.operands)}])",
     "expert_counts": _runtime(),
     "exact_places": _runtime(("rows",)),

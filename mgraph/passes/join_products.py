@@ -192,10 +192,14 @@ class _Maker:
         return value
 
     def joined(self, tensors: Sequence[Value]) -> Value:
-        """Tensors of state as one."""
+        """Tensors of state as one, or of what ranks gathered."""
         first = tensors[0].tensor
+        here = all(tensor.is_state or tensor in self._function.slots for tensor in tensors)
+        attrs = {} if here else {"gathered": True}
         rows = sum((tensor.tensor.shape[0] for tensor in tensors[1:]), tensors[0].tensor.shape[0])
-        return self("joined", tuple(tensors), replace(first, shape=(rows, *tensors[0].tensor.shape[1:])), "weights")
+        return self(
+            "joined", tuple(tensors), replace(first, shape=(rows, *tensors[0].tensor.shape[1:])), "weights", **attrs
+        )
 
     def in_place_of(self, gone: set[Node]) -> Function:
         """The function with what was made where the one node stood, and without those that are gone."""

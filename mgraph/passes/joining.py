@@ -61,8 +61,8 @@ def joined_states(module: Module) -> dict[str, str]:
         if node.op.removesuffix("_") not in ("joined", "accumulate_joined"):
             continue
         tensors = node.operands if node.op == "joined" else node.operands[:-1]
-        if not all(tensor in bound for tensor in tensors):
-            continue  # gathered, which lays them together
+        if node.attrs.get("gathered"):
+            continue  # which lays them together
         for names in zip(*(bound[tensor] for tensor in tensors), strict=True):
             for before, name in itertools.pairwise(names):
                 assert after.setdefault(name, before) == before, f"{name} lies after {after[name]} and after {before}"

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+from mgraph.compiler import compile_package
 from mgraph.ir.graph import Function, Module, Node
 from mgraph.ir.verifier import verify
 from mgraph.passes.base import Report
@@ -20,7 +22,10 @@ from mgraph.passes.gathered import gathered_states
 from mgraph.passes.join_products import JoinProducts
 from mgraph.passes.joining import joined_states
 from mgraph.passes.samples import Shapes
+from mgraph.recipe import Recipe
+from mgraph.runtime.package import load_package
 from tests.passes.spread import trained
+from tests.passes.test_write_gradients import after_two_steps
 
 GATHER = "all_gather_start"
 
@@ -72,6 +77,19 @@ def test_ranks_that_hold_weights_whole(level: int) -> None:
     assert not report.near_misses and joined_states(after)
     assert count(after.functions["layer.bwd"])["accumulate_joined"] == (2 if level == 1 else 0)
     assert off(after) < 1e-9
+
+
+def test_one_rank_gathers_nothing(tmp_path: Path) -> None:
+    """Its states are what it would be given, which do not lie together."""
+    losses = []
+    for name, more in (("joined", ""), ("apart", "join-products")):
+        recipe = Recipe(model="dense-tiny", mesh="fsdp=1", output=str(tmp_path / name), disable=more)
+        compile_package(recipe)
+        losses.append(after_two_steps(load_package(tmp_path / name, "cpu")))
+    assert "rt.joined(" in (tmp_path / "joined" / "step.py").read_text()
+    assert "rt.joined(" not in (tmp_path / "apart" / "step.py").read_text()
+    for one, other in zip(*losses, strict=True):
+        assert float((one.double() - other.double()).norm()) <= 1e-5 * float(other.double().norm()) + 1e-9
 
 
 def changed(module: Module, change: Callable[[Node], Node]) -> Module:

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from mgraph.runtime import v1 as rt
 from mgraph.runtime.graphs import EntryGraphs
+from mgraph.runtime.pieces import Tape
 
 LAYERS, WIDTH = 3, 4
 
@@ -192,6 +194,26 @@ def test_pieces_do_what_the_functions_do() -> None:
     assert made.captured() == [2 * LAYERS, 2 * LAYERS]
     assert made.pool.taken == {} and made.pool.most < made.pool.asked / 2
     assert len({float(loss) for loss, _ in outputs}) == 8, "what an entry gave stays what it was"
+
+
+def test_gathered_weights_of_a_piece() -> None:
+    """A graph reads copies of what lay together where it was gathered: they are joined all the same."""
+
+    def layer(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return x @ rt.joined(q, k, gathered=True).t()
+
+    def entry(state: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
+        whole = x.sum() * torch.arange(24.0).reshape(6, 4)  # as a gather gives them: one after another, anew
+        return (piece(x, whole[:4], whole[4:]),)
+
+    graphs = EntryGraphs([], {"entry": ["layer"]}, Pool)
+    piece = layer
+    inputs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    expected = [entry({}, x)[0] for x in inputs]
+    piece = graphs.piece("layer", layer)
+    for x, wanted in zip(inputs, expected, strict=True):
+        assert torch.equal(graphs.call("entry", entry, {}, [x])[0], wanted)
+    assert [len(tape._pieces) for tape in graphs._held.values() if isinstance(tape, Tape)] == [1]
 
 
 def test_functions_do_not_keep_the_graphs() -> None:

@@ -148,7 +148,8 @@ def import_kernels(path: Path) -> ModuleType:
     """Import a `kernels.py` by its path, without a trace in `sys.modules`.
 
     Triton reads the functions' source from the file, so the text must exist as a file. Then the functions are said to
-    be of a file of this name alone: line information in binaries would have the directory that they were built in.
+    be of a file of this name alone: line information in binaries would have the directory that they were built in. Its
+    lines are those of the text that a launch was compiled from first, which may be a part of the package's.
     """
     try:
         import triton

@@ -2,7 +2,7 @@
 
 Each kernel first waits for what was launched before it, and then lets what follows come to wait as well:
 
-    begin()                                   griddepcontrol.wait; griddepcontrol.launch_dependents
+    come_early()                              griddepcontrol.wait; griddepcontrol.launch_dependents
 
 So between two kernels of a CUDA graph, where the runtime launches them so, lies no launch any more: a microsecond, much
 of a step that decodes. A kernel may only be launched that way if all of its programs wait before they read or write
@@ -20,13 +20,17 @@ from mgraph.codegen.triton.kernel import KernelSpec
 
 FIRST = 90
 """The first architecture, sm_90, that has the instructions."""
-CALL = "begin()"
+CALL = "come_early()"
 HELPER = f'''
+EARLY = tl.constexpr(True)  # the runtime says otherwise where it has these compiled for a GPU before sm_90
+
+
 @triton.jit
 def {CALL}:
     """Waits for all launches before this one; those after it may come and wait for it then."""
-    tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 '''
 
 
@@ -37,10 +41,11 @@ def can_come_early(archs: Sequence[str]) -> bool:
 
 
 def coming_early(spec: KernelSpec) -> KernelSpec:
-    """The kernel with a `begin()` as the first statement of each function that is launched."""
+    """The kernel with a `come_early()` as the first statement of each function that is launched."""
     launched = {launch.function for launch in spec.launches}
     lines = spec.source.splitlines(keepends=True)
     functions = [node for node in ast.parse(spec.source).body if isinstance(node, ast.FunctionDef)]
+    assert launched <= {function.name for function in functions}, f"kernel {spec.name} launches what is not in its text"
     for function in reversed(functions):
         if function.name in launched:
             first = function.body[1] if ast.get_docstring(function) is not None else function.body[0]

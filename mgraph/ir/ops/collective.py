@@ -58,10 +58,14 @@ def _with_extent(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple
     return tuple(replace(t, shape=(*t.shape[:dim], attrs["extent"], *t.shape[dim + 1 :])) for t in types)
 
 
-_GATHER = {"axis": REQUIRED, "dim": REQUIRED, "extent": None, "together": False}
+_GATHER = {"axis": REQUIRED, "dim": REQUIRED, "extent": None}
 all_gather = define_op("all_gather", _all_gather, attrs=_GATHER, infer=_infer_all_gather, collective=True)
 all_gather_start = define_op(
-    "all_gather_start", _all_gather, attrs=_GATHER, infer=_start(_infer_all_gather), collective=True
+    "all_gather_start",
+    _all_gather,
+    attrs={**_GATHER, "together": False},
+    infer=_start(_infer_all_gather),
+    collective=True,
 )
 
 

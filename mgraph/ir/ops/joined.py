@@ -20,8 +20,9 @@ LAYOUTS = ("halves", "swapped", "interleaved")
 """How a packed tensor holds gate and up: one half each, gate first or last, or in turns."""
 
 
-def joined(*tensors: Tensor) -> Tensor:
-    """Tensors [n_i, ...] of state as one [sum n_i, ...]: a view, as states that are joined lie one after another."""
+def joined(*tensors: Tensor, gathered: bool = False) -> Tensor:
+    """Tensors [n_i, ...] of state as one [sum n_i, ...]: a view, as states that are joined lie one after another. So do
+    those that are `gathered`, but for gathers over one rank and copies of what was gathered: a copy, then."""
     import torch
 
     return torch.cat(tensors)
@@ -126,7 +127,7 @@ def _infer_rope_joined(types: Sequence[TensorType], attrs: Mapping[str, Any]) ->
     return (x,)
 
 
-define_op("joined", joined, infer=_infer_joined)
+define_op("joined", joined, attrs={"gathered": False}, infer=_infer_joined)
 define_op("accumulate_joined", accumulate_joined, attrs={"fresh": False}, infer=_infer_accumulate)
 define_op(
     "glu_grad_joined",

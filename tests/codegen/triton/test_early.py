@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from mgraph.codegen.triton import build_kernels, rms_norm
 from mgraph.codegen.triton.early import can_come_early, coming_early
 from mgraph.codegen.triton.kernel import KernelSpec
 from mgraph.codegen.triton.rms_norm import RmsNorm
+from mgraph.runtime.kernels import _jit_module
 from mgraph.runtime.launch import CubinLauncher
 
 PROBLEM = RmsNorm(64, "bf16", "bf16", 1e-6)
@@ -34,11 +36,11 @@ def test_what_is_launched_waits_first() -> None:
     plain, early = spec(), coming_early(spec())
     functions = {node.name: node for node in ast.parse(early.source).body if isinstance(node, ast.FunctionDef)}
     launched = {launch.function for launch in early.launches}
-    assert len(launched) == 2 and early.source.count("begin()") == 2
+    assert len(launched) == 2 and early.source.count("come_early()") == 2
     for name, function in functions.items():
         first = function.body[1] if ast.get_docstring(function) else function.body[0]
-        assert (ast.unparse(first) == "begin()") == (name in launched)
-    assert early.source.replace("    begin()\n", "") == plain.source
+        assert (ast.unparse(first) == "come_early()") == (name in launched)
+    assert early.source.replace("    come_early()\n", "") == plain.source
     assert early.launches == plain.launches
 
 
@@ -46,10 +48,25 @@ def test_what_is_launched_waits_first() -> None:
 def test_binaries(archs: list[str], early: bool, tmp_path: Path) -> None:
     (entry,) = build_kernels([spec()], tmp_path, archs)
     text = (tmp_path / "kernels.py").read_text()
-    assert ("def begin():" in text, text.count("    begin()")) == ((True, 2) if early else (False, 0))
+    assert ("def come_early():" in text, text.count("    come_early()")) == ((True, 2) if early else (False, 0))
     binaries = [binary for launch in entry["launches"] for binary in launch["binaries"]]
     assert {binary["early"] for binary in binaries} == {early}
     assert all((tmp_path / binary["file"]).stat().st_size > 1000 for binary in binaries)
+
+
+@pytest.mark.parametrize(("capability", "waits"), [((8, 0), False), ((9, 0), True)])
+def test_what_is_compiled_where_it_runs(capability: tuple[int, int], waits: bool, tmp_path: Path) -> None:
+    """The text of a package for sm_90a, compiled as --jit does it for an older GPU, which lacks the instructions."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    build_kernels([spec()], tmp_path, ["sm_90a"])
+    module = _jit_module(tmp_path, types.SimpleNamespace(capability=capability))
+    (launch, *_), given = spec().launches, spec()
+    source = ASTSource(getattr(module, launch.function), given.argument_types(launch), {}, {})
+    made = triton.compile(source, GPUTarget("cuda", capability[0] * 10, 32), {"num_warps": launch.num_warps})
+    assert ("griddepcontrol.wait" in made.asm["ptx"]) == waits
 
 
 def test_a_launch_says_so() -> None:
