@@ -47,24 +47,28 @@ def gathered_states(module: Module) -> dict[Value, tuple[str, ...]]:
     return {value: tuple(names) for value, names in complete.items() if names and len(names) == len(found[value])}
 
 
-def gathers_of(module: Module, name: str) -> list[Node]:
-    """The gathers of a state."""
-    return [n for _, n in module.walk() if n.op == GATHER and any(v.is_state and v.name == name for v in n.operands)]
+class Gathers:
+    """The gathers of a module: `of_value` has the states that values are gathered from (`gathered_states`)."""
 
+    def __init__(self, module: Module) -> None:
+        self.of_value = gathered_states(module)
+        self._of_state: dict[str, list[Node]] = {}
+        for _, node in module.walk():
+            for value in node.operands if node.op == GATHER else ():
+                if value.is_state:
+                    self._of_state.setdefault(value.name, []).append(node)
 
-def is_gathered_along_rows(module: Module, state: State) -> bool:
-    """Whether a state is whole, and one piece, once it is gathered."""
-    axes = {(axis, placed.dim) for axis, placed in state.type.placement if isinstance(placed, Shard)}
-    return all(
-        axes == {(n.attrs["axis"], n.attrs["dim"])} and n.attrs["dim"] == 0 for n in gathers_of(module, state.name)
-    )
+    def make_whole(self, state: State) -> bool:
+        """Whether a state is whole, and one piece, once it is gathered: its shards are of rows."""
+        axes = {(axis, placed.dim) for axis, placed in state.type.placement if isinstance(placed, Shard)}
+        given = [node.attrs for node in self._of_state.get(state.name, ())]
+        return all(axes == {(attrs["axis"], attrs["dim"])} and attrs["dim"] == 0 for attrs in given)
 
-
-def lie_together(gather: Node, chain: Sequence[str]) -> bool:
-    """Whether a gather has all states of a chain one after another, in its order."""
-    names = [value.name for value in gather.operands]
-    after = set(itertools.pairwise(names))
-    return all(pair in after for pair in itertools.pairwise(chain))
+    def have_in_order(self, chain: Sequence[str]) -> bool:
+        """Whether all gathers of states of a chain have all of them, one after another."""
+        pairs = set(itertools.pairwise(chain))
+        nodes = [node for name in chain for node in self._of_state.get(name, ())]
+        return all(pairs <= set(itertools.pairwise(value.name for value in node.operands)) for node in nodes)
 
 
 def with_results_together(module: Module, states: Iterable[str], made_by: str) -> Module:

@@ -10,7 +10,7 @@ from typing import Any
 from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.ir.types import Shard, TensorType
 from mgraph.passes.calls import callee, calls, roots
-from mgraph.passes.gathered import gathered_states, gathers_of, is_gathered_along_rows, lie_together
+from mgraph.passes.gathered import Gathers
 
 ALIGNMENT = 16
 """Bytes of which every joined state but the last is a multiple: what the fast loads of kernels and libraries want."""
@@ -87,8 +87,8 @@ class Chains:
 
     def __init__(self, module: Module, uneven: frozenset[str]) -> None:
         self._module, self._uneven = module, uneven
-        self._gathered = gathered_states(module)
-        self._bound = bound_states(module) | self._gathered
+        self._gathers = Gathers(module)
+        self._bound = bound_states(module) | self._gathers.of_value
         self.of_state: dict[str, tuple[str, ...]] = {}
         self.gathered: set[str] = set()
 
@@ -96,7 +96,7 @@ class Chains:
         """Join the states that slots stand for, or that params are gathered from, in every call. Raises `Miss` where
         that cannot be."""
         chains: list[tuple[str, ...]] = []
-        together = {name for tensors in joined for t in tensors for name in self._gathered.get(t, ())}
+        together = {name for tensors in joined for t in tensors for name in self._gathers.of_value.get(t, ())}
         for tensors in joined:
             for tensor in tensors:
                 check(tensor in self._bound, "state", f"{tensor!r} is no state in every call")
@@ -105,7 +105,7 @@ class Chains:
             for name in chain:
                 state = self._module.state[name]
                 split = any(isinstance(placed, Shard) for _, placed in state.type.placement)
-                whole = is_gathered_along_rows(self._module, state) if name in together else not split
+                whole = self._gathers.make_whole(state) if name in together else not split
                 check(whole, "placement", f"{name} is split over ranks")
                 check(not state.host, "place", f"{name} lies in the memory of the host")
                 check(self.of_state.get(name, chain) == chain, "chain", f"{name} is joined with others, too")
@@ -116,8 +116,8 @@ class Chains:
             check(len(types) == 1, "type", f"{', '.join(chain)} differ in type")
             check(len(set(chain)) == len(chain), "chain", f"{chain[0]} is joined with itself")
             if not together.isdisjoint(chain):
-                alike = all(lie_together(gather, chain) for n in chain for gather in gathers_of(self._module, n))
-                check(alike, "order", f"{', '.join(chain)} are not gathered one after another")
+                ordered = self._gathers.have_in_order(chain)
+                check(ordered, "order", f"{', '.join(chain)} are not gathered one after another")
         for chain in chains:
             self.of_state.update(dict.fromkeys(chain, chain))
         self.gathered |= together
