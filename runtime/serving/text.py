@@ -96,15 +96,15 @@ class _Pieces:
         self.held = piece
         if not piece or (piece.endswith(REPLACEMENT) and len(self._new) < _MOST_HELD):
             return ""
-        return self._release(self._decided() if piece.endswith(REPLACEMENT) else len(self._new))
+        decided = self._decided() if piece.endswith(REPLACEMENT) else len(self._new)
+        return self._release(decided, piece if decided == len(self._new) else self._gain(self._new[:decided]))
 
     def flush(self) -> str:
-        return self._release(len(self._new))
+        return self._release(len(self._new), self._gain(self._new))
 
-    def _release(self, count: int) -> str:
-        """Give out the text of the first tokens that were kept back."""
-        piece, held = self._gain(self._new[:count]), self.held
-        self._context, self._new, self.held = self._new[:count], self._new[count:], held[len(piece) :]
+    def _release(self, count: int, piece: str) -> str:
+        """Give out the text of so many of the first tokens that were kept back."""
+        self._context, self._new, self.held = self._new[:count], self._new[count:], self.held[len(piece) :]
         return piece
 
     def _decided(self) -> int:
