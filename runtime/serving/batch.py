@@ -38,10 +38,11 @@ class BatchBuilder:
     """Makes arrays of plans. It keeps the block tables of running requests, which grow by a few entries a step."""
 
     def __init__(
-        self, block_size: int, max_length: int, vocab_size: int, groups: int = 1, known: int | None = None
+        self, block_size: int, max_length: int, vocab_size: int, groups: int = 1, padding_from: int | None = None
     ) -> None:
-        """`groups` are those of layers, each of which has tables of its own; for `known` see `Sampling`."""
-        self._block_size, self._vocab_size, self._groups, self._known = block_size, vocab_size, groups, known
+        """`groups` are those of layers, each of which has tables of its own; for `padding_from` see `Sampling`."""
+        self._block_size, self._vocab_size, self._groups = block_size, vocab_size, groups
+        self._padding_from = padding_from
         self._width = -(-max_length // block_size)
         self._tables: dict[int, _Written] = {}
         self._constraints: dict[int, Constraints] = {}
@@ -129,7 +130,7 @@ class BatchBuilder:
             outputs=outputs,
             bias=self._bias(rows),
             alternatives=max(map(self._count, asked), default=0),
-            known=self._known,
+            padding_from=self._padding_from,
         )
 
     def _count(self, asked: int | None) -> int:

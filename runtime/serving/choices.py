@@ -63,15 +63,20 @@ def text_length(sampling: Sampling) -> int:
 
 
 def called(
-    call: Callable[..., Sequence[Tensor]], sampler: Sampler, logits: Tensor, given: Sequence[Tensor], known: int | None
+    call: Callable[..., Sequence[Tensor]],
+    sampler: Sampler,
+    logits: Tensor,
+    given: Sequence[Tensor],
+    padding_from: int | None,
 ) -> Sequence[Tensor]:
-    """The results of an entry for logits [N, V], with tokens below `known`; log-probabilities are those of all logits.
+    """The results of an entry for logits [N, V], with tokens below `padding_from`; log-probabilities are those of all
+    logits.
 
     Logits beyond are taken out of their place and put back: they are few, and a copy of all would cost more.
     """
-    if known is None or known >= logits.shape[1]:
+    if padding_from is None or padding_from >= logits.shape[1]:
         return call(sampler, logits, *given)
-    beyond = logits[:, known:]
+    beyond = logits[:, padding_from:]
     kept = beyond.clone()
     beyond.fill_(-torch.inf)
     tokens, _, *tops = call(sampler, logits, *given)
@@ -82,7 +87,7 @@ def called(
 def with_all(results: Sequence[Tensor], logits: Tensor, sampling: Sampling, batch_invariant: bool) -> Sequence[Tensor]:
     """Results of rows that ask for more of the likeliest tokens than the entries give, or for any where these leave
     some tokens out: with all of them in order, and their log-probabilities computed as the entries do it."""
-    left_out = sampling.known is not None and sampling.known < logits.shape[1]
+    left_out = sampling.padding_from is not None and sampling.padding_from < logits.shape[1]
     if sampling.alternatives <= (0 if left_out else MOST_ALTERNATIVES):
         return results
     with fixed_shapes(batch_invariant):
@@ -101,11 +106,11 @@ def sampled(
     """The results of the entry for logits [N, V], launched op by op; `known` fills in unknown tokens of the text."""
     sampler = sampler_of(sampling)
     if sampler is Sampler.LIKELIEST:
-        return called(call, sampler, logits, [on_device(sampling.targets)], sampling.known)
+        return called(call, sampler, logits, [on_device(sampling.targets)], sampling.padding_from)
     given = [on_device(getattr(sampling, name)) for name in CHOICE]
     if sampler is Sampler.CHANGED:
         given += [on_device(getattr(sampling, name)) for name in PENALTIES]
         given.append(logits.new_zeros(logits.shape) if sampling.bias is None else on_device(sampling.bias))
         tokens, owners, written = (on_device(array) for array in text_of(sampling))
         given += [known(tokens), owners, written]
-    return with_all(called(call, sampler, logits, given, sampling.known), logits, sampling, batch_invariant)
+    return with_all(called(call, sampler, logits, given, sampling.padding_from), logits, sampling, batch_invariant)

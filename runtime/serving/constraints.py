@@ -19,11 +19,11 @@ class Constraints:
         vocab_size: int,
         ends: Iterable[int] = (),
         encode: Callable[[str], Sequence[int]] | None = None,
-        known: int | None = None,
+        padding_from: int | None = None,
     ) -> None:
-        """`ends` are the tokens that end the text; `encode` is needed where there are bad words; tokens from `known` on
-        are never sampled."""
-        self._known_size = known
+        """`ends` are the tokens that end the text; `encode` is needed where there are bad words; tokens from
+        `padding_from` on are never sampled."""
+        self._padding_from = padding_from
         self._vocab_size = vocab_size
         self._early = tuple(sorted(ends))
         self._min_tokens = params.min_tokens
@@ -31,7 +31,11 @@ class Constraints:
         single = [word[0] for word in words if len(word) == 1]
         self._sequences = [word for word in words if len(word) > 1]
         self._always = self._constant(params, single)
-        if params.min_tokens and self._early and not np.isfinite(self._without(self._early)[: self._known_size]).any():
+        if (
+            params.min_tokens
+            and self._early
+            and not np.isfinite(self._without(self._early)[: self._padding_from]).any()
+        ):
             raise RequestError("min_tokens forbids the only tokens that are allowed: they end the text", "min_tokens")
 
     @property
@@ -49,7 +53,7 @@ class Constraints:
         words = [last for *before, last in self._sequences if list(tail[len(tail) - len(before) :]) == before]
         if words:
             row = self._without((*early, *words))
-            if np.isfinite(row[: self._known_size]).any():
+            if np.isfinite(row[: self._padding_from]).any():
                 return row
         return self._without(early) if early else self._always
 
@@ -72,7 +76,7 @@ class Constraints:
             for token, added in params.logit_bias.items():
                 row[token] += added
         row[list(forbidden)] = -np.inf
-        if not np.isfinite(row[: self._known_size]).any():
+        if not np.isfinite(row[: self._padding_from]).any():
             raise RequestError("allowed_token_ids, logit_bias and bad_words together leave no token", "bad_words")
         return row
 

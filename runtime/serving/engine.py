@@ -123,9 +123,9 @@ class Engine:
         """Tokens in all."""
         # A model's vocabulary may be padded; what ends its texts is a token though the tokenizer may lack it.
         known = None if tokenizer is None else max([tokenizer.vocab_size, *(end + 1 for end in self.ends_of_text)])
-        self._known = None if known is None or known >= stepper.vocab_size else known
+        self._padding_from = None if known is None or known >= stepper.vocab_size else known
         sizes = stepper.block_size, stepper.max_length, stepper.vocab_size
-        self._builder = BatchBuilder(*sizes, len(stepper.windows), self._known)
+        self._builder = BatchBuilder(*sizes, len(stepper.windows), self._padding_from)
         self.longest = min(stepper.max_length, pool.longest(stepper.max_length) + 1)
         """The most tokens of a prompt and its continuation together: what the model and the whole cache hold."""
         self._seeds = random.Random(seed)
@@ -179,7 +179,7 @@ class Engine:
         wanted = max(self.check(prompt, params), 1)  # where none is, the one that ends the prompt's steps is dropped
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.ends_of_text))
         constraints = Constraints(
-            params, self.stepper.vocab_size, ends, self._encode if self.tokenizer else None, self._known
+            params, self.stepper.vocab_size, ends, self._encode if self.tokenizer else None, self._padding_from
         )
         seed = self._seeds.randrange(SEEDS) if params.seed is None else params.seed
         tokens, group, leader = tuple(int(token) for token in prompt), self._number, None

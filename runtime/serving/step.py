@@ -106,7 +106,7 @@ class Sampling:
     """[N, V] Added to the logits, or None where no row needs it; -inf forbids a token."""
     alternatives: int
     """M, how many of the likeliest tokens each row must return: 0 to 20, or V."""
-    known: int | None = None
+    padding_from: int | None = None
     """Tokens from it on, which the tokenizer does not have, are never sampled; None: all may be."""
 
 

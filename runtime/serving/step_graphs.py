@@ -33,7 +33,7 @@ _ALIGNMENT = 16
 _Shapes = dict[str, tuple[tuple[int, ...], Any]]
 """Shape and numpy dtype of inputs by name."""
 _Name = Bucket | tuple[int, Sampler, int, int | None]
-"""What there is a graph of: steps, or what samples so many rows, with texts of a length, of known tokens."""
+"""What there is a graph of: steps, or what samples so many rows, with texts of a length, before padding."""
 
 
 class Capture(Protocol):
@@ -201,7 +201,7 @@ class StepGraphs:
             self.eager[self._failed if self.failure else Why.FIRST] += 1
 
     def _replay_sampler(self, rows: int, sampler: Sampler, text: int, sampling: Sampling) -> Sequence[Tensor]:
-        name = rows, sampler, text, sampling.known
+        name = rows, sampler, text, sampling.padding_from
         held = self._held.get(name) or self._make(name, _sampler_inputs(rows, sampler, text))
         if sampler is Sampler.CHANGED:
             self._write_bias(sampling)
@@ -210,7 +210,7 @@ class StepGraphs:
 
         def run() -> Sequence[Tensor]:
             nonlocal results
-            results = self._sample(held.inputs.tensors, rows, sampler, sampling.known)
+            results = self._sample(held.inputs.tensors, rows, sampler, sampling.padding_from)
             return results
 
         return held.part.results if self._part(held.part, run) else results
@@ -246,16 +246,16 @@ class StepGraphs:
         return ()
 
     def _sample(
-        self, given: Mapping[str, Tensor], rows: int, sampler: Sampler, known_tokens: int | None
+        self, given: Mapping[str, Tensor], rows: int, sampler: Sampler, padding_from: int | None
     ) -> Sequence[Tensor]:
         assert self._logits is not None, "a step has written them"
         logits = self._logits[:rows]
         if sampler is not Sampler.CHANGED:
-            return called(self._call, sampler, logits, list(given.values()), known_tokens)
+            return called(self._call, sampler, logits, list(given.values()), padding_from)
         assert self._bias is not None, "it was written"
         *choice, tokens, owners, written = given.values()
         changes = [*choice, self._bias[:rows], known(tokens, self._last), owners, written]
-        return called(self._call, sampler, logits, changes, known_tokens)
+        return called(self._call, sampler, logits, changes, padding_from)
 
     def _write_bias(self, sampling: Sampling) -> None:
         """Fill the one place that graphs read a bias from; what no row has is 0."""

@@ -74,7 +74,7 @@ def choose(row: NDArray[np.float64], sampling: Sampling, at: int) -> int:
             row[token] -= sampling.presence[at]
     if sampling.bias is not None:
         row += sampling.bias[at]
-    row = row[: sampling.known]
+    row = row[: sampling.padding_from]
     if sampling.temperature[at] == 0:
         return int(row.argmax())
     draw = np.random.Generator(np.random.PCG64([int(sampling.seeds[at]), int(sampling.draws[at])]))
