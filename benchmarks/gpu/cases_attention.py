@@ -41,8 +41,8 @@ def draw(problem: Attention, sizes: Sizes, device: torch.device) -> tuple[Tensor
     """q, k, v [B, H, S, D], in memory [B, S, H, D], and the further operands."""
     batch, rows = sizes.batch, sizes.rows
 
-    def heads(number: int) -> Tensor:
-        made = torch.randn(batch, rows, number, problem.width, device=device, dtype=torch.bfloat16)
+    def heads(number: int, width: int) -> Tensor:
+        made = torch.randn(batch, rows, number, width, device=device, dtype=torch.bfloat16)
         return made.permute(0, 2, 1, 3)
 
     more = []
@@ -51,7 +51,8 @@ def draw(problem: Attention, sizes: Sizes, device: torch.device) -> tuple[Tensor
             more.append(torch.randn(sizes.queries, device=device, dtype=torch.bfloat16))
         else:
             more.append((torch.rand(batch, rows, device=device) < 1 / sizes.document).long().cumsum(1))
-    return heads(sizes.queries), heads(sizes.keys), heads(sizes.keys), *more
+    width, keys = problem.width, sizes.keys
+    return heads(sizes.queries, width), heads(keys, width), heads(keys, problem.value_width), *more
 
 
 def by_parts(
@@ -181,9 +182,9 @@ def flex_backward(problem: Attention) -> Callable[..., tuple[Tensor, ...]]:
 def traffic(problem: Attention, sizes: Sizes, backward: bool) -> int:
     """Bytes of operands and results, each moved once."""
     batch, rows = sizes.batch, sizes.rows
-    of_queries, of_keys = (2 * batch * number * rows * problem.width for number in (sizes.queries, sizes.keys))
-    sums = 4 * batch * sizes.queries * rows
-    return 4 * of_queries + 4 * of_keys + sums if backward else 2 * of_queries + 2 * of_keys + sums
+    widths = problem.width + problem.value_width
+    moved = 2 * batch * rows * (sizes.queries + sizes.keys) * widths
+    return (2 if backward else 1) * moved + 4 * batch * sizes.queries * rows
 
 
 def cases(name: str, what: str, problem: Attention, sizes: Sizes) -> list[Case]:
@@ -196,8 +197,8 @@ def cases(name: str, what: str, problem: Attention, sizes: Sizes) -> list[Case]:
     def saved(device: torch.device) -> tuple[Tensor, ...]:
         q, k, v, *more = draw(problem, sizes, device)
         out, lse = by_parts(body, problem, (0,), (1, 2))(q, k, v, *more)
-        like_q = torch.empty_like(q).copy_(out)
-        return torch.randn_like(q), q, k, v, like_q, lse, *more
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        return torch.randn_like(out), q, k, v, out, lse, *more
 
     return [
         Case(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ def inputs(
         blocks[:, :width] = (torch.randperm(requests * width, device=device) + 1).view(requests, width)
         rows = (requests * width + 1) * BLOCK
         q = torch.randn(requests * new, problem.heads, problem.width, device=device).to(dtype)
-        caches = (torch.randn(rows, problem.groups, problem.width, device=device).to(dtype) for _ in range(2))
+        widths = (problem.width, problem.value_width)
+        caches = (torch.randn(rows, problem.groups, width, device=device).to(dtype) for width in widths)
         starts = torch.arange(requests + 1, device=device, dtype=torch.int32) * new
         lengths = torch.full((requests,), length, device=device, dtype=torch.int32)
         sinks = (torch.randn(problem.heads, device=device).to(dtype),) if problem.sinks else ()
@@ -73,25 +74,26 @@ def case(
     requests: int,
     new: int,
     length: int,
-    cuts: tuple[Tuning, Tuning] | None = None,
+    ways: Mapping[str, Tuning] | None = None,
     longest: int = 0,
 ) -> Case:
     """A case; the cache is what must be read."""
     seen = min(length, problem.window + new - 1) if problem.window else length
     item = DTYPES[problem.dtype].itemsize
+    widths = problem.width + problem.value_width
     pairs = requests * problem.heads * new * (seen - (new - 1) / 2)
     return Case(
         id=name,
         workload=f"{requests} requests, {new} new of {length} tokens"
         + f", tables for {longest}" * bool(longest)
         + f", {problem}",
-        spec=paged_attention.forward(name.replace("-", "_"), problem, cuts),
+        spec=paged_attention.forward("attend", problem, ways),
         inputs=inputs(problem, requests, new, length, longest),
         reference=reference(problem),
         peers={"sdpa without blocks": contiguous(requests, new, length, seen)},
-        bytes=item * problem.width * (2 * requests * seen * problem.groups + 2 * requests * new * problem.heads),
+        bytes=item * widths * requests * (seen * problem.groups + new * problem.heads),
         bound=1e-2,
-        flops=4 * pairs * problem.width if new > 16 else 0.0,
+        flops=2 * pairs * widths if new > 16 else 0.0,
     )
 
 
@@ -112,18 +114,40 @@ CASES = [
     case("A3-chunk-8b", LLAMA_8B, 2, 512, 4096),
 ]
 SINGLES = [Tuning(16, keys, warps, stages) for keys, warps, stages in ((64, 4, 3), (64, 4, 2), (32, 4, 4), (128, 4, 2))]
+LONGS = [
+    Tuning(16, keys, warps, stages, per_sm)
+    for keys, warps, stages, per_sm in ((128, 4, 5, 1), (128, 8, 5, 1), (64, 4, 9, 1), (64, 2, 7, 2))
+]
+NARROW_LONGS = [
+    Tuning(16, keys, warps, stages, per_sm)
+    for keys, warps, stages, per_sm in ((128, 4, 5, 1), (128, 4, 5, 2), (256, 4, 5, 1), (128, 4, 9, 1), (256, 8, 5, 1))
+]
 CHUNKS = [
-    Tuning(rows, keys, warps, stages)
+    Tuning(rows, keys, warps, stages, 2)
     for rows, keys, warps, stages in ((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3))
 ]
 TUNINGS = [
-    *(
-        case(f"A3-{what}-{cut.keys}-{cut.num_warps}-{cut.num_stages}", LLAMA_8B, *sizes, (cut, tunings(LLAMA_8B)[1]))
-        for what, sizes in (("one", (1, 1, 512)), ("long", (1, 1, 65536)), ("many", (128, 1, 2048)))
-        for cut in SINGLES
-    ),
-    *(
-        case(f"A3-chunk-{cut.rows}-{cut.keys}-{cut.num_stages}", LLAMA_8B, 2, 512, 4096, (tunings(LLAMA_8B)[0], cut))
-        for cut in CHUNKS
-    ),
+    case(
+        f"A3-{way}-{requests}x{length}-{what}-{cut.keys}-{cut.num_warps}-{cut.num_stages}-{cut.per_sm}",
+        problem,
+        requests,
+        new,
+        length,
+        {**tunings(problem), way: cut},
+        longest,
+    )
+    for way, what, problem, cuts, shapes in (
+        ("single", "8b", LLAMA_8B, SINGLES, ((1, 1, 512, 0), (128, 1, 2048, 0))),
+        ("long", "8b", LLAMA_8B, LONGS, ((1, 1, 4096, 0), (1, 1, 65536, 0), (16, 1, 1024, 8192))),
+        (
+            "long",
+            "1b",
+            LLAMA_1B,
+            NARROW_LONGS,
+            ((1, 1, 512, 8192), (1, 1, 4096, 0), (1, 1, 65536, 0), (16, 1, 4096, 0)),
+        ),
+        ("chunk", "8b", LLAMA_8B, CHUNKS, ((2, 512, 4096, 0),)),
+    )
+    for requests, new, length, longest in shapes
+    for cut in cuts
 ]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.gpu import rows
 from benchmarks.gpu.kernel_case import Case
-from mgraph.codegen.triton.aot import build_kernels
+from mgraph.codegen.triton.aot import Binaries, build_kernels
 from mgraph.runtime import kernels as runtime
 
 FAMILIES = (
@@ -47,6 +47,8 @@ FAMILIES = (
 )
 L2_BYTES = 50e6
 CALLS = 10
+MADE: Binaries = {}
+"""What was compiled for cases before: those of one kernel, of other sizes, take it from there."""
 
 
 def wide(value: Any) -> Any:
@@ -114,7 +116,7 @@ def measure(case: Case, device: torch.device, copy: float, with_peers: bool) -> 
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        entries = build_kernels([case.spec, *case.more], directory, ["sm_90a"])
+        entries = build_kernels([case.spec, *case.more], directory, ["sm_90a"], MADE)
         (directory / "manifest.json").write_text(json.dumps({"kernels": entries}), encoding="utf-8")
         runtime.set_device(device, strict=True)
         bound = runtime.kernels(directory / "step.py")

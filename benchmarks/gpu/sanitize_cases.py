@@ -33,6 +33,8 @@ LAYER = experts.Layer(37, 136, 72, 16, 4)
 
 
 WINDOWED = Attention("bf16", 64, 64, 0.125, True, 48, more=(("sinks", "bf16"),))
+NARROW = Attention("bf16", 80, 16, 80**-0.5, True)
+PAGED = replace(paged.LLAMA_8B, heads=8, groups=2)
 DOCUMENTS = Attention("bf16", 128, 128, 128**-0.5, True, more=(("segments", "i64"),))
 FEW = rope._problem(1)
 TURNS = Glu(1368, 1, "bf16", "silu", spaced=True)
@@ -63,6 +65,7 @@ CASES = [
     append.case("append-norm", append.QWEN3_8B, 5, 19),
     *attention.cases("window", "sinks and window 48", WINDOWED, attention.Sizes(1, 4, 2, 201)),
     *attention.cases("documents", "documents", DOCUMENTS, attention.Sizes(2, 4, 2, 130, 40)),
+    *attention.cases("narrow", "narrow values", NARROW, attention.Sizes(1, 4, 2, 77)),
     embedding.case(133, 61, 136),
     experts.router_case(37),
     experts.router_grad_case(37),
@@ -89,7 +92,10 @@ CASES = [
     norm.case("K1", 7, 2048),
     norm.case("K2", 7, 2048),
     rms_norm_case(7, 130),
-    paged.case("paged-one", replace(paged.LLAMA_8B, heads=8, groups=2), 2, 1, 77),
+    paged.case("paged-few", PAGED, 2, 1, 500),
+    paged.case("paged-some", PAGED, 1, 1, 1000),
+    paged.case("paged-long", PAGED, 2, 1, 777, longest=4096),
+    paged.case("paged-narrow", replace(PAGED, value_width=16), 2, 1, 77),
     paged.case("paged-chunk", replace(paged.GPT_OSS, heads=8, groups=2), 2, 19, 177),
     region.case("region-cap", "bf16", 7, [(1, 1001)], region._capped, lambda x: torch.tanh(x / 30.0) * 30.0),
     region.case("region-softmax", "f32", 7, [(1, 333)], region._softmax, lambda x: torch.softmax(x * 0.125, -1)),

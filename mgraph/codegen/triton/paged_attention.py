@@ -5,11 +5,14 @@ keys that a tile sees into `splits` runs. A program takes one run for one tile a
 block table, and has sums that are not normalised (Milakov and Gimelshein 2018, arXiv:1805.02867): the largest score,
 the sum of weights, and weights times values, in f32. With one run it ends there; else a second launch adds the runs of
 each token, and the sink. Scores are in powers of two. Tiles are low where most requests have a single new token, as
-then reading the cache is all the work, and high where there are chunks of prompts. That choice and `splits`, as many as
-fill the GPU where there are few tiles, follow from shapes alone, so that a CUDA graph of a bucket keeps them.
+then reading the cache is all the work, and high where there are chunks of prompts. Of few requests with single tokens,
+whose tables are long, each multiprocessor has one program with much on the way, as its runs are; else several. Which
+way it is and `splits`, as many as fill the GPU where there are few tiles, follow from shapes alone, so that a CUDA
+graph of a bucket keeps them. Programs that read the same rows, for other heads, stand beside each other in the grid.
 
-Tile p belongs to the last request r with starts[r] // tokens + r <= p: each request may waste one tile, and no table of
-tiles is needed. Tokens of no request give 0.
+The first R tiles are the first ones of all requests. Of the others, tile R + p is of the last request r with
+starts[r] // tokens <= p: its tile number p + 1 - starts[r] // tokens, if it has so many. So no table of tiles is
+needed, and where all have a single token, all tiles with tokens come before those without. Tokens of no request give 0.
 
 With fixed runs (`--batch-invariant`) what a token gives depends on its position alone: one height of tiles, runs that
 begin at multiples of so many keys whatever else there is, and every walk masked. What a token does not see then adds 0
@@ -18,6 +21,7 @@ to sums that are in one order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,20 +39,19 @@ from mgraph.codegen.triton.kernel import (
 from mgraph.ir.graph import Node, Static
 from mgraph.ir.opdef import op_def
 
-PER_SM, CHUNKS_PER_SM = 4, 2
-"""Programs of the first launch that each multiprocessor may have by splits: of single tokens, of which as many have
-room, and of chunks, whose sums are large."""
 MOST_SPLITS = 128
 LEAST_KEYS = 64
 """A run of keys is not shorter than that, of the longest sequences there may be."""
 FIXED_ROWS, FIXED_RUNS, FIXED_KEYS = 64, 8, 256
 """With fixed runs: rows of a tile, the most runs of the longest sequence, and the fewest keys of a run. More runs help
 few long sequences, and need more room for their sums."""
+LONG_ROWS = 2048
+"""Tables with places for more, all together, are long."""
 SPAN = 32
 """Starts of requests that are looked at at once."""
-JOINED = {"few": (8, 1), "many": (64, 4)}
-"""Runs that are added at once, and the warps that do: the threads of a single one have all of a column, and wait for no
-others. There may be more than many, of which those that are there are added in turns."""
+JOINED = {"few": (8, 64), "some": (16, 64), "many": (64, 16)}
+"""Runs and columns that a program of a single warp, which waits for no other, adds at once: so many that all loads are
+on the way together. There may be more than many runs, of which those that are there are added in turns."""
 WIDEST = 256
 
 
@@ -73,12 +76,14 @@ class PagedAttention:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Rows of a tile (tokens times heads), keys at a time, warps, and steps of the walk that are on the way."""
+    """Rows of a tile (tokens times heads), keys at a time, warps, steps of the walk that are on the way, and how many
+    programs a multiprocessor gets where runs are cut for that."""
 
     rows: int
     keys: int
     num_warps: int = 4
     num_stages: int = 2
+    per_sm: int = 4
     most_registers: int = 0
     """The bound of a thread's registers, 0 for none, by which more than one program has room on a multiprocessor."""
 
@@ -116,39 +121,44 @@ def fixed_problem_of(node: Node) -> PagedAttention | str:
     return replace(problem, run=max(FIXED_KEYS, _power(-(-keys // FIXED_RUNS))))
 
 
-def tunings(problem: PagedAttention) -> tuple[Tuning, Tuning]:
-    """Tiles for single tokens, which cost the reading of the cache, and for chunks of prompts."""
+def tunings(problem: PagedAttention) -> dict[str, Tuning]:
+    """The ways there are: for `single` tokens, which cost the reading of the cache, of those the `long` one for few
+    requests whose tables are long, and for a `chunk` of a prompt, whose sums are large."""
     wide = max(_power(problem.width), _power(problem.value_width)) * ITEM_BYTES[problem.dtype]
     least = max(16, _power(problem.heads // problem.groups))
     single = Tuning(least, 64 if wide <= 256 else 32)
     if 0 < problem.window <= 4 * single.keys:  # which begins anywhere: of high tiles it would see little
         single = Tuning(least, 32, num_warps=1)
     if problem.dtype == "f32":
-        return single, Tuning(max(32, least), 32)
-    return single, Tuning(max(128, least), 64, 8, 3, 128) if wide <= 256 else Tuning(max(64, least), 32)
+        return {"single": single, "chunk": Tuning(max(32, least), 32, per_sm=2)}
+    if wide > 256:
+        return {"single": single, "chunk": Tuning(max(64, least), 32, per_sm=2)}
+    ways = {"single": single, "chunk": Tuning(max(128, least), 64, 8, 3, 2, 128)}
+    return (
+        ways if problem.window else ways | {"long": Tuning(least, 128 if wide > 128 else 256, num_stages=5, per_sm=1)}
+    )
 
 
 def fixed_tuning(problem: PagedAttention) -> Tuning:
     """One tile for single tokens and for chunks."""
-    single, _ = tunings(problem)
+    single = tunings(problem)["single"]
     return single if problem.dtype == "f32" else replace(single, rows=max(FIXED_ROWS, single.rows), num_warps=4)
 
 
-def forward(name: str, problem: PagedAttention, cuts: tuple[Tuning, ...] | None = None) -> KernelSpec:
-    """The site `out = name(q, keys, values, starts, lengths, blocks[, sinks])`: out [T, H, E] like q's dtype. `cuts`
-    are those of `tunings`, or with fixed runs the one of `fixed_tuning`."""
-    cuts = cuts or ((fixed_tuning(problem),) if problem.run else tunings(problem))
+def forward(name: str, problem: PagedAttention, ways: Mapping[str, Tuning] | None = None) -> KernelSpec:
+    """The site `out = name(q, keys, values, starts, lengths, blocks[, sinks])`: out [T, H, E] like q's dtype. `ways`
+    are those of `tunings`, or with fixed runs one, `fixed`, of `fixed_tuning`."""
+    ways = ways or ({"fixed": fixed_tuning(problem)} if problem.run else tunings(problem))
     head, value = (problem.heads, problem.width), (problem.heads, problem.value_width)
     sinks = (TensorSpec("sinks", problem.sinks, (problem.heads,)),) if problem.sinks else ()
     given = ("q", "keys", "values", "starts", "lengths", "blocks", *(s.name for s in sinks))
     walk = (*given, "part", "top", "total", "out", "T", "R", "W", "splits", *_STRIDES)
     ends = (*(s.name for s in sinks), "starts", "part", "top", "total", "out", "T", "R", "splits")
     aligned = all(width * ITEM_BYTES[problem.dtype] % 16 == 0 for width in (problem.width, problem.value_width))
-    ways = list(zip(("fixed",) if problem.run else ("single", "chunk"), cuts, strict=True))
     joined = ("few",) if problem.run else tuple(JOINED)
     return KernelSpec(
         name=name,
-        source="".join(_walk_source(f"{name}_{way}", problem, cut, walk) for way, cut in ways)
+        source="".join(_walk_source(f"{name}_{way}", problem, cut, walk) for way, cut in ways.items())
         + "".join(_ends_source(f"{name}_{runs}", problem, ends, runs) for runs in joined),
         twin=_twin(name, problem),
         inputs=(
@@ -171,54 +181,68 @@ def forward(name: str, problem: PagedAttention, cuts: tuple[Tuning, ...] | None 
                 Launch(
                     f"{name}_{way}",
                     walk,
-                    (("add", ("cdiv", "T", _tokens(problem, cut)), "R"), problem.groups, "splits"),
+                    (problem.groups, "splits", ("add", ("cdiv", "T", _tokens(problem, cut)), "R")),
                     cut.num_warps,
                     cut.num_stages,
                     aligned,
                     cut.most_registers,
                     when=1 if problem.run else way,
                 )
-                for way, cut in ways
+                for way, cut in ways.items()
             ),
             *(
-                Launch(f"{name}_{runs}", ends, ("T", problem.heads), JOINED[runs][1], 1, aligned, when=runs)
+                Launch(f"{name}_{runs}", ends, ("T", problem.heads, _parts(problem, runs)[1]), 1, 1, aligned, when=runs)
                 for runs in joined
             ),
         ),
-        dims=_dims(problem, cuts),
+        dims=_dims(problem, ways),
     )
 
 
-def _dims(problem: PagedAttention, cuts: tuple[Tuning, ...]) -> dict[str, Expression]:
-    """`single` or `chunk` is 1: whether there are at most two new tokens a request. `parts` is `splits` if there are
-    several, else 0, and `few` or `many` is 1 then. With fixed runs, of which there are few, both are the runs of the
-    longest sequence."""
+def _dims(problem: PagedAttention, ways: Mapping[str, Tuning]) -> dict[str, Expression]:
+    """The way that is gone is 1, others 0: `chunk` if there are more than two new tokens a request. `parts` is `splits`
+    if there are several, else 0, and one of JOINED is 1 then. With fixed runs, of which there are few, both are the
+    runs of the longest sequence."""
+    rows: Expression = ("mul", "W", problem.block_size)
     if problem.run:
-        assert problem.run % cuts[0].keys == 0, f"runs of {problem.run} keys, tiles of {cuts[0].keys}"
-        return {"splits": ("cdiv", ("mul", "W", problem.block_size), problem.run), "parts": "splits", "few": 1}
-    longest: Expression = ("cdiv", ("mul", "W", problem.block_size), LEAST_KEYS)
+        cut = ways["fixed"]
+        assert problem.run % cut.keys == 0, f"runs of {problem.run} keys, tiles of {cut.keys}"
+        return {"splits": ("cdiv", rows, problem.run), "parts": "splits", "few": 1}
 
     def programs(cut: Tuning) -> Expression:
         tiles: Expression = ("max", "R", ("cdiv", "T", _tokens(problem, cut)))
         return ("max", 1, ("mul", tiles, problem.groups))
 
-    def bounded(splits: Expression) -> Expression:
-        return ("max", 1, ("min", MOST_SPLITS, ("min", splits, longest)))
+    def splits(cut: Tuning) -> Expression:
+        """As many as have room, rounded down: a last few programs would run alone."""
+        room: Expression = ("add", -1, ("cdiv", ("add", 1, ("mul", "sms", cut.per_sm)), programs(cut)))
+        return ("max", 1, ("min", MOST_SPLITS, ("min", room, ("cdiv", rows, LEAST_KEYS))))
 
-    def most(each: int, cut: Tuning) -> Expression:
-        """Rounded down: a last few programs would run alone."""
-        return ("add", -1, ("cdiv", ("add", 1, ("mul", "sms", each)), programs(cut)))
+    chunk = _exceeds(("cdiv", "T", ("max", 1, ("mul", "R", 2))), 1)
+    dims: dict[str, Expression] = {"chunk": chunk, "long": 0}
+    if "long" in ways:
+        wave = _exceeds(("add", 1, "sms"), programs(ways["long"]))
+        dims["long"] = ("mul", _without(1, "chunk"), ("mul", wave, _exceeds(("mul", "R", rows), LONG_ROWS)))
+    dims["single"] = _without(_without(1, "chunk"), "long")
+    dims["splits"] = 0
+    for way, cut in ways.items():
+        dims["splits"] = ("add", dims["splits"], ("mul", way, splits(cut)))
+    few, some, _ = (count for count, _ in JOINED.values())
+    several = _exceeds("splits", 1)
+    dims["parts"] = ("mul", "splits", several)
+    dims["many"] = _exceeds("splits", some)
+    dims["some"] = _without(_exceeds("splits", few), "many")
+    dims["few"] = _without(_without(several, "many"), "some")
+    return dims
 
-    single, chunk = bounded(most(PER_SM, cuts[0])), bounded(most(CHUNKS_PER_SM, cuts[1]))
 
-    return {
-        "chunk": ("max", 0, ("min", 1, ("add", ("cdiv", "T", ("max", 1, ("mul", "R", 2))), -1))),
-        "single": ("add", 1, ("mul", -1, "chunk")),
-        "splits": ("add", ("mul", "single", single), ("mul", "chunk", chunk)),
-        "parts": ("mul", "splits", ("min", 1, ("add", "splits", -1))),
-        "many": ("max", 0, ("min", 1, ("add", "splits", -JOINED["few"][0]))),
-        "few": ("max", 0, ("min", 1, ("add", "parts", ("mul", -MOST_SPLITS, "many")))),
-    }
+def _exceeds(number: Expression, bound: Expression) -> Expression:
+    """1 if a number is more than the bound, else 0."""
+    return ("max", 0, ("min", 1, ("add", number, ("mul", -1, bound))))
+
+
+def _without(number: Expression, less: Expression) -> Expression:
+    return ("add", number, ("mul", -1, less))
 
 
 _STRIDES = ("q_stride_0", "q_stride_1")
@@ -232,6 +256,12 @@ def _power(number: int) -> int:
 def _padded(width: int) -> int:
     """The width of a tile, of which a product takes at least 16."""
     return max(16, _power(width))
+
+
+def _parts(problem: PagedAttention, runs: str) -> tuple[int, int]:
+    """Columns that a program adds runs of, and how many programs a row of values takes."""
+    columns = min(JOINED[runs][1], _padded(problem.value_width))
+    return columns, -(-problem.value_width // columns)
 
 
 def _tokens(problem: PagedAttention, cut: Tuning) -> int:
@@ -356,9 +386,9 @@ def {name}(
 
     score = {problem.scale!r} * q k
     """
-    tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     {_search_lines(tokens)}
-    first = begin + (tile - begin // {tokens} - request) * {tokens}
+    first = begin + tl.where(tile < R, 0, tile - R + 1 - begin // {tokens}) * {tokens}
     row = tl.arange(0, {cut.rows})
     head = group * {repeat} + row % {repeat}
     across = tl.arange(0, {value_width})
@@ -385,20 +415,20 @@ def {name}(
 
 
 def _search_lines(tokens: int) -> str:
-    """The request of a tile, and its starts and length: the one that it is of where each has one new token, which three
-    loads show that wait for none, or what a search finds."""
-    return f"""request = tile - (tile + 1) // {tokens + 1}
+    """The request of a tile, and its starts and length, which of a first tile are known by three loads that wait for
+    none."""
+    return f"""request = tile
     begin = tl.load(starts_ptr + request, mask=request < R, other=0)
     end = tl.load(starts_ptr + request + 1, mask=request < R, other=0)
     length = tl.load(lengths_ptr + request, mask=request < R, other=0)
-    if (request >= R) | (begin // {tokens} + request > tile) | (end // {tokens} + request < tile):
-        request, begin, end, length = -1, 0, 0, 0
+    if tile >= R:
+        request = -1
         for base in tl.range(0, R, {SPAN}):  # all at once: a load that waits for another takes longer than it all
             one = base + tl.arange(0, {SPAN})
             start = tl.load(starts_ptr + one, mask=one < R, other=1 << 30)
             stop = tl.load(starts_ptr + one + 1, mask=one < R, other=0)
             rows = tl.load(lengths_ptr + one, mask=one < R, other=0)
-            reached = start // {tokens} + one <= tile
+            reached = start // {tokens} <= tile - R
             request += tl.sum(reached.to(tl.int32), 0)
             begin = tl.maximum(begin, tl.max(tl.where(reached, start, 0), 0))
             end = tl.maximum(end, tl.max(tl.where(reached, stop, 0), 0))
@@ -437,7 +467,7 @@ def _end_lines(problem: PagedAttention, cut: Tuning) -> str:
 
 
 def _ends_source(name: str, problem: PagedAttention, args: tuple[str, ...], runs: str) -> str:
-    at_once, value_width = JOINED[runs][0], _padded(problem.value_width)
+    at_once, (columns, _) = JOINED[runs][0], _parts(problem, runs)
     sink = f"tl.load(sinks_ptr + head).to(tl.float32) * {LOG2E!r}"
     begin = [f"sink = {sink}", "largest, sum = sink, 1.0"] if problem.sinks else [f"largest, sum = {LOWEST!r}, 0.0"]
     language = f"tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}"
@@ -468,16 +498,16 @@ def _ends_source(name: str, problem: PagedAttention, args: tuple[str, ...], runs
 def {name}(
     {_signature(args)}
 ):
-    """A token's head: the sums of all runs of keys{" and the sink" * bool(problem.sinks)}, normalised.
+    """{columns} columns of a head: the sums of all runs of keys{" and the sink" * bool(problem.sinks)}, normalised.
 
     What is not there of {"the first " * (runs == "many")}{at_once} is read as well: loads then wait for none.
     """
     token, head = tl.program_id(0), tl.program_id(1)
-    across = tl.arange(0, {value_width})
+    across = tl.program_id(2) * {columns} + tl.arange(0, {columns})
     inside = across < {problem.value_width}
     row = token.to(tl.int64) * {problem.heads} + head
     tokens = tl.load(starts_ptr + R)
-    made = tl.zeros([{value_width}], dtype=tl.float32)
+    made = tl.zeros([{columns}], dtype=tl.float32)
     {(chr(10) + "    ").join(begin)}
     run = tl.arange(0, {at_once})
     {(chr(10) + "    ").join(add)}{further * (runs == "many")}

@@ -11,21 +11,29 @@ import torch
 
 from mgraph.codegen.triton import paged_attention, reference_text
 from mgraph.codegen.triton.paged_attention import PagedAttention, Tuning
-from mgraph.runtime.kernels import DTYPES
+from mgraph.runtime.kernels import DTYPES, evaluate
 from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
 from tests.ir.ops.paged_cases import MIXED, Ragged, expected, ragged
 from tests.passes.raising import module_of
 
 SCALE = 0.3
-PROBLEMS: dict[str, tuple[PagedAttention, tuple[Tuning, ...] | None]] = {
+
+
+def both(single: Tuning, chunk: Tuning) -> dict[str, Tuning]:
+    """The ways that every problem has."""
+    return {"single": single, "chunk": chunk}
+
+
+PROBLEMS: dict[str, tuple[PagedAttention, dict[str, Tuning] | None]] = {
     "plain": (PagedAttention("f32", 4, 2, 8, 8, 4, SCALE), None),
-    "one_group": (PagedAttention("f32", 3, 1, 24, 24, 1, SCALE), (Tuning(16, 16), Tuning(32, 16))),
-    "window": (PagedAttention("f32", 4, 4, 16, 16, 16, SCALE, window=6), (Tuning(16, 16), Tuning(16, 16))),
-    "everything": (PagedAttention("f32", 4, 2, 8, 8, 4, SCALE, 7, 1.5, "f32"), (Tuning(16, 32), Tuning(32, 16))),
-    "wide_window": (PagedAttention("f32", 4, 2, 8, 8, 4, SCALE, window=66), (Tuning(16, 16), Tuning(16, 16))),
+    "one_group": (PagedAttention("f32", 3, 1, 24, 24, 1, SCALE), both(Tuning(16, 16), Tuning(32, 16))),
+    "window": (PagedAttention("f32", 4, 4, 16, 16, 16, SCALE, window=6), both(Tuning(16, 16), Tuning(16, 16))),
+    "everything": (PagedAttention("f32", 4, 2, 8, 8, 4, SCALE, 7, 1.5, "f32"), both(Tuning(16, 32), Tuning(32, 16))),
+    "wide_window": (PagedAttention("f32", 4, 2, 8, 8, 4, SCALE, window=66), both(Tuning(16, 16), Tuning(16, 16))),
     "half": (PagedAttention("f16", 8, 2, 32, 32, 4, SCALE, sinks="f16"), None),
-    "fixed": (PagedAttention("f32", 4, 2, 8, 8, 4, SCALE, 0, 1.5, run=256), (Tuning(16, 16),)),
-    "fixed_half": (PagedAttention("f16", 4, 1, 16, 16, 8, SCALE, 9, sinks="f16", run=256), (Tuning(64, 16),)),
+    "long": (PagedAttention("f16", 4, 1, 16, 16, 4, SCALE), None),
+    "fixed": (PagedAttention("f32", 4, 2, 8, 8, 4, SCALE, 0, 1.5, run=256), {"fixed": Tuning(16, 16)}),
+    "fixed_half": (PagedAttention("f16", 4, 1, 16, 16, 8, SCALE, 9, sinks="f16", run=256), {"fixed": Tuning(64, 16)}),
 }
 BATCHES = {
     "mixed": (MIXED, (2, 1), 1024),
@@ -35,6 +43,8 @@ BATCHES = {
     "one": ([(1, 70)], (0, 0), 1024),
     "many runs": ([(1, 180)], (0, 0), 1024),
     "padding": ([(1, 3)], (3, 3), 1024),
+    "long table": ([(1, 300)], (0, 0), 4096),
+    "long tables": ([(1, 300), (1, 1)], (1, 1), 4096),
 }
 """Requests, padding, and for how many rows each table is: wide ones give several runs of keys on three
 multiprocessors, which the interpreter has."""
@@ -43,6 +53,9 @@ FEW = {
     "window": ("mixed", "single, one run"),
     "half": ("mixed", "single, one run", "padding"),
     "wide_window": ("mixed", "one"),
+    "long": ("one", "long table", "long tables"),
+    "plain": tuple(batch for batch in BATCHES if "long" not in batch),
+    "everything": tuple(batch for batch in BATCHES if "long" not in batch),
     "fixed": ("mixed", "padding"),
     "fixed_half": ("mixed", "padding"),
 }
@@ -130,6 +143,34 @@ def test_with_fixed_runs_a_token_is_the_same_in_every_chunk(name: str, tmp_path:
         assert torch.equal(out, torch.cat([found[0][begin:end] for begin, end in chunks])), chunks
 
 
+@pytest.mark.parametrize(
+    ("tokens", "requests", "rows", "way", "splits", "join"),
+    [
+        (1, 1, 512, "single", 8, "few"),
+        (1, 1, 1024, "single", 16, "some"),
+        (1, 1, 4096, "long", 16, "some"),
+        (16, 16, 1024, "long", 1, ""),
+        (4, 4, 512, "single", 8, "few"),
+        (16, 16, 4096, "long", 1, ""),
+        (17, 17, 4096, "single", 3, "few"),
+        (128, 128, 2048, "single", 1, ""),
+        (3, 1, 65536, "chunk", 33, "many"),
+        (4096, 2, 65536, "chunk", 1, ""),
+    ],
+)
+def test_ways(tokens: int, requests: int, rows: int, way: str, splits: int, join: str) -> None:
+    """One way and at most one join, of an H200's multiprocessors; and what is launched then has programs."""
+    site = paged_attention.forward("attend", PagedAttention("bf16", 32, 8, 128, 128, 16, SCALE))
+    dims = {"T": tokens, "R": requests, "W": rows // 16, "sms": 132}
+    for name, size in site.dims.items():
+        dims[name] = evaluate(size, dims)
+    names = ("single", "long", "chunk", "few", "some", "many")
+    assert {name: dims[name] for name in names} == {name: int(name in (way, join)) for name in names}
+    assert (dims["splits"], dims["parts"]) == (splits, splits if join else 0)
+    launched = [launch.function for launch in site.launches if evaluate(launch.when, dims)]
+    assert launched == [f"attend_{name}" for name in (way, join) if name]
+
+
 GRAPH = """
 func @f(%q: bf16[S, 8, 64], %k: bf16[16*B, 2, 64], %starts: i32[7], %lengths: i32[6], %blocks: i32[6, 4]) {
   %out: bf16[S, 8, 64] = paged_attention(%q, %k, %k, %starts, %lengths, %blocks) {block_size = 16, scale = 0.125}
@@ -142,7 +183,7 @@ def test_problem_of_a_node() -> None:
     (node,) = module_of(GRAPH).functions["f"].nodes
     assert node.op == "paged_attention"
     assert paged_attention.problem_of(node) == PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125)
-    assert paged_attention.tunings(PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125))[0] == Tuning(16, 64)
+    assert paged_attention.tunings(PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125))["single"] == Tuning(16, 64)
     fixed = PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125, run=256)
     assert paged_attention.fixed_problem_of(node) == fixed
     mixed = module_of(GRAPH.replace("%k: bf16", "%k: f32")).functions["f"].nodes[0]
