@@ -133,9 +133,9 @@ def tunings(problem: PagedAttention) -> dict[str, Tuning]:
     if wide > 256:
         return {"single": single, "chunk": Tuning(max(64, least), 32, per_sm=2)}
     ways = {"single": single, "chunk": Tuning(max(128, least), 64, 8, 3, 2, 128)}
-    return (
-        ways if problem.window else ways | {"long": Tuning(least, 128 if wide > 128 else 256, num_stages=5, per_sm=1)}
-    )
+    if not problem.window and least == 16:  # 128 KB of keys and values are on the way
+        ways["long"] = Tuning(least, 128 if wide > 128 else 256, num_stages=5, per_sm=1)
+    return ways
 
 
 def fixed_tuning(problem: PagedAttention) -> Tuning:
@@ -199,9 +199,9 @@ def forward(name: str, problem: PagedAttention, ways: Mapping[str, Tuning] | Non
 
 
 def _dims(problem: PagedAttention, ways: Mapping[str, Tuning]) -> dict[str, Expression]:
-    """The way that is gone is 1, others 0: `chunk` if there are more than two new tokens a request. `parts` is `splits`
-    if there are several, else 0, and one of JOINED is 1 then. With fixed runs, of which there are few, both are the
-    runs of the longest sequence."""
+    """The way that a call goes is 1, others are 0: `chunk` if there are more than two new tokens a request. `parts` is
+    `splits` if there are several, else 0, and one of JOINED is 1 then. With fixed runs, of which there are few, both
+    are the runs of the longest sequence."""
     rows: Expression = ("mul", "W", problem.block_size)
     if problem.run:
         cut = ways["fixed"]
