@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from mgraph.errors import PassError
 from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Function, Module, Node, Phase, State, StateKind, Value
 from mgraph.ir.types import Type
@@ -137,19 +136,6 @@ def with_counts_told(
     return told, zeros, replace(module, entries={**module.entries, "finish": entry})
 
 
-def router_weight(function: Function, router: Node) -> Value:
-    """The weight that makes the logits of a router: a state or a slot."""
-    experts, made = router.operands[0].tensor.shape[1], function.producers()
-    ahead = [router.operands[0]]
-    for value in ahead:
-        given = value.is_state or value in function.slots
-        if given and len(value.tensor.shape) > 1 and experts in value.tensor.shape:
-            return value
-        ahead += [v for v in made[value].operands if v not in ahead] if value in made else []
-    hint = "a router whose logits are a product with a weight"
-    raise PassError(f"no weight makes the logits of the router %{router.id}", str(router.origin), hint)
-
-
 def layer_of(name: str) -> str:
-    """The router of a state: its name without what the router itself calls it."""
+    """The module of a state: its name without what the module itself calls it."""
     return name.rpartition(".")[0]

@@ -11,11 +11,12 @@ After (state `layers.0.bias.load: i64[E]`, which data-parallel sums over the ran
     entry microbatch … updates (…, layers.0.bias.load)
     func @finish(%lr) { … = expert_bias_update(@layers.0.bias, @layers.0.bias.load, %finite) {rate = 0.001} … }
 
-With `report` all routers count, those without a bias by a state beside the weight that makes their logits, and `finish`
-has an output more, `expert_loads: i64[..]`, the loads of all layers one after the other.
+With `report` the choices of all routers count, those without a bias by a state beside the weight that makes their
+logits or, of a router that was not raised, beside the first weight of the experts, and `finish` has an output more,
+`expert_loads: i64[..]`, the loads of all layers one after the other.
 
-Where experts have a capacity, what they drop is not counted. Only forward nodes count, so recomputation counts nothing
-twice; evaluation has functions of its own.
+A choice counts where it takes tokens to experts: where these have a capacity, what they drop is not counted. Only
+forward nodes count, so recomputation counts nothing twice; evaluation has functions of its own.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from typing import ClassVar
 from mgraph.errors import PassError
 from mgraph.ir.builder import FunctionBuilder, rebuild
 from mgraph.ir.graph import Function, Module, Node, Phase, StateKind, Value
-from mgraph.ir.types import DType, TensorType
 from mgraph.passes.base import Pass, Report, Stage, Tier
-from mgraph.passes.counting import LOAD, Counting, router_weight, with_counts_told
+from mgraph.passes.counting import LOAD, Counting, with_counts_told
+from mgraph.passes.expert_ways import num_experts, owner_of, router_of, taken_choice
 
 LOADS = "expert_loads"
 """The output of `finish` that has the loads of all layers."""
@@ -53,8 +54,8 @@ class ExpertBias(Pass):
         counting = _Loads(module, self.name, report, every=self.report)
         counted, loads = counting.everywhere("microbatch")
         if self.report and not loads:
-            hint = "leave it out; mgraph explain PKG moe_route says why no router was found in a model with experts"
-            raise PassError("the model has no router whose loads could be told", "--expert-load", hint)
+            hint = "leave it out; mgraph explain PKG raise-moe says why no experts were found in a model that has some"
+            raise PassError("the model has no experts whose loads could be told", "--expert-load", hint)
         biases = [key for key in loads if key in counting.biases]
         if self.rate and not biases:
             hint = (
@@ -97,51 +98,32 @@ class ExpertBias(Pass):
         return module.with_function(builder.build(results))
 
 
-_TAKES = ("moe_dispatch", "padded_dispatch", "expert_send", "split_rows")
-"""Ops that take tokens to the experts that are chosen, and with them the choice that counts."""
-
-
 @dataclass
 class _Loads(Counting):
-    """Counts how often routers choose each expert; with `every` those without a bias too, for the weight of theirs."""
+    """Counts the choices that tokens are taken to experts by; with `every` those of routers without a bias, too."""
 
     every: bool = False
     choices: dict[Value, int] = field(default_factory=dict)
     """How many experts a token chooses, by what the load of a router belongs to."""
     biases: set[Value] = field(default_factory=set)
+    _seen: set[Value] = field(default_factory=set)
 
     suffix: ClassVar[str] = LOAD
 
     def counted(self, builder: FunctionBuilder, function: Function, node: Node) -> tuple[Value, Value] | None:
-        """A router with its choice, or what is given instead, or what experts keep of either: what they drop is no load
-        of theirs."""
-        choice = _choice(node)
-        if choice is None or any(_choice(n, choice) is not None for n in self._readers(function, choice)):
+        """A way to the experts, with the choice that takes it: that of a router, or what is given instead, or what
+        experts keep of either. What they drop is no load of theirs."""
+        choice = taken_choice(function, node)
+        if choice is None or choice in self._seen:
             return None
-        router = self._router(function, node, choice)
-        if router is None or not (self.every or len(router.operands) == 2):
+        self._seen.add(choice)
+        router = router_of(function, choice)
+        biased = router is not None and len(router.operands) == 2
+        if not (self.every or biased):
             return None
-        owner = self._bias(function, router) if len(router.operands) == 2 else router_weight(function, router)
+        owner = self._bias(function, router) if router is not None and biased else owner_of(function, node, choice)
         self.choices[owner] = int(str(choice.tensor.shape[1]))
-        experts = router.operands[0].tensor.shape[1]
-        return owner, builder.one("expert_counts", choice, num_experts=experts)
-
-    def _router(self, function: Function, node: Node, choice: Value) -> Node | None:
-        """The router whose choice this node has made another of; none where experts get that of the router itself."""
-        made, users, seen = function.producers(), function.users(), [node]
-        for each in seen:
-            if each.op == "moe_route":
-                return each
-            before = [v for v in each.operands if v.type == choice.type]
-            if any(reader.op in _TAKES for v in before for reader in users.get(v, [])):
-                return None
-            seen += [made[v] for v in before if v in made and _choice(made[v]) is v and made[v] not in seen]
-        return None
-
-    def _readers(self, function: Function, choice: Value) -> Sequence[Node]:
-        """Those who may make another choice of it; none where it is the one that counts."""
-        readers = function.users().get(choice, [])
-        return [] if any(reader.op in _TAKES for reader in readers) else readers
+        return owner, builder.one("expert_counts", choice, num_experts=num_experts(function, node))
 
     def handed(self, owner: Value, slot: Value, node: Node) -> None:
         """What is handed over as a bias is a buffer, or a slot again."""
@@ -163,13 +145,3 @@ class _Loads(Counting):
         if bias.is_state and self.module.state[bias.name].kind is not StateKind.BUFFER:
             hint = "register it as a buffer"
             raise PassError(f"the router's bias {bias.name} is no buffer", str(node.origin), hint)
-
-
-def _choice(node: Node, given: Value | None = None) -> Value | None:
-    """The choice i64[T, K] that a node makes: a router, or what makes it of another (of `given`, perhaps), as what is
-    replayed, what experts have room for, or what a router of a user's own drops."""
-    if node.op == "moe_route":
-        return node.results[1] if given is None else None
-    read = {v.type for v in node.operands} if given is None else {given.type}
-    made = (v for v in node.results if isinstance(v.type, TensorType) and v.type in read)
-    return next((v for v in made if v.tensor.dtype is DType.I64 and len(v.tensor.shape) == 2), None)

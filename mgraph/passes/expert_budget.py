@@ -20,7 +20,8 @@ from mgraph.errors import PassError
 from mgraph.ir.builder import FunctionBuilder, rebuild
 from mgraph.ir.graph import Function, Module, Node, Phase, Value
 from mgraph.passes.base import Pass, Report, Stage, Tier
-from mgraph.passes.counting import OVERRUN, Counting, router_weight, with_counts_told
+from mgraph.passes.counting import OVERRUN, Counting, with_counts_told
+from mgraph.passes.expert_ways import owner_of
 
 OVERRUNS = "expert_overruns"
 """The output of `finish` with how many tokens found no room: for each layer, by the rank that sent them."""
@@ -74,15 +75,4 @@ class _Overruns(Counting):
         indices = node.operands[-1]
         attrs = {"num_experts": node.attrs["num_experts"], "rows": node.attrs["rows"], "ranks": self.size}
         (over,) = builder.emit("expert_overrun", (indices,), attrs, names=["over"])
-        return router_weight(function, _router_of(function, indices)), over
-
-
-def _router_of(function: Function, indices: Value) -> Node:
-    """The router whose choice these are, or a part of it."""
-    made, value = function.producers(), indices
-    while value in made and made[value].op != "moe_route":
-        node = made[value]
-        value = node.operands[1 if node.op == "moe_capacity" else 0]
-    if value not in made:
-        raise PassError(f"no router makes the choice {indices!r}", hint="leave out --expert-budget")
-    return made[value]
+        return owner_of(function, node, indices), over

@@ -33,6 +33,7 @@ func @outer(%x: f32[B, 4]; %bias: f32[4]) {
 }
 func @inner(%x: f32[B, 4]; %bias: f32[4]) {
   %w: f32[B, 2], %i: i64[B, 2] = moe_route(%x, %bias) {score = "sigmoid", top_k = 2} AT
+  %r: f32[2*B, 4], %o: i64[2*B], %e: i32[4] = moe_dispatch(%x, %i) {num_experts = 4, others = true} AT
   %v: f32[B, 2], %j: i64[B, 2] = moe_route(%x, %bias) {score = "sigmoid", top_k = 2} BACK
   %n: f32[B, 4] = aten.cat.default(%w, %v) {args = ["tensors.0", "tensors.1"], dim = 1} AT
   return %n
@@ -103,18 +104,15 @@ def test_a_bias_that_is_no_buffer_is_refused() -> None:
 def test_what_goes_to_experts_is_what_counts(taken: str) -> None:
     """A router may drop some of what it chose: with `%d` experts get what is left, else what was chosen."""
     lines = [
-        "  %n: f32[B, 4]",
-        "  %none: i64[B, 2] = aten.full_like.default(%i) {fill_value = 4} FWD",
-        "  %keep: bool[B, 2] = aten.gt.Scalar(%w) {other = 0.5} FWD",
-        "  %d: i64[B, 2] = aten.where.self(%keep, %none, %i) FWD",
-        "  %r: f32[2*B, 4], %o: i64[2*B], %e: i32[4] = "
-        f"moe_dispatch(%x, {taken}) {{num_experts = 4, others = true}} FWD",
-        "  %n: f32[B, 4]",
+        "  %none: i64[B, 2] = aten.full_like.default(%i) {fill_value = 4} AT",
+        "  %keep: bool[B, 2] = aten.gt.Scalar(%w) {other = 0.5} AT",
+        "  %d: i64[B, 2] = aten.where.self(%keep, %none, %i) AT",
+        "  %r: f32[2*B, 4]",
     ]
-    text = TEXT.replace(lines[0], "\n".join(lines[1:]))
+    text = TEXT.replace(lines[-1], "\n".join(lines)).replace("moe_dispatch(%x, %i)", f"moe_dispatch(%x, {taken})")
     at = 'forward at "layers.*" "model.py":3 by capture'
     back = at.replace("forward", "backward", 1)
-    made = parse_module(text.replace("FWD", at).replace("AT", at).replace("BACK", back))
+    made = parse_module(text.replace("AT", at).replace("BACK", back))
     after = ExpertBias(report=True).run(made, Report())
     (count,) = (n for n in after.functions["inner"].nodes if n.op == "expert_counts")
     assert count.operands[0].name == taken.removeprefix("%")
