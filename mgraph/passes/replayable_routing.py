@@ -17,8 +17,10 @@ After (`routing: i16[B, S, L, K]` has L routers' K experts for each token; -1 le
     entry forward = @forward -> (loss_sum, count, logits, routing)
 
 What leads from a decision to the dispatch (the capacity of experts) stays behind it. A router that was not raised is
-known by the indices that the dispatch reads: whatever reads them reads those that are given, and of a `topk` the values
-at these. The backward reads what the forward was given, so recomputation chooses as the forward did.
+known by the indices that the dispatch reads: whatever reads them reads those that are given, and of a `topk`, `max` or
+`min` the values at these. Weights that come from the choice in another way (values of a `sort` of which a part is
+taken) would be those of experts that did not get the tokens, and are an error. The backward reads what the forward was
+given, so recomputation chooses as the forward did. A balance loss counts what the router itself would choose.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from mgraph.passes.calls import callee
 _MOST_EXPERTS = 2**15
 _BEHIND = ("moe_capacity", "reshape")
 """Ops between the decision of a router and the dispatch: what they give, of which operand."""
+_VALUES_AT = {"aten.topk.default": -1, "aten.max.dim": None, "aten.min.dim": None}
+"""Ops that choose by scores and give these, too: and along which dim, if that is not said."""
 _HINT = "mgraph explain PKG raise-moe says which experts were found, and why others were not"
 
 
@@ -159,11 +163,15 @@ class _Body:
         """Append the function's nodes with the decisions put in."""
         routers = {router.maker.id: router for router in _routers_of(self.function)}
         self._given = given
+        leading = _leading(self.function)
         for node in self.function.nodes:
             if node.op == "call" and (inner := self.owner.routers(callee(node))):
                 self._call(node, len(inner))
                 continue
-            self.builder.keep(node)
+            if node in leading:
+                self.builder.keep(node)
+            else:
+                self.builder.nodes.append(node)
             if node.id in routers:
                 self._replay(routers[node.id])
 
@@ -197,8 +205,8 @@ class _Body:
                 }
                 (weights,) = builder.emit("moe_weigh", (node.operands[0], chosen), attrs, names=("weighed",))
                 builder.replace(node.results[0], weights)
-            elif node.op == "aten.topk.default":
-                dim = node.attrs.get("dim", -1)
+            elif _gives_values(node):
+                dim = node.attrs.get("dim", _VALUES_AT[node.op])
                 values = builder.one("aten.gather.default", node.operands[0], chosen, name="values_at", dim=dim)
                 builder.replace(node.results[0], values)
             builder.replace(indices, chosen)
@@ -230,8 +238,58 @@ def _routers_of(function: Function) -> list[_Router]:
         experts = int(str(node.attrs["num_experts"]))
         if experts > _MOST_EXPERTS:
             raise PassError(f"{experts} experts cannot be numbered in 16 bits", str(node.origin))
+        _check_weights(function, node, maker, value)
         found[maker.id] = _Router(maker, value, indices.tensor.shape, experts, maker.origin.path)
     return list(found.values())
+
+
+def _leading(function: Function) -> set[Node]:
+    """The nodes that lead to experts, back from them, or to anything else than a number. What is left, as of a balance
+    loss, reads what the router itself chose."""
+    producers = function.producers()
+    calls = [node for node in function.nodes if node.op == "call"]
+    ways = [node for node in function.nodes if node.op in ("moe_dispatch", "moe_combine")]
+    values = [v for v in (*function.results, *(v for node in calls for v in node.operands)) if not _is_number(v)]
+    ahead = [*calls, *ways, *(producers[v] for v in values if v in producers)]
+    found = set(ahead)
+    for node in ahead:
+        if node.op != "call":
+            before = {producers[value] for value in node.operands if value in producers} - found
+            found |= before
+            ahead += before
+    return found
+
+
+def _is_number(value: Value) -> bool:
+    return isinstance(value.type, TensorType) and not value.tensor.shape
+
+
+def _gives_values(node: Node) -> bool:
+    """Whether a node gives the scores at what it chooses, one beside each index."""
+    return node.op in _VALUES_AT and len(node.results[1].tensor.shape) == len(node.operands[0].tensor.shape)
+
+
+def _check_weights(function: Function, dispatch: Node, maker: Node, indices: Value) -> None:
+    """Raises PassError where weights of experts come from a choice past the indices that others may be given for."""
+    producers = function.producers()
+    given = {indices, *(maker.results if maker.op == "moe_route" or _gives_values(maker) else ())}
+    choosing, ahead = list[Node](), [indices]
+    for value in ahead:
+        node = producers.get(value)
+        if node is not None and node not in choosing:
+            choosing.append(node)
+            ahead += [v for v in node.operands if v.tensor.dtype is DType.I64]
+    combines = (n for n in function.nodes if n.op == "moe_combine" and n.operands[2] in dispatch.results)
+    read = [combine.operands[1] for combine in combines]
+    for value in read:
+        node = producers.get(value)
+        if value in given or node is None:
+            continue
+        if node in choosing:
+            hint = "take them from the scores: scores.gather(-1, experts); or leave out --replayable-routing"
+            what = f"weights of experts come from the choice that {node.op.removeprefix('aten.').split('.')[0]} makes"
+            raise PassError(f"{what}: experts that are replayed would get those of others", str(node.origin), hint)
+        read += [v for v in node.operands if v not in read and isinstance(v.type, TensorType)]
 
 
 def _form(routers: Sequence[_Router]) -> tuple[Any, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mgraph.capture import ModelSpec, capture
+from mgraph.errors import PassError
 from mgraph.ir.graph import Module
 from mgraph.passes.pipeline import run_pipeline
 from mgraph.passes.verify import verify_pipeline
@@ -34,3 +37,84 @@ def test_routers_have_the_names_of_their_layers() -> None:
     (layer,) = (f for f in module.functions.values() if any(n.op == "moe_dispatch" for n in f.nodes))
     chosen = next(n for n in layer.nodes if n.op == "replay_choice").result
     assert {"moe_weigh", "cast", "moe_capacity"} <= {n.op for n in layer.nodes if chosen in n.operands}
+
+
+ROUTERS = """
+import torch
+from torch import nn
+from mgraph import models
+from mgraph.models.custom_router import use_router
+
+
+class Base(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.proj = nn.Linear(config.d_model, config.num_experts, bias=False)
+
+
+class Sorted(Base):
+    def forward(self, tokens):
+        values, indices = self.proj(tokens).softmax(-1).sort(-1, descending=True)
+        return values[:, :2], indices[:, :2]
+
+
+class Part(Base):
+    def forward(self, tokens):
+        values, indices = self.proj(tokens).softmax(-1).topk(3, -1)
+        return values[:, :2], indices[:, :2]
+
+
+class Shared(Base):
+    def forward(self, tokens):
+        scores = self.proj(tokens).sigmoid()
+        values, indices = scores[:, 1:].topk(1, -1)
+        return torch.cat([scores[:, :1], values], 1), torch.cat([torch.zeros_like(indices), indices + 1], 1)
+
+
+class Dropping(Base):
+    def forward(self, tokens):
+        values, indices = self.proj(tokens).softmax(-1).topk(2, -1)
+        return values, torch.where(values < 0.13, 8, indices)
+
+
+class Best(Base):
+    def forward(self, tokens):
+        return self.proj(tokens).softmax(-1).max(-1, keepdim=True)
+
+
+class Gathered(Base):
+    def forward(self, tokens):
+        scores = self.proj(tokens).softmax(-1)
+        indices = scores.argsort(-1)[:, -2:]
+        return scores.gather(1, indices), indices
+
+
+def model():
+    return use_router(models.get("moe", "tiny"), NAME)
+"""
+
+
+def own_router(name: str, directory: Path) -> Module:
+    file = directory / f"{name}.py"
+    file.write_text(ROUTERS.replace("NAME", name))
+    return capture(ModelSpec(f"{file}:model"))
+
+
+@pytest.mark.parametrize("name", ["Sorted", "Part", "Shared", "Dropping"])
+def test_weights_past_the_indices_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(PassError, match="weights of experts come from the choice that") as caught:
+        run_pipeline(own_router(name, tmp_path), f"{RAISED},replayable-routing")
+    assert f"{name}.py:" in str(caught.value.where) and "scores.gather(-1, experts)" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("name", ["Best", "Gathered"])
+def test_weights_at_the_indices_follow_what_is_given(name: str, tmp_path: Path) -> None:
+    module, _ = run_pipeline(own_router(name, tmp_path), f"{RAISED},replayable-routing")
+    (layer,) = (f for f in module.functions.values() if any(n.op == "moe_dispatch" for n in f.nodes))
+    made = layer.producers()
+    (combine,) = (n for n in layer.nodes if n.op == "moe_combine")
+    ahead = [made[combine.operands[1]]]
+    for node in ahead:
+        ahead += [made[v] for v in node.operands if v in made and made[v] not in ahead]
+    gathers = [n for n in ahead if n.op == "aten.gather.default"]
+    assert [made[n.operands[1]].op for n in gathers] == ["replay_choice"]
