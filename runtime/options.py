@@ -142,7 +142,9 @@ class Options(Settings):
     accumulate: int = field(
         default=0,
         metadata=about(
-            "microbatches per step over all ranks, a multiple of dp * fsdp (default 0: one for each)", low=0
+            "microbatches per step over all ranks, a multiple of dp * fsdp * ep (an ep made of dp or fsdp counts once; "
+            "default 0: one for each)",
+            low=0,
         ),
     )
     lr: float = field(default=1e-3, metadata=about("peak learning rate", low=0))
