@@ -106,7 +106,8 @@ class _Loads(Counting):
     choices: dict[Value, int] = field(default_factory=dict)
     """How many experts a token chooses, by what the load of a router belongs to."""
     biases: set[Value] = field(default_factory=set)
-    _seen: set[Value] = field(default_factory=set)
+    _seen: set[tuple[str, Value]] = field(default_factory=set)
+    """Choices by function: copies of one share their values."""
 
     suffix: ClassVar[str] = LOAD
 
@@ -114,9 +115,9 @@ class _Loads(Counting):
         """A way to the experts, with the choice that takes it: that of a router, or what is given instead, or what
         experts keep of either. What they drop is no load of theirs."""
         choice = taken_choice(function, node)
-        if choice is None or choice in self._seen:
+        if choice is None or (function.name, choice) in self._seen:
             return None
-        self._seen.add(choice)
+        self._seen.add((function.name, choice))
         router = router_of(function, choice)
         biased = router is not None and len(router.operands) == 2
         if not (self.every or biased):

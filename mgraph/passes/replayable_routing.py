@@ -20,7 +20,7 @@ What leads from a decision to the dispatch (the capacity of experts) stays behin
 known by the indices that the dispatch reads: whatever reads them reads those that are given, and of a `topk`, `max` or
 `min` the values at these. Weights that come from the choice in another way (values of a `sort` of which a part is
 taken) would be those of experts that did not get the tokens, and are an error. The backward reads what the forward was
-given, so recomputation chooses as the forward did. A balance loss counts what the router itself would choose.
+given, so recomputation chooses as the forward did.
 """
 
 from __future__ import annotations
@@ -163,15 +163,11 @@ class _Body:
         """Append the function's nodes with the decisions put in."""
         routers = {router.maker.id: router for router in _routers_of(self.function)}
         self._given = given
-        leading = _leading(self.function)
         for node in self.function.nodes:
             if node.op == "call" and (inner := self.owner.routers(callee(node))):
                 self._call(node, len(inner))
                 continue
-            if node in leading:
-                self.builder.keep(node)
-            else:
-                self.builder.nodes.append(node)
+            self.builder.keep(node)
             if node.id in routers:
                 self._replay(routers[node.id])
 
@@ -243,27 +239,6 @@ def _routers_of(function: Function) -> list[_Router]:
     return list(found.values())
 
 
-def _leading(function: Function) -> set[Node]:
-    """The nodes that lead to experts, back from them, or to anything else than a number. What is left, as of a balance
-    loss, reads what the router itself chose."""
-    producers = function.producers()
-    calls = [node for node in function.nodes if node.op == "call"]
-    ways = [node for node in function.nodes if node.op in ("moe_dispatch", "moe_combine")]
-    values = [v for v in (*function.results, *(v for node in calls for v in node.operands)) if not _is_number(v)]
-    ahead = [*calls, *ways, *(producers[v] for v in values if v in producers)]
-    found = set(ahead)
-    for node in ahead:
-        if node.op != "call":
-            before = {producers[value] for value in node.operands if value in producers} - found
-            found |= before
-            ahead += before
-    return found
-
-
-def _is_number(value: Value) -> bool:
-    return isinstance(value.type, TensorType) and not value.tensor.shape
-
-
 def _gives_values(node: Node) -> bool:
     """Whether a node gives the scores at what it chooses, one beside each index."""
     return node.op in _VALUES_AT and len(node.results[1].tensor.shape) == len(node.operands[0].tensor.shape)
@@ -273,12 +248,16 @@ def _check_weights(function: Function, dispatch: Node, maker: Node, indices: Val
     """Raises PassError where weights of experts come from a choice past the indices that others may be given for."""
     producers = function.producers()
     given = {indices, *(maker.results if maker.op == "moe_route" or _gives_values(maker) else ())}
-    choosing, ahead = list[Node](), [indices]
+    before, ahead = list[Node](), [indices]
     for value in ahead:
         node = producers.get(value)
-        if node is not None and node not in choosing:
-            choosing.append(node)
+        if node is not None and node not in before:
+            before.append(node)
             ahead += [v for v in node.operands if v.tensor.dtype is DType.I64]
+    choosing: set[Node] = set()  # not numbers that are the same whatever the scores
+    for node in (n for n in function.nodes if n in before):
+        if any(v.tensor.dtype is not DType.I64 or producers.get(v) in choosing for v in node.operands):
+            choosing.add(node)
     combines = (n for n in function.nodes if n.op == "moe_combine" and n.operands[2] in dispatch.results)
     read = [combine.operands[1] for combine in combines]
     for value in read:

@@ -123,6 +123,17 @@ def test_budgets_of_routers_that_are_not_raised(name: str, tmp_path: Path) -> No
     assert len(logs[0]) == 2 and logs[0] == logs[1] == logs[2]
 
 
+@pytest.mark.parametrize("options", [{"groups": ("*embed*: frozen",)}, {"lora": ("*.q: rank=4",)}])
+def test_layers_with_functions_of_their_own_count(options: dict[str, Any], tmp_path: Path) -> None:
+    """A first layer that needs no gradient of its input, or less, has a copy of the function that others share."""
+    package = load_package(build("moe-tiny-grouped", tmp_path, expert_load=True, **options).path, "cpu")
+    assert [layer["layer"].split(".")[1] for layer in package.manifest["expert_loads"]] == ["0", "1"]
+    state = create_state(package.state_specs, 3, "cpu")
+    tokens, labels = torch.randint(0, 256, (2, 2, 8))
+    package.call("microbatch", state, tokens, labels)
+    assert [int(t.sum()) for n, t in state.items() if n.endswith(".load")] == [32, 32]
+
+
 def test_a_package_without_counts_nothing(tmp_path: Path) -> None:
     package = load_package(build("moe-tiny", tmp_path).path, "cpu")
     assert "expert_loads" not in package.manifest

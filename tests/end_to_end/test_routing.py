@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from mgraph import models
-from mgraph.compiler import compile_package
 from mgraph.errors import MgraphError
 from mgraph.models.router import Router
-from mgraph.recipe import Recipe
 from mgraph.runtime.package import load_package
 from mgraph.runtime.state import create_state
 from mgraph.runtime.train import main
@@ -120,35 +118,6 @@ def test_the_load_is_that_of_what_is_replayed(model: str, tmp_path: Path) -> Non
     loads = [t for n, t in state.items() if n.endswith(".load")]
     kept = 4 if model.endswith("capacity") else 16
     assert [t.tolist() for t in loads] == [[kept, 0, 0, kept, 0, 0, 0, 0]] * 2
-
-
-ONE_LAYER = """
-from mgraph import models
-
-
-def model():
-    return models.get("moe", "tiny", num_layers=1, router="{router}", balance_loss={balance})
-"""
-
-
-@pytest.mark.parametrize("router", ["softmax", "topk_softmax"])
-def test_a_balance_loss_counts_what_the_router_would_choose(router: str, tmp_path: Path) -> None:
-    """Its part of the loss is the same whatever is given: the scores of a first layer do not depend on it."""
-    tokens, labels = torch.randint(0, 256, (2, 2, 7))
-    given = torch.tensor([0, 3], dtype=torch.int16).expand(2, 7, 1, 2)
-    losses: dict[float, list[torch.Tensor]] = {}
-    for balance in (0.0, 8.0):
-        file, out = tmp_path / f"model_{balance}.py", tmp_path / f"package-{balance}"
-        file.write_text(ONE_LAYER.format(router=router, balance=balance))
-        compile_package(Recipe(model=f"{file}:model", output=str(out), arch="none", replayable_routing=True))
-        package = load_package(out, "cpu")
-        state = create_state(package.state_specs, 3, "cpu")
-        calls = [package.call("evaluate", state, tokens, labels, g) for g in (given, torch.full_like(given, -1))]
-        assert not torch.equal(calls[0]["routing"], calls[1]["routing"])
-        losses[balance] = [call["loss_sum"] for call in calls]
-    parts = [with_ - without for with_, without in zip(losses[8.0], losses[0.0], strict=True)]
-    assert parts[0] > 1.0
-    torch.testing.assert_close(parts[0], parts[1], rtol=1e-4, atol=1e-4)
 
 
 def test_a_package_without_decisions_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +41,8 @@ from mgraph.errors import MgraphError, OptionError
 
 ALIGNMENT = 16
 WARP_THREADS = 32
+ROOMY = re.compile(r"sm_(90|100)a?")
+"""Architectures whose blocks may have 227 KB of shared memory; others have 99 KB or more."""
 ARCH_PATTERN = re.compile(r"sm_(\d+)(a?)")
 
 
@@ -116,6 +118,8 @@ def build_kernels(
     names = [spec.name for spec in specs]
     assert len(set(names)) == len(names), f"two kernels of one name: {sorted(names)}"
     (directory / "reference.py").write_text(reference_text(specs), encoding="utf-8")
+    if not all(ROOMY.fullmatch(arch) for arch in archs):
+        specs = [without_large(spec) for spec in specs]
     if can_come_early(archs):
         specs = [coming_early(spec) for spec in specs]
     source = directory / "kernels.py"
@@ -127,6 +131,13 @@ def build_kernels(
     for key, binary in zip(missing, compiled, strict=True):
         made[key] = binary
     return [_entry(spec, directory, archs, made) for spec in specs]
+
+
+def without_large(spec: KernelSpec) -> KernelSpec:
+    """The site without ways that not every GPU has the shared memory for."""
+    none = {str(launch.when): 0 for launch in spec.launches if launch.large}
+    launches = tuple(launch for launch in spec.launches if not launch.large)
+    return replace(spec, launches=launches, dims={**spec.dims, **none})
 
 
 def _jobs(spec: KernelSpec, launch: Launch, archs: Sequence[str]) -> list[_Job]:
@@ -235,7 +246,7 @@ def _entry(spec: KernelSpec, directory: Path, archs: Sequence[str], made: Binari
         if not item["beside"]:
             del item["beside"]
     for launch, data in zip(spec.launches, entry["launches"], strict=True):
-        del data["aligned"]
+        del data["aligned"], data["large"]
         if data["when"] == 1:
             del data["when"]
         if data["takes"] == "all":

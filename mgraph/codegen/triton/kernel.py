@@ -104,7 +104,8 @@ class Launch:
     so that several blocks share a multiprocessor; 0 leaves it to the compiler. Where `when` is 0, a call leaves the
     launch out: so a site has several ways to do its work, chosen by shapes. `takes` says which calls it is for: `all`,
     those whose tensors are `aligned`, for which alone it is compiled then, or `others`: so a site has a way that only
-    such tensors can go.
+    such tensors can go. A `large` one needs more shared memory than GPUs other than sm_90 and sm_100 may have: where a
+    package is for such ones it is left out, and the dim that is its `when` is 0.
     """
 
     function: str
@@ -116,6 +117,7 @@ class Launch:
     most_registers: int = 0
     when: Expression = 1
     takes: str = "all"
+    large: bool = False
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,7 @@ def forward(name: str, problem: PagedAttention, ways: Mapping[str, Tuning] | Non
                     aligned,
                     cut.most_registers,
                     when=1 if problem.run else way,
+                    large=way == "long",
                 )
                 for way, cut in ways.items()
             ),

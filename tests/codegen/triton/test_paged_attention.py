@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mgraph.codegen.triton import paged_attention, reference_text
+from mgraph.codegen.triton.aot import ROOMY, without_large
 from mgraph.codegen.triton.paged_attention import PagedAttention, Tuning
 from mgraph.runtime.kernels import DTYPES, evaluate
 from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
@@ -169,6 +170,18 @@ def test_ways(tokens: int, requests: int, rows: int, way: str, splits: int, join
     assert (dims["splits"], dims["parts"]) == (splits, splits if join else 0)
     launched = [launch.function for launch in site.launches if evaluate(launch.when, dims)]
     assert launched == [f"attend_{name}" for name in (way, join) if name]
+
+
+def test_gpus_with_less_shared_memory_have_no_long_way() -> None:
+    """A package for one that may be such a GPU, of whatever else; with none, the kernels are sources alone."""
+    site = paged_attention.forward("attend", PagedAttention("bf16", 32, 8, 128, 128, 16, SCALE))
+    for archs, way in (([], "long"), (["sm_90a"], "long"), (["sm_120a"], "single"), (["sm_80", "sm_90a"], "single")):
+        left = site if all(ROOMY.fullmatch(arch) for arch in archs) else without_large(site)
+        dims = {"T": 1, "R": 1, "W": 512, "sms": 132}
+        for name, size in left.dims.items():
+            dims[name] = evaluate(size, dims)
+        launched = [launch.function for launch in left.launches if evaluate(launch.when, dims)]
+        assert launched[0] == f"attend_{way}" and len(launched) == 2
 
 
 GRAPH = """
