@@ -1,16 +1,17 @@
 """cuBLASLt's products of two matrices, with the kernel chosen among those that its heuristic proposes.
 
-torch asks cuBLAS for one kernel and takes it. Which of the proposed ones is fastest depends on the shapes, the card and
-how warm it runs, so `Product` offers all of them: `run(i, …)` multiplies by the i-th. It may add a third matrix where
-it writes the product, which torch does only over what it adds to: `sum_of` is that, with the first of the kernels or
-the one that tuning has found. The library is the one that torch has loaded; its types and functions are those of
-cublasLt.h.
+torch asks cuBLAS for one kernel and takes it. Which one is fastest depends on the shapes, the card and how warm it
+runs, so `Product` offers all that are proposed and, once it is `widened`, others of the same algorithm: `run(i, …)`
+multiplies by the i-th. It may add a third matrix where it writes the product, which torch does only over what it adds
+to: `sum_of` is that, with the first of the kernels or the one that tuning has found. The library is the one that torch
+has loaded; its types, functions and numbers are those of cublasLt.h.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +33,26 @@ _TRANSPOSE_A, _TRANSPOSE_B, _MOST_WORKSPACE = 3, 4, 1
 _ALIGNMENTS, ALIGNMENT = (5, 6, 7, 8), 16
 """Attributes that say where operands and result begin, and the bytes that all of them are multiples of."""
 _NOT_SUPPORTED = 15
+_TILE, _OPTION, _CLUSTER = 1, 5, 8
+"""Attributes of an algorithm: its tile, an option of its own, its cluster of thread blocks."""
+_TILES = {
+    "128x128": 20, "128x160": 29, "160x128": 30, "128x176": 409, "176x128": 201, "128x192": 32, "192x128": 31,
+    "144x256": 186, "256x144": 500, "160x256": 195, "256x160": 502, "176x256": 203, "256x176": 504, "192x192": 209,
+    "128x240": 416, "240x128": 227, "128x256": 23, "256x128": 24, "128x320": 176, "320x128": 248, "344x128": 254,
+}  # fmt: skip
+_CLUSTERS = {"2x1": 3, "1x2": 5}
+_OPTIONS = range(8)
+
+
+_Algorithm = ctypes.c_uint64 * 8
+"""cublasLtMatmulAlgo_t."""
 
 
 class _Candidate(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
-        ("algorithm", ctypes.c_uint64 * 8),
+        ("algorithm", _Algorithm),
         ("workspace", ctypes.c_size_t),
         ("state", ctypes.c_int),
         ("waves", ctypes.c_float),
@@ -87,7 +101,7 @@ class Shape:
 
 
 class Product:
-    """The `count` kernels for a product. The library thinks in columns, so it is handed out^T = right^T left^T."""
+    """Kernels for a product. The library thinks in columns, so it is handed out^T = right^T left^T."""
 
     def __init__(self, shape: Shape) -> None:
         self._lib, self._handle = _library(torch.cuda.current_device())
@@ -104,13 +118,43 @@ class Product:
         for attribute, number in limits:
             size = _size(ctypes.sizeof(number))
             _check(self._lib.cublasLtMatmulPreferenceSetAttribute(preference, attribute, ctypes.byref(number), size))
-        self._candidates, found = (_Candidate * MOST)(), ctypes.c_int(0)
-        layouts = self._right, self._left, self._out, self._out
+        proposed, found = (_Candidate * MOST)(), ctypes.c_int(0)
+        self._layouts = self._right, self._left, self._out, self._out
         code = self._lib.cublasLtMatmulAlgoGetHeuristic(
-            self._handle, self._how, *layouts, preference, MOST, self._candidates, ctypes.byref(found)
+            self._handle, self._how, *self._layouts, preference, MOST, proposed, ctypes.byref(found)
         )
         _check(0 if code == _NOT_SUPPORTED else code)
-        self.count = found.value if code == 0 else 0
+        self._algorithms = [_Algorithm(*proposed[i].algorithm) for i in range(found.value if code == 0 else 0)]
+
+    @property
+    def count(self) -> int:
+        """How many kernels there are."""
+        return len(self._algorithms)
+
+    def widened(self) -> Product:
+        """This product, which offers the first proposal's algorithm with other tiles and clusters besides."""
+        for tile, cluster, option in itertools.product(_TILES.values(), _CLUSTERS.values(), _OPTIONS):
+            if not self._algorithms:
+                break
+            variant = _Algorithm(*self._algorithms[0])
+            for attribute, number in (
+                (_TILE, ctypes.c_uint32(tile)),
+                (_CLUSTER, ctypes.c_uint16(cluster)),
+                (_OPTION, ctypes.c_uint32(option)),
+            ):
+                size = _size(ctypes.sizeof(number))
+                self._lib.cublasLtMatmulAlgoConfigSetAttribute(variant, attribute, ctypes.byref(number), size)
+            if self._works(variant) and all(bytes(variant) != bytes(other) for other in self._algorithms):
+                self._algorithms.append(variant)
+        return self
+
+    def _works(self, algorithm: ctypes.Array[ctypes.c_uint64]) -> bool:
+        """Whether the library has a kernel for it, which needs no more than the workspace."""
+        result = _Candidate()
+        code = self._lib.cublasLtMatmulAlgoCheck(
+            self._handle, self._how, *self._layouts, algorithm, ctypes.byref(result)
+        )
+        return bool(code == 0 and result.workspace <= WORKSPACE)
 
     def run(self, index: int, left: Tensor, right: Tensor, out: Tensor, added: Tensor | None = None) -> bool:
         """Write left @ right, plus what is `added`, which lies as out does, over out, on the current stream; False
@@ -120,7 +164,7 @@ class Product:
         code = self._lib.cublasLtMatmul(
             self._handle, self._how, ctypes.byref(one), _pointer(right), self._right, _pointer(left), self._left,
             ctypes.byref(factor), _pointer(out if added is None else added), self._out, _pointer(out), self._out,
-            ctypes.byref(self._candidates[index].algorithm), _pointer(space), _size(WORKSPACE),
+            self._algorithms[index], _pointer(space), _size(WORKSPACE),
             ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
         )  # fmt: skip
         return bool(code == 0)

@@ -1,10 +1,12 @@
-"""Products of matrices by the fastest of the kernels that cuBLASLt proposes, timed where a step first makes them.
+"""Products of matrices by the fastest of cuBLASLt's kernels, timed where a step first makes them.
 
 While a `TunedProducts` is entered, each product of two matrices in bf16 or f16 on a GPU (`aten.mm`) goes through it,
 and sums of a total and a product (`cublas_lt.sum_of`) ask it which kernel to take. The first of a shape is timed on the
-tensors that it is handed: every candidate, and what would run otherwise, in turns, so that all run equally warm. What
-wins runs all others of this shape, in CUDA graphs, too. A candidate must give what torch gives, within roundings. While
-a graph is captured nothing is timed: what is not known then runs as in torch.
+tensors that it is handed. A large product draws as much power as a GPU may have, which then lowers its clock, so the
+kernel that is fastest alone need not be the one that is fastest in a step: every candidate is timed once, and the best
+of them, and what would run otherwise, over and over, each for long enough that clocks have settled. What wins runs all
+others of this shape, in CUDA graphs, too. A candidate must give what torch gives, within roundings. While a graph is
+captured nothing is timed: what is not known then runs as in torch.
 
 Times differ from run to run, and so may choices: two runs with tuned products agree within roundings, not bit by bit.
 """
@@ -12,6 +14,8 @@ Times differ from run to run, and so may choices: two runs with tuned products a
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any, Self
@@ -24,8 +28,10 @@ from mgraph.runtime import cublas_lt
 from mgraph.runtime.cublas_lt import Product, Shape
 
 _aten: Any = torch.ops.aten
-ROUNDS, TIMES = 5, 3
-"""How often each candidate is timed, and over how many products."""
+TIMES, KEPT = 2, 8
+"""Products over which every candidate is timed at first, and how many candidates are timed longer."""
+SPAN = 0.06
+"""For how many seconds those are timed, in each of three rounds, after half as many in which clocks settle."""
 LEAST_GAIN = 0.99
 """A candidate is taken if it needs less than this part of torch's time."""
 LEAST_WORK = 2**33
@@ -35,13 +41,15 @@ CLOSE = 2e-2
 
 Run = Callable[[Tensor, Tensor, Tensor], Any]
 """Writes left @ right over out."""
+Timer = Callable[[Callable[[], Any], int], float]
+"""Seconds of a call, over so many."""
 
 
 class TunedProducts(TorchDispatchMode):
     """Runs products by what is fastest; `chosen` says by which candidate, None where torch's own choice is, and `sums`
     by which one a product is added to a residual."""
 
-    def __init__(self, timer: Callable[[Callable[[], Any]], float] | None = None) -> None:
+    def __init__(self, timer: Timer | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._runs: dict[Shape, Run | None] = {}
         self._timer = timer or _seconds
@@ -81,7 +89,7 @@ class TunedProducts(TorchDispatchMode):
         if shape not in self._runs:
             if torch.cuda.is_current_stream_capturing():
                 return None
-            self._runs[shape] = self.tune(shape, Product(shape), left, right)
+            self._runs[shape] = self.tune(shape, Product(shape).widened(), left, right)
         return self._runs[shape]
 
     def tune(self, shape: Shape, product: Product, left: Tensor, right: Tensor) -> Run | None:
@@ -99,7 +107,7 @@ class TunedProducts(TorchDispatchMode):
                 return 0
             want = torch.empty_like(total)
             first = functools.partial(product.run, 0, left, right, want, total)
-            self.sums[shape] = self._fastest(product, first, want, left, right, total) or 0
+            self.sums[shape] = self._fastest(product.widened(), first, want, left, right, total) or 0
         return self.sums[shape]
 
     def _fastest(
@@ -119,17 +127,23 @@ class TunedProducts(TorchDispatchMode):
         def agrees(index: int) -> bool:
             return product.run(index, left, right, out, added) and float((out - want).abs().max()) <= bound
 
-        runs: dict[int | None, Callable[[], Any]] = {None: usual}
-        for index in range(product.count):
-            if agrees(index):
-                runs[index] = functools.partial(product.run, index, left, right, out, added)
-        times: dict[int | None, list[float]] = {index: [] for index in runs}
-        for _ in range(ROUNDS):
-            for which, run in runs.items():
-                times[which].append(self._timer(run))
-        seconds = {which: statistics.median(taken) for which, taken in times.items()}
-        best = min(seconds, key=seconds.__getitem__)
-        return best if seconds[best] < LEAST_GAIN * seconds[None] else None
+        every = {i: functools.partial(product.run, i, left, right, out, added) for i in range(product.count)}
+        quick = {index: self._timer(run, TIMES) for index, run in every.items() if run()}
+        kept: list[int] = list(itertools.islice(filter(agrees, sorted(quick, key=quick.__getitem__)), KEPT))
+        calls = {index: _calls(SPAN, quick[index]) for index in kept}
+        taken: dict[int, list[float]] = {index: [] for index in kept}
+        usually, torchs = _calls(SPAN, self._timer(usual, TIMES)), []
+        for left_over in (KEPT // 2, KEPT // 4, 1):
+            torchs.append(self._settled(usual, usually))
+            for index in kept:
+                taken[index].append(self._settled(every[index], calls[index]))
+            kept = sorted(kept, key=lambda index: statistics.median(taken[index]))[:left_over]
+        return next((i for i in kept if statistics.median(taken[i]) < LEAST_GAIN * statistics.median(torchs)), None)
+
+    def _settled(self, run: Callable[[], Any], calls: int) -> float:
+        """Seconds of a call once clocks have settled."""
+        self._timer(run, calls // 2)
+        return self._timer(run, calls)
 
 
 def tuned_entry(entry: Callable[..., tuple[Tensor, ...]], products: TunedProducts) -> Callable[..., tuple[Tensor, ...]]:
@@ -142,12 +156,17 @@ def tuned_entry(entry: Callable[..., tuple[Tensor, ...]], products: TunedProduct
     return run
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def _calls(seconds: float, each: float) -> int:
+    """Calls that take so many seconds in all."""
+    return max(2, math.ceil(seconds / max(each, 1e-6)))
+
+
+def _seconds(run: Callable[[], Any], calls: int) -> float:
     """Seconds of a call on the GPU."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    for _ in range(TIMES):
+    for _ in range(calls):
         run()
     end.record()
     end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / TIMES
+    return float(begin.elapsed_time(end)) / 1e3 / calls

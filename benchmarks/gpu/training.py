@@ -65,15 +65,28 @@ def losses_of(step: peers.Step, batches: Sequence[Batch]) -> list[float]:
 
 def timed(step: peers.Step, batches: Sequence[Batch], steps: int) -> float:
     """Median seconds of a step over blocks of steps."""
-    taken = []
-    for _ in range(0, steps, BLOCK):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for index in range(BLOCK):
-            step(batches[index % len(batches)])
-        torch.cuda.synchronize()
-        taken.append((time.perf_counter() - begun) / BLOCK)
-    return statistics.median(taken)
+    return statistics.median(block_seconds(step, batches) for _ in range(0, steps, BLOCK))
+
+
+def block_seconds(step: peers.Step, batches: Sequence[Batch]) -> float:
+    """Seconds of a step, over a block of them."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for index in range(BLOCK):
+        step(batches[index % len(batches)])
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begun) / BLOCK
+
+
+def timed_in_turns(steps: dict[str, peers.Step], batches: Sequence[Batch], count: int) -> dict[str, float]:
+    """Median seconds of a step of each, over blocks in turns, each after one that is not counted: a GPU that is at its
+    power limit slows down as it gets warm, so who comes when would decide."""
+    taken: dict[str, list[float]] = {variant: [] for variant in steps}
+    for _ in range(0, count, BLOCK):
+        for variant, step in steps.items():
+            block_seconds(step, batches)
+            taken[variant].append(block_seconds(step, batches))
+    return {variant: statistics.median(seconds) for variant, seconds in taken.items()}
 
 
 def distance(found: Sequence[float], exact: Sequence[float]) -> float:
@@ -87,6 +100,22 @@ def released() -> None:
     torch.cuda.empty_cache()
 
 
+def figures(shape: Shape, seconds: float) -> dict[str, float]:
+    """What a step's time is in tokens and operations a second."""
+    tokens, operations = shape.batch * shape.length / seconds, shape.flops() / seconds
+    return {"seconds": seconds, "tokens_per_second": tokens, "flops_per_second": operations}
+
+
+def tell(of: str, seen: dict[str, Any]) -> None:
+    """Print what was measured."""
+    print(
+        f"{of:46} {seen['seconds'] * 1e3:8.2f} ms {seen['tokens_per_second']:10,.0f} tokens/s "
+        f"{seen['flops_per_second'] / 1e12:6.1f} TFLOP/s peak {seen['peak_bytes'] / 2**30:.1f} GiB "
+        f"first {seen['until_first_step']:.1f} s",
+        flush=True,
+    )
+
+
 def compare(
     found: dict[str, dict[str, Any]],
     name: str,
@@ -96,37 +125,32 @@ def compare(
     steps: int,
     checked: bool,
     tuned: bool = False,
+    in_turns: bool = False,
 ) -> list[str]:
     """Put what is measured of a model into `found`, by variant and each as soon as it is there; complaints."""
     device = torch.device("cuda", torch.cuda.current_device())
     batches = shape.batches(0, CHECKED, device)
     weights: dict[str, Tensor] = {}
     complaints: list[str] = []
+    alive: dict[str, peers.Step] = {}
 
-    def row(variant: str, make: Callable[[], peers.Step]) -> list[float]:
+    def row(variant: str, make: Callable[[], peers.Step]) -> None:
         released()
         torch.cuda.reset_peak_memory_stats()
-        begun = time.perf_counter()
+        held, begun = torch.cuda.memory_allocated(), time.perf_counter()
         step = make()
         first = float(step(batches[0]))
         started = time.perf_counter() - begun
         losses = [first, *losses_of(step, batches[1:])]
-        seconds, peak = timed(step, batches, steps), torch.cuda.max_memory_allocated()
-        tokens, operations = shape.batch * shape.length / seconds, shape.flops() / seconds
-        found[variant] = {
-            "seconds": seconds,
-            "tokens_per_second": tokens,
-            "flops_per_second": operations,
+        seconds, peak = timed(step, batches, steps), torch.cuda.max_memory_allocated() - held
+        found[variant] = figures(shape, seconds) | {
             "peak_bytes": peak,
             "until_first_step": started,
             "losses": losses,
         }
-        print(
-            f"{name:7} {variant:28} {seconds * 1e3:8.2f} ms {tokens:10,.0f} tokens/s "
-            f"{operations / 1e12:6.1f} TFLOP/s peak {peak / 2**30:.1f} GiB first {started:.1f} s",
-            flush=True,
-        )
-        return losses
+        tell(f"{name:7} {variant}", found[variant])
+        if in_turns:
+            alive[variant] = step
 
     row(OURS, lambda: packaged(path, device, weights))
     if tuned:
@@ -142,6 +166,10 @@ def compare(
             row(kind, kinds[kind])
         except Exception as error:  # a peer that does not run is a result, and the others go on
             complaints.append(f"{name}, {kind}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+    for variant, seconds in timed_in_turns(alive, batches, steps).items():
+        found[variant] |= figures(shape, seconds) | {"seconds_after_the_other": found[variant]["seconds"]}
+        tell(f"{name:7} {variant}, in turns", found[variant])
+    alive.clear()
     if checked:
         off, noise = gate(shape, path, weights, device, tuned)
         print(f"{name}: from f32 by {off:.2e}, eager bf16 by {noise:.2e}", flush=True)
@@ -212,6 +240,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--unchecked", action="store_true", help="leave out the f32 run")
     parser.add_argument("--tune-products", action="store_true", help="measure ours with tuned products, too")
+    parser.add_argument("--in-turns", action="store_true", help="keep all in memory, and take their times in turns")
     options = parser.parse_intermixed_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is measured then is written
     device = torch.device("cuda")
@@ -224,8 +253,9 @@ def main() -> int:
         package = options.packages / name
         try:
             complaints += compare(
-                found, name, SHAPES[name], package, wanted, options.steps, not options.unchecked, options.tune_products
-            )
+                found, name, SHAPES[name], package, wanted, options.steps, not options.unchecked,
+                options.tune_products, options.in_turns,
+            )  # fmt: skip
         finally:
             write(found, name, SHAPES[name], limits, options.results)
     print("\n".join(complaints) or "all losses agree", flush=True)

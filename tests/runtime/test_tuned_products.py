@@ -22,6 +22,9 @@ class Kernels:
         self.count, self.wrong, self.refuses = 3, wrong, refuses
         self.ran: list[int] = []
 
+    def widened(self) -> Kernels:
+        return self
+
     def run(self, index: int, left: Tensor, right: Tensor, out: Tensor, added: Tensor | None = None) -> bool:
         self.ran.append(index)
         if index == self.refuses:
@@ -35,7 +38,7 @@ class Kernels:
 def tuned(kernels: Kernels, seconds: dict[int, float], usual: float) -> tuple[TunedProducts, Any]:
     """Tuning with a clock by which kernel i takes seconds[i] and torch the usual."""
 
-    def timer(run: Callable[[], Any]) -> float:
+    def timer(run: Callable[[], Any], calls: int) -> float:
         before = len(kernels.ran)
         run()
         return seconds[kernels.ran[-1]] if len(kernels.ran) > before else usual
@@ -79,7 +82,7 @@ def test_sums_ask_while_it_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuned_products, "LEAST_WORK", 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     kernels, before = Kernels(wrong=1), cublas_lt.kernel_of_sum
-    modes = TunedProducts(lambda run: (run(), {0: 3.0, 1: 1.0, 2: 2.0}[kernels.ran[-1]])[1])
+    modes = TunedProducts(lambda run, calls: (run(), {0: 3.0, 1: 1.0, 2: 2.0}[kernels.ran[-1]])[1])
     total, left, right = torch.ones(6, 5), torch.ones(6, 4), torch.ones(4, 5)
     given = Shape(6, 5, 4, Lie(False, 4), Lie(False, 5), torch.float32), cast(Product, kernels), total, left, right
     assert cublas_lt.kernel_of_sum(*given) == 0 and not kernels.ran
