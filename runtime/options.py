@@ -191,7 +191,10 @@ class Options(Settings):
     )
     no_cuda_graphs: bool = field(default=False, metadata=about("a GPU launches each kernel by itself"))
     tune_products: bool = field(
-        default=False, metadata=about("time cuBLAS's kernels in the first step, and take the fastest; rounds otherwise")
+        default=False,
+        metadata=about(
+            "time cuBLAS's kernels in the first step, some 2 s a product, and take the fastest; rounds otherwise"
+        ),
     )
 
 

@@ -401,6 +401,10 @@ class Trainer:
             self.log.message(f"note: resumed with {', '.join(self.changed)}")
         if self.step >= self.options.steps:
             self.log.message(f"nothing is left to train: saved at step {self.step}, --steps {self.options.steps}")
+        if self.options.tune_products:
+            self.log.message(
+                "note: --tune-products times kernels in the first step, some 2 s for each shape of a product"
+            )
         if self.package.edited:
             self.log.message(f"note: edited since it was compiled: {', '.join(self.package.edited)}")
 

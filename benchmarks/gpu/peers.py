@@ -84,6 +84,11 @@ def plain(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype, devic
     model = shape.make().to(device)
     for name, parameter in model.named_parameters():  # buffers stay f32, as a package has them
         parameter.data = weights[name].to(device, dtype)
+    return trained(model, device, mode)
+
+
+def trained(model: nn.Module, device: torch.device, mode: str) -> Step:
+    """The step of a model that maps tokens to logits, eager or compiled with a mode of torch.compile."""
     optimizer = Masters(model.parameters(), device)
     run: Callable[[nn.Module, Batch], Tensor] = loss_of
     if mode:

@@ -1,11 +1,13 @@
 """From the start of a process to the end of its first training step, by phases.
 
-    python3 -m benchmarks.gpu.start_up PACKAGE RESULTS.jsonl [--batch-size 1] [--seq-len 8192] [--cold] [--plain]
+    python3 -m benchmarks.gpu.start_up PACKAGE RESULTS.jsonl [--batch-size 1] [--seq-len 8192] [--cold]
+                                       [--plain | --compiled]
 
 Runs the package's own trainer in a process of its own, on the text that comes with Python, until the loss of the first
 step has been read, and says how long each phase took on the host; nothing waits for the GPU between them but where the
 trainer does. `--cold` first lets the system forget the files of torch and of the CUDA libraries that it has read;
-`--plain` leaves out what the trainer does ahead in threads.
+`--plain` leaves out what the trainer does ahead in threads. `--compiled` starts the same model of `training_models`,
+drawn on the GPU, under torch.compile instead; `--cold` then empties that one's cache, too.
 """
 
 from __future__ import annotations
@@ -14,16 +16,21 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 STARTED, REPORT = "START_UP_STARTED", "START_UP_REPORT"
 """In the environment of the process that is measured: seconds of the clock at its start, and where it writes to."""
+
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Phases:
@@ -100,6 +107,31 @@ def train_package(package: Path, options: list[str], *, plain: bool) -> None:
     train.main(package, options)
 
 
+def train_compiled(name: str, batch: int, length: int) -> None:
+    """The same model under torch.compile, up to the loss of its first step."""
+    phases = Phases(float(os.environ[STARTED]))
+    phases.end("python")
+    import torch
+
+    phases.end("import torch")
+    from benchmarks.gpu import peers
+    from benchmarks.gpu.training_models import SHAPES
+
+    shape, device = replace(SHAPES[name], batch=batch, length=length), torch.device("cuda")
+    phases.end("import the model")
+    with device:
+        model = shape.make()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    step = peers.trained(model, device, "default")
+    phases.end("draw the state")
+    loss = step(shape.batches(0, 1, device)[0])
+    phases.end("compile, and the step")
+    print(f"loss {float(loss):.4f}", flush=True)
+    phases.end("wait for the GPU")
+    phases.leave()
+
+
 def forget() -> None:
     """Let the system forget what it has read of torch and of the CUDA libraries; files in use stay."""
     spec = importlib.util.find_spec("torch")
@@ -114,9 +146,14 @@ def forget() -> None:
                 os.close(number)
 
 
+def cache_of(report: Path) -> Path:
+    """Where torch.compile keeps what it has compiled."""
+    return report.with_suffix(".cache")
+
+
 def measured(arguments: list[str], report: Path) -> dict[str, float]:
     """Phases of a process of this module."""
-    environment = {**os.environ, STARTED: str(time.time()), REPORT: str(report)}
+    environment = {**os.environ, STARTED: str(time.time()), REPORT: str(report), CACHE: str(cache_of(report))}
     subprocess.run([sys.executable, "-m", "benchmarks.gpu.start_up", *arguments], env=environment, check=True)
     seconds: dict[str, float] = json.loads(report.read_text(encoding="utf-8"))
     return seconds
@@ -130,19 +167,24 @@ def main() -> None:
     parser.add_argument("--batch-size", default="1")
     parser.add_argument("--seq-len", default="8192")
     parser.add_argument("--cold", action="store_true")
-    parser.add_argument("--plain", action="store_true")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--plain", action="store_true")
+    how.add_argument("--compiled", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("/tmp/start_up"))
     options = parser.parse_args()
     sizes = ["--batch-size", options.batch_size, "--seq-len", options.seq_len]
-    if REPORT in os.environ:
+    if REPORT in os.environ and options.compiled:
+        train_compiled(options.package.name, int(options.batch_size), int(options.seq_len))
+    elif REPORT in os.environ:
         train_package(options.package, [*sizes, "--steps", "2", "--out", str(options.out)], plain=options.plain)
+    report = options.out.with_suffix(".json")
     if options.cold:
         forget()
-    report = options.out.with_suffix(".json")
-    same = [*sizes, "--out", str(options.out), *["--plain"] * options.plain]
+        shutil.rmtree(cache_of(report), ignore_errors=True)
+    same = [*sizes, "--out", str(options.out), *["--plain"] * options.plain, *["--compiled"] * options.compiled]
     seconds = measured([str(options.package), str(options.results), *same], report)
     workload = f"{options.package.name} B{options.batch_size} S{options.seq_len}"
-    variant = ("cold" if options.cold else "warm") + ", plain" * options.plain
+    variant = ("cold" if options.cold else "warm") + ", plain" * options.plain + ", torch.compile" * options.compiled
     from benchmarks.gpu import rows  # not before: torch is among what is measured
 
     total = sum(seconds.values())

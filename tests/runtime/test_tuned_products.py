@@ -43,12 +43,33 @@ def tuned(kernels: Kernels, seconds: dict[int, float], usual: float) -> tuple[Tu
         run()
         return seconds[kernels.ran[-1]] if len(kernels.ran) > before else usual
 
+    return tuned_by(timer, kernels)
+
+
+def tuned_by(timer: tuned_products.Timer, kernels: Kernels) -> tuple[TunedProducts, Any]:
+    """Tuning of a product by these kernels and this clock."""
     generator = torch.Generator().manual_seed(0)
     left, right = torch.randn(6, 4, generator=generator), torch.randn(4, 5, generator=generator)
     modes = TunedProducts(timer)
     shape = Shape(6, 5, 4, Lie(False, 4), Lie(False, 5), torch.float32)
     run = modes.tune(shape, cast(Product, kernels), left, right)
     return modes, run
+
+
+def test_what_is_fastest_alone_may_lose() -> None:
+    """All are timed briefly; those that then take part are timed for longer, which decides."""
+    kernels = Kernels()
+
+    def timer(run: Callable[[], Any], calls: int) -> float:
+        before = len(kernels.ran)
+        run()
+        if len(kernels.ran) == before:
+            return 3.0
+        brief = calls == tuned_products.TIMES
+        return {0: (4.0, 4.0), 1: (1e-3, 2.0), 2: (2e-3, 1.0)}[kernels.ran[-1]][not brief]
+
+    modes, _ = tuned_by(timer, kernels)
+    assert list(modes.chosen.values()) == [2]
 
 
 def test_the_fastest_wins() -> None:
@@ -128,8 +149,9 @@ def test_every_kernel_multiplies(turned: tuple[bool, bool]) -> None:
     shape = Shape.of(left, right)
     assert shape is not None
     product = Product(shape)
+    proposed = product.count
+    assert product.widened().count > proposed > 0
     want, out = left.double() @ right.double(), left.new_empty(512, 256)
-    assert product.count
     for index in range(product.count):
         out.zero_()
         if product.run(index, left, right, out):
