@@ -1,8 +1,8 @@
 """The op instances of a module that several providers could run, ready to be called on a device: for `mgraph tune`.
 
-An instance is called as a package calls it: a kernel through the runtime, from its binary, and what torch runs as the
-runtime's op. Inputs are random; those that must fit each other (the lse of an attention, labels, an order of rows) are
-made to. What is written in place, or is a list, is not called alone: it keeps its estimate.
+An instance is called as a package calls it: a kernel through the runtime, from its binary, and what torch runs by the
+text that a step has for it. Inputs are random; those that must fit each other (the lse of an attention, labels, the
+order of experts' rows) are made to. What is written in place, or is a list, is not called alone: it keeps its estimate.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mgraph.cli.routed_inputs import is_routed, routed
+from mgraph.codegen.dim_text import DimScope
 from mgraph.codegen.kernel_sites import LIBRARIES, TRITON, KernelSites, localized
 from mgraph.codegen.profile import Instance
 from mgraph.codegen.providers import TORCH, Choice, Providers
+from mgraph.codegen.torch_provider import Site, write
 from mgraph.codegen.triton.aot import build_kernels
+from mgraph.errors import PassError
 from mgraph.ir.dims import evaluate
 from mgraph.ir.graph import Node, Value
-from mgraph.ir.opdef import op_def
 from mgraph.ir.torch_bridge import to_torch_dtype
-from mgraph.ir.types import DType, TensorType
+from mgraph.ir.types import TensorType
 from mgraph.runtime import kernels as kernel_runtime
 from mgraph.runtime import v1 as rt
 
 Run = Callable[..., Any]
 _LABELLED = ("cross_entropy", "cross_entropy_grad", "cross_entropy_with_grad")
-_ORDERED = ("moe_combine", "moe_combine_grad", "moe_dispatch_grad")
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,10 @@ def _unable(node: Node) -> str | None:
     if node.op in ("global_norm", "square_sum"):
         return "it takes a list of tensors"
     whole = [v for v in node.operands if not v.tensor.dtype.is_float]
-    known = node.op in (*_LABELLED, *_ORDERED) or (node.op.startswith("attention") and "start" not in _extra(node))
-    if whole and not known:
+    attention = node.op.startswith("attention") and "start" not in _extra(node)
+    if whole and not (node.op in _LABELLED or attention or is_routed(node)):
         return f"what {whole[0].name} holds decides its work"
-    return None if hasattr(rt, node.op) else "the runtime has no op of this name"
+    return None
 
 
 def _extra(node: Node) -> tuple[str, ...]:
@@ -108,10 +110,10 @@ def candidates(
     kernel_runtime.set_device(device, strict=gpu)
     bound = kernel_runtime.kernels(directory / "step.py")
     for (choice, node), name in zip(found, names, strict=True):
-        runs: dict[str, Run] = {TORCH: _op(node, TORCH if node.op.startswith("attention") else "")}
+        runs: dict[str, Run] = {TORCH: _written(node, TORCH)}
         if name is not None:
             runs[TRITON] = getattr(bound, name)
-        runs |= {library: _op(node, library) for library in LIBRARIES if _has(choice, library)}
+        runs |= {library: _written(node, library) for library in LIBRARIES if _has(choice, library)}
         yield Candidate(choice, node, runs)
 
 
@@ -119,12 +121,19 @@ def _has(choice: Choice, provider: str) -> bool:
     return any(c.provider == provider for c in choice.candidates)
 
 
-def _op(node: Node, by: str) -> Run:
-    """The runtime's op with a node's attributes, told whose kernel to take."""
-    attrs = {k: v for k, v in op_def(node.op).complete(node.attrs).items() if k in node.attrs or v is not None}
-    given = {k: to_torch_dtype(v) if isinstance(v, DType) else v for k, v in attrs.items()}
-    function = getattr(rt, node.op)
-    return lambda *inputs: function(*inputs, **given, **({"by": by} if by else {}))
+def _written(node: Node, provider: str) -> Run:
+    """A node as a step has it that leaves it to a provider other than our kernels."""
+    names = [f"x{index}" for index in range(len(node.operands))]
+    sites = KernelSites(gpu=True, chosen=lambda node, total: provider)
+    site = Site(node, names, DimScope(()), sites, device=_nothing, tensors=_nothing)
+    text = f"lambda {', '.join(names)}: {write(site).text}"
+    run: Run = eval(text, {"torch": torch, "F": torch.nn.functional, "rt": rt})
+    return run
+
+
+def _nothing(*_: Any) -> str:
+    """A node that is called alone has no device of its own, and no list of operands."""
+    raise PassError("an op that names a device or a list cannot be called alone", hint="leave it out of what is tuned")
 
 
 def inputs(node: Node, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
@@ -145,15 +154,15 @@ def inputs(node: Node, device: torch.device, seed: int = 0) -> tuple[Tensor, ...
             given.append((torch.arange(shape[-1], device=device) // 512).expand(shape).to(dtype).contiguous())
         elif name == "keys":
             given.append(torch.ones(shape, device=device).to(dtype))
-        elif node.op in _ORDERED:
-            given.append(torch.randperm(math.prod(shape), generator=made, device=device).reshape(shape).to(dtype))
+        elif is_routed(node):
+            given.append(torch.empty(shape, dtype=dtype, device=device))
         else:  # labels of the logits
             classes = next(v.tensor.shape[1] for v in node.operands if len(v.tensor.shape) == 2)
             assert isinstance(classes, int)
             cut = node.attrs.get("classes")
             most = cut if isinstance(cut, int) and cut else classes
             given.append(torch.randint(most, shape, generator=made, device=device).to(dtype))
-    return tuple(_fitted(node, given))
+    return tuple(routed(node, given, made) if is_routed(node) else _fitted(node, given))
 
 
 def _fitted(node: Node, given: list[Tensor]) -> list[Tensor]:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mgraph.cli import candidates, tune
+from mgraph.cli import candidates, routed_inputs, tune
+from mgraph.cli.routed_inputs import is_routed
 from mgraph.codegen.profile import Profile, read_profile
 from mgraph.codegen.providers import Providers
 from mgraph.compiler import build_module
@@ -46,13 +47,19 @@ def tuned(module: Module, timer: tune.Timer) -> tuple[Profile, list[tuple[str, .
     return tune.tuned(module, read_profile("h100"), SIZES, CPU, timer)
 
 
-@pytest.mark.parametrize("model", ["dense-tiny", pytest.param("moe-tiny", marks=pytest.mark.full)])
+EXPERTS = {
+    *("moe_route_order", "expert_glu", "grouped_matmul", "moe_combine", "expert_glu_grad", "gathered_outer"),
+    *("grouped_matmul_sum", "moe_dispatch_grad", "moe_route_grad"),
+}
+
+
+@pytest.mark.parametrize("model", ["dense-tiny", "moe-tiny"])
 def test_every_provider_is_compared_and_timed(model: str) -> None:
     timer, heard = fake(2e-6, 5e-6)
     profile, lines, left = tuned(final(model), timer)
     assert not [line for line in lines if line[3] == "wrong"], lines
     assert len(heard) == len(lines) and {line[2] for line in lines} >= {"torch", "triton", "cudnn", "flash"}
-    units = {"glu", "glu_grad_joined"} if model == "dense-tiny" else set()
+    units = {"glu", "glu_grad_joined"} if model == "dense-tiny" else EXPERTS
     assert {"attention", "attention_grad", "rope_join", "rope_joined", "add_rms_norm_grad", *units} <= {
         line[0] for line in lines
     }
@@ -123,6 +130,39 @@ def test_inputs_fit_each_other() -> None:
     assert torch.allclose(out.double(), expected, atol=2e-2)
     again, other = candidates.inputs(node, CPU), candidates.inputs(node, CPU, seed=1)
     assert torch.equal(q, again[1]) and not torch.equal(q, other[1])
+
+
+def test_rows_of_experts_fit_each_other() -> None:
+    """Each token has different experts, rows lie by expert and then by token, and all ends are those of the rows."""
+    module = final("moe-tiny")
+    found, _ = candidates.instances(Providers(module, read_profile("h100"), extents(module, SIZES)))
+    seen = set()
+    for _, node in found:
+        if not is_routed(node):
+            continue
+        seen.add(node.op)
+        given = candidates.inputs(node, CPU)
+        types = [(v.tensor.dtype.text, len(v.tensor.shape)) for v in node.operands]
+        named = dict(zip(types, given, strict=True))
+        order, ends, choice = (named.get(kind) for kind in (("i64", 1), ("i32", 1), ("i64", 2)))
+        if node.op.startswith("moe_route_order"):
+            assert all(len(set(row)) == len(row) for row in given[0].tolist())
+        if choice is not None:
+            assert all(len(set(row)) == len(row) and max(row) < 8 for row in choice.tolist())
+        if order is not None:
+            assert sorted(order.tolist()) == list(range(len(order)))
+        if ends is not None:
+            assert len(ends) == 8 and ends[-1] == (given[0].shape[0] if order is None else len(order))
+        if order is not None and ends is not None:
+            for first, last in zip([0, *ends.tolist()], ends.tolist(), strict=False):
+                tokens = (order[first:last] // 2).tolist()
+                assert tokens == sorted(set(tokens)), node.op
+    assert seen == EXPERTS
+
+
+def test_a_choice_between_equals_is_not_compared() -> None:
+    logits = routed_inputs._distinct(torch.zeros(5, 300, dtype=torch.bfloat16), torch.Generator().manual_seed(0))
+    assert logits.dtype is torch.bfloat16 and all(len(set(row)) == 300 for row in logits.tolist())
 
 
 def test_errors_are_relative_and_finite() -> None:
