@@ -223,7 +223,7 @@ def _line(
         time.basis,
         instance.bytes,
         other.provider if other else "",
-        round(other.time.microseconds, 3) if other else None,
+        round(profile.time(instance, other.provider).microseconds, 3) if other else None,
         dict(choice.refused),
         str(part.origin) if part.origin.file else "",
         None,
