@@ -31,10 +31,12 @@ from mgraph.codegen.triton.grouped import (
     Tuning,
     bias_lines,
     depth_of,
+    descriptor_lines,
     low_cuts,
     one_cut,
     product_lines,
     refusal,
+    sources,
     store_lines,
     ways,
 )
@@ -150,7 +152,7 @@ def forward(name: str, problem: ExpertGlu, cuts: Cuts = ()) -> KernelSpec:
     args = {tiles: ("x", "order", *problem.tensors, tiles.given, "y", *kept) for tiles in all_}
     return KernelSpec(
         name=name,
-        source="".join(tiles.source() + _forward_source(problem, tiles, args[tiles]) for tiles in all_),
+        source=sources(args, lambda tiles, given: _forward_source(problem, tiles, given)),
         twin=_forward_twin(name, problem),
         inputs=(
             TensorSpec("x", problem.dtype, ("T", problem.inner)),
@@ -227,7 +229,7 @@ def _forward_source(problem: ExpertGlu, tiles: Tiles, args: Sequence[str]) -> st
 @triton.jit
 def {tiles.body}({", ".join(f"{arg}_ptr" for arg in args)}):
     """y[r] = {problem.unit.act}(x[t] @ wg[e]) * (x[t] @ wu[e]), {tiles.cut.rows} rows at a time."""
-{tiles.loop(lines)}'''
+{tiles.loop(lines, descriptor_lines(factors, tiles))}'''
 
 
 def backward(name: str, problem: ExpertGlu, cut: Tuning | None = None) -> KernelSpec:
@@ -243,7 +245,8 @@ def backward(name: str, problem: ExpertGlu, cut: Tuning | None = None) -> Kernel
     weights = TensorSpec("weights", problem.weights, ("T", problem.choices))
     return KernelSpec(
         name=name,
-        source=tiles.source() + _backward_source(problem, tiles, args) + _dots_source(name, problem, tiles),
+        source=sources({tiles: args}, lambda tiles, given: _backward_source(problem, tiles, given))
+        + _dots_source(name, problem, tiles),
         twin=_backward_twin(name, problem),
         inputs=(
             TensorSpec("dy", problem.dtype, ("T", problem.inner)),
@@ -284,7 +287,7 @@ def {tiles.body}(
 {_wrapped(args)},
 ):
     """dgate, dup and weighted, and for dweights what each tile of columns has, {tiles.cut.rows} rows at a time."""
-{tiles.loop(lines)}'''
+{tiles.loop(lines, descriptor_lines([factor], tiles))}'''
 
 
 def _split_lines(total: str, names: Sequence[str], rows: int, columns: int) -> list[str]:

@@ -22,8 +22,11 @@ from mgraph.codegen.triton.grouped import (
     Tiles,
     bias_lines,
     cuts_of,
+    descriptor_lines,
     one_cut,
+    parameters,
     product_lines,
+    sources,
     ways,
     written_lines,
 )
@@ -72,7 +75,7 @@ def build(name: str, problem: ExpertSum, cuts: Cuts = ()) -> KernelSpec:
     all_, dims = ways(name, product.experts, product.width, cuts)
     matrix = (product.width, product.inner) if product.transposed else (product.inner, product.width)
     bias = ("bias",) if product.bias else ()
-    args = {tiles: ("rows", "w", *bias, "order", tiles.given, "pairs") for tiles in all_}
+    args = {tiles: ("rows", "w", *bias, "order", tiles.given, "pairs", *["R"] * tiles.cut.described) for tiles in all_}
     inputs = [
         TensorSpec("rows", product.dtype, ("R", product.inner)),
         TensorSpec("w", product.dtype, (product.experts, *matrix)),
@@ -87,7 +90,7 @@ def build(name: str, problem: ExpertSum, cuts: Cuts = ()) -> KernelSpec:
     grid = ("mul", "T", -(-product.width // cut.columns))
     return KernelSpec(
         name=name,
-        source="".join(tiles.source() + _product_source(problem, tiles, args[tiles]) for tiles in all_)
+        source=sources(args, lambda tiles, given: _product_source(problem, tiles, given))
         + _sum_source(name, problem, cut, summed),
         twin=_twin(name, problem),
         inputs=tuple(inputs),
@@ -122,9 +125,9 @@ def _product_source(problem: ExpertSum, tiles: Tiles, args: Sequence[str]) -> st
     ]
     return f'''
 @triton.jit
-def {tiles.body}({", ".join(f"{arg}_ptr" for arg in args)}):
+def {tiles.body}({parameters(args)}):
     """pairs[order[r]] = rows[r] @ w[e], {tiles.cut.rows} rows by {tiles.cut.columns} columns at a time."""
-{tiles.loop(lines)}'''
+{tiles.loop(lines, descriptor_lines([factor], tiles))}'''
 
 
 def _sum_source(name: str, problem: ExpertSum, cut: moe_rows.Tuning, args: Sequence[str]) -> str:

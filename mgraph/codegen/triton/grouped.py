@@ -16,7 +16,7 @@ Other templates make their sources of the same parts: `Tiles`, and the lines of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mgraph.codegen.triton.kernel import (
@@ -55,6 +55,7 @@ class Tuning:
     group                  tiles of rows that take the same columns one after the other
     programs               for each multiprocessor; 0: one for each tile
     listed                 whether a launch lists the tiles; else each program looks for its own among the offsets
+    described              whether blocks that lie together come by descriptors, whose addresses are the copy engine's
     """
 
     rows: int
@@ -65,6 +66,7 @@ class Tuning:
     group: int = 8
     programs: int = 0
     listed: bool = True
+    described: bool = False
 
 
 Cuts = Sequence[tuple[int, Tuning]]
@@ -74,12 +76,22 @@ taken; the last one is for any number."""
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of a kernel's rows: `experts` and how a tile is cut."""
+    """The tiles of a kernel's rows: `experts` and how a tile is cut. Which calls take them: `all`, or those whose
+    tensors are `aligned`, beside the `others`."""
 
     name: str
     experts: int
     width: int
     cut: Tuning
+    takes: str = "all"
+
+    @property
+    def forms(self) -> tuple[Tiles, ...]:
+        """These tiles, once; by descriptors, whose tensors are aligned, and without, for others."""
+        if not self.cut.described:
+            return (self,)
+        plain = replace(self, cut=replace(self.cut, described=False), takes="others")
+        return replace(self, takes="aligned"), plain
 
     @property
     def listed(self) -> bool:
@@ -99,7 +111,7 @@ class Tiles:
     @property
     def body(self) -> str:
         """The launch that takes them."""
-        return f"{self.name}{self.way}"
+        return f"{self.name}{self.way}{'_any' if self.takes == 'others' else ''}"
 
     @property
     def bound(self) -> str:
@@ -136,16 +148,26 @@ class Tiles:
         return (TensorSpec(self.tiles, "i32", (self.bound, 4)),) if self.listed else ()
 
     def launches(self, args: tuple[str, ...], aligned: bool = True) -> tuple[Launch, ...]:
-        """The launch that lists them, and that which takes them, with arguments `args`."""
+        """The launch that lists them, and those which take them, with arguments `args`."""
         cut = self.cut
-        taking = Launch(self.body, args, self.grid(), cut.num_warps, cut.num_stages, aligned, when=self.taken)
-        if not self.listed:
-            return (taking,)
-        given = ("offsets", self.tiles, self.bound)
-        return (
-            Launch(self.function, given, (("cdiv", self.bound, LISTED),), 4, 1, aligned=True, when=self.taken),
-            taking,
+        taking = tuple(
+            Launch(
+                form.body,
+                args,
+                self.grid(),
+                cut.num_warps,
+                cut.num_stages,
+                aligned and form.takes != "others",
+                when=self.taken,
+                takes=form.takes,
+            )
+            for form in self.forms
         )
+        if not self.listed:
+            return taking
+        given = ("offsets", self.tiles, self.bound)
+        listing = Launch(self.function, given, (("cdiv", self.bound, LISTED),), 4, 1, aligned=True, when=self.taken)
+        return (listing, *taking)
 
     def grid(self) -> tuple[Expression, ...]:
         """Of the launch that takes them."""
@@ -193,10 +215,14 @@ def {self.function}(offsets_ptr, {self.tiles}_ptr, {self.bound}):
         """`count`, the number of all tiles; and of the tile `along`: `expert`, `row`, and `stop`, where rows end."""
         cut = self.cut
         rows = f"tl.arange(0, {cut.rows})"
+
+        def row(top: str) -> list[str]:
+            return [f"top = {top}", f"row = top + {rows}"] if cut.described else [f"row = {top} + {rows}"]
+
         if self.listed:
             return [f"count = tl.load({self.tiles}_ptr + 3)"], [
                 f"expert = tl.load({self.tiles}_ptr + along * 4)",
-                f"row = tl.load({self.tiles}_ptr + along * 4 + 1) + {rows}",
+                *row(f"tl.load({self.tiles}_ptr + along * 4 + 1)"),
                 f"stop = tl.load({self.tiles}_ptr + along * 4 + 2)",
             ]
         head = [
@@ -207,13 +233,13 @@ def {self.function}(offsets_ptr, {self.tiles}_ptr, {self.bound}):
         return head, [
             "expert = tl.sum((last <= along).to(tl.int32), axis=0)",
             f"start = begins + (along - last + tiles) * {cut.rows}",
-            f"row = tl.sum(tl.where(each == expert, start, 0), axis=0) + {rows}",
+            *row("tl.sum(tl.where(each == expert, start, 0), axis=0)"),
             "stop = tl.sum(tl.where(each == expert, ends, 0), axis=0)",
         ]
 
-    def loop(self, body: Sequence[str]) -> str:
+    def loop(self, body: Sequence[str], before: Sequence[str] = ()) -> str:
         """The body of a kernel that does something with each tile: `expert`, `row`, `inside`, `column`, and `block`,
-        the number of the tile from the left."""
+        the number of the tile from the left. What comes `before` is done once."""
         cut, across = self.cut, self.across
         per_group = cut.group * across
         all_, own = self._found_lines()
@@ -228,7 +254,7 @@ def {self.function}(offsets_ptr, {self.tiles}_ptr, {self.bound}):
             f"column = block * {cut.columns} + tl.arange(0, {cut.columns})",
             *body,
         ]
-        head = lines_of(*all_)
+        head = lines_of(*all_, *before)
         if cut.programs:
             head += lines_of(f"for tile in range(tl.program_id(0), count * {across}, tl.num_programs(0)):")
         else:
@@ -250,6 +276,15 @@ def ways(name: str, experts: int, width: int, cuts: Cuts) -> tuple[tuple[Tiles, 
     return found, dims
 
 
+AS_THEY_LIE = "row.to(tl.int64)"
+
+
+def sources(args: Mapping[Tiles, tuple[str, ...]], write: Callable[[Tiles, tuple[str, ...]], str]) -> str:
+    """The sources of all launches: of what lists tiles, and as `write` writes what takes them with its arguments."""
+    parts = [(tiles.source(), *(write(form, given) for form in tiles.forms)) for tiles, given in args.items()]
+    return "".join(text for part in parts for text in part)
+
+
 @dataclass(frozen=True)
 class Factor:
     """One product of a tile: `source` is the row of `rows` that each row of the tile takes, `matrix` of w [E, inner,
@@ -264,7 +299,7 @@ class Factor:
     inner: int
     width: int
     transposed: bool
-    source: str = "row.to(tl.int64)"
+    source: str = AS_THEY_LIE
     tensor: str = ""
     whole: int = 0
     start: int = 0
@@ -284,6 +319,38 @@ class Factor:
             return "both"
         scaled = f"{self.apart} * column" if self.apart > 1 else "column"
         return f"({self.start} + {scaled})" if self.start else scaled
+
+    def is_described(self, cut: Tuning) -> bool:
+        """Whether its matrices come by a descriptor: their columns lie together, and depths end where they do."""
+        return cut.described and not (self.exact or self.pairs or self.apart > 1 or self.inner % cut.depth)
+
+    def are_rows_described(self, cut: Tuning) -> bool:
+        """Whether its rows come by a descriptor: as they lie, of all rows."""
+        return cut.described and self.source == AS_THEY_LIE and not self.exact
+
+    def descriptors(self, experts: int, cut: Tuning) -> list[str]:
+        """The lines that make them, of all rows and of the matrices of all experts."""
+        lines = []
+        if self.are_rows_described(cut):
+            shape = f"[tl.maximum(R, 1), {self.inner}], [{self.inner}, 1], [{cut.rows}, {cut.depth}]"
+            lines.append(f"{self.rows}_all = tl.make_tensor_descriptor({self.rows}_ptr, {shape})")
+        return [*lines, self.descriptor(experts, cut)] if self.is_described(cut) else lines
+
+    def descriptor(self, experts: int, cut: Tuning) -> str:
+        """The line that makes that of the matrices."""
+        extents, block = (experts * self.inner, self.of_all), (cut.depth, cut.columns)
+        if self.transposed:
+            extents, block = (experts * self.of_all, self.inner), (cut.columns, cut.depth)
+        pointer = f"{self.tensor or self.weight}_ptr"
+        shape, size = ", ".join(map(str, extents)), ", ".join(map(str, block))
+        return f"{self.weight}_all = tl.make_tensor_descriptor({pointer}, [{shape}], [{extents[1]}, 1], [{size}])"
+
+    def described(self, cut: Tuning) -> str:
+        """The part of a tile at `step`, by its descriptor."""
+        column = f"{self.start} + block * {cut.columns}" if self.start else f"block * {cut.columns}"
+        if self.transposed:
+            return f"{self.weight}_all.load([expert * {self.of_all} + {column}, step]).T"
+        return f"{self.weight}_all.load([expert * {self.inner} + step, {column}])"
 
     def tile(self) -> str:
         """Where the first part of a tile lies."""
@@ -309,33 +376,45 @@ def product_lines(factors: Sequence[Factor], totals: Sequence[str], tiles: Tiles
     return lines
 
 
+def descriptor_lines(factors: Sequence[Factor], tiles: Tiles) -> list[str]:
+    """What comes before all tiles: descriptors of what comes by one."""
+    return [line for factor in factors for line in factor.descriptors(tiles.experts, tiles.cut)]
+
+
 def _loop_lines(pairs: Sequence[tuple[Factor, str]], tiles: Tiles) -> list[str]:
     """The loop of products of the same rows."""
     cut, inner, rows = tiles.cut, pairs[0][0].inner, pairs[0][0].rows
     ragged, cut_off = inner % cut.depth != 0, tiles.width % cut.columns != 0
     deep = f"(depth < {inner} - step)" if ragged else ""
-    lines = [
-        f"source = tl.where(inside, {pairs[0][0].source}, 0)",
-        f"{rows}_tile = {rows}_ptr + source[:, None] * {inner} + depth[None, :]",
-        *(f"{factor.weight}_tile = {factor.tile()}" for factor, _ in pairs),
-    ]
+    described = pairs[0][0].are_rows_described(cut)
     # Rows that are not there are not read: programs that all read one in their place would wait for one another.
     real = f"inside[:, None]{f' & {deep}[None, :]' if ragged else ''}"
-    lines += [
+    read = f"{rows}_all.load([top, step])" if described else f"tl.load({rows}_tile, mask={real}, other=0.0)"
+    addresses = [
+        f"source = tl.where(inside, {pairs[0][0].source}, 0)",
+        f"{rows}_tile = {rows}_ptr + source[:, None] * {inner} + depth[None, :]",
+    ]
+    lines = [
+        *([] if described else addresses),
+        *(f"{factor.weight}_tile = {factor.tile()}" for factor, _ in pairs if not factor.is_described(cut)),
         f"for step in range(0, {inner}, {cut.depth}):",
-        f"    {rows}_part = tl.load({rows}_tile, mask={real}, other=0.0)",
+        f"    {rows}_part = {read}",
     ]
     for factor, total in pairs:
         real = f"both < {2 * tiles.width}" if factor.pairs else f"column < {tiles.width}"
         masks = [f"{deep}[:, None]"] * ragged + [f"({real})[None, :]"] * cut_off
         mask = f", mask={' & '.join(masks)}, other=0.0" if masks else ""
         name = factor.weight
+        product = f"    {total} = {dot(f'{rows}_part', f'{name}_part', total, factor.exact)}"
+        if factor.is_described(cut):
+            lines += [f"    {name}_part = {factor.described(cut)}", product]
+            continue
         lines += [
             f"    {name}_part = tl.load({name}_tile{mask})",
-            f"    {total} = {dot(f'{rows}_part', f'{name}_part', total, factor.exact)}",
+            product,
             f"    {name}_tile += {cut.depth if factor.transposed else cut.depth * factor.of_all}",
         ]
-    return [*lines, f"    {rows}_tile += {cut.depth}"]
+    return lines if described else [*lines, f"    {rows}_tile += {cut.depth}"]
 
 
 def dot(left: str, right: str, total: str, exact: bool) -> str:
@@ -499,10 +578,10 @@ def product(name: str, problem: Product, cuts: Cuts = ()) -> KernelSpec:
     if problem.bias:
         inputs.append(TensorSpec("bias", problem.bias, (problem.experts, problem.width)))
     given = tuple(tensor.name for tensor in inputs if tensor.name != "offsets")
-    args = {tiles: (*given, tiles.given, "y") for tiles in all_}
+    args = {tiles: (*given, tiles.given, "y", *["R"] * tiles.cut.described) for tiles in all_}
     return KernelSpec(
         name=name,
-        source="".join(tiles.source() + _product_source(problem, tiles, pairs, args[tiles]) for tiles in all_),
+        source=sources(args, lambda tiles, given: _product_source(problem, tiles, pairs, given)),
         twin=_twin(name, problem),
         inputs=tuple(inputs),
         outputs=(TensorSpec("y", problem.dtype, ("R", problem.width)),),
@@ -521,9 +600,14 @@ def _product_source(problem: Product, tiles: Tiles, pairs: Sequence[tuple[str, s
     lines += store_lines(tiles, ("y", f"total.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"))
     return f'''
 @triton.jit
-def {tiles.body}({", ".join(f"{arg}_ptr" for arg in args)}):
+def {tiles.body}({parameters(args)}):
     """y[r] = {_formula(problem)}, {tiles.cut.rows} rows by {tiles.cut.columns} columns at a time."""
-{tiles.loop(lines)}'''
+{tiles.loop(lines, descriptor_lines(factors, tiles))}'''
+
+
+def parameters(args: Sequence[str]) -> str:
+    """The parameters of a function: pointers, and the number of rows."""
+    return ", ".join(arg if arg == "R" else f"{arg}_ptr" for arg in args)
 
 
 def _formula(problem: Product) -> str:

@@ -90,15 +90,34 @@ def outer(name: str, problem: Outer, cut: Tuning | None = None) -> KernelSpec:
     args = (*(tensor.name for tensor in inputs), *(() if problem.total else ("y",)))
     tiles = problem.experts * -(-problem.left // cut.rows) * -(-problem.right // cut.columns)
     grid: Expression = ("min", tiles, ("mul", "sms", cut.programs)) if cut.programs else tiles
+    ways = {"all": cut}
+    if _described(problem, cut):
+        ways = {"aligned": cut, "others": replace(cut, described=False)}
+    launches = []
+    for takes, way in ways.items():
+        other = takes == "others"
+        function = f"{name}{'_any' * other}"
+        launch = Launch(function, args, (grid,), cut.num_warps, cut.num_stages, aligned=not other, takes=takes)
+        launches.append((launch, way))
     return KernelSpec(
         name=name,
-        source=_source(name, problem, cut, args),
+        source="".join(_source(launch.function, problem, launch_cut, args) for launch, launch_cut in launches),
         twin=_twin(name, problem, args),
         inputs=inputs,
         outputs=(output,),
         scratch=(),
-        launches=(Launch(name, args, (grid,), cut.num_warps, cut.num_stages, aligned=True),),
+        launches=tuple(launch for launch, _ in launches),
     )
+
+
+def _described(problem: Outer, cut: Tuning) -> dict[str, str]:
+    """The sides that come by descriptors, with the lines that make them: those that lie row by row, up to the end of
+    the expert's, so that rows of others are 0."""
+    if not cut.described or problem.dtype == EXACT:
+        return {}
+    sides = (("left", problem.left, cut.rows), ("right", problem.right, cut.columns))
+    form = "{0}_all = tl.make_tensor_descriptor({0}_ptr, [tl.maximum(end, 1), {1}], [{1}, 1], [{2}, {3}])"
+    return {side: form.format(side, width, cut.depth, block) for side, width, block in sides if side != problem.taken}
 
 
 def _load(problem: Outer, side: str, width: int, column: str, block: int) -> list[str]:
@@ -123,13 +142,22 @@ def _source(name: str, problem: Outer, cut: Tuning, args: tuple[str, ...]) -> st
     source = f"tl.load(order_ptr + {{row}}, mask={{row}} < end, other=0) // {problem.choices}"
     first = [f"row = begin + tl.arange(0, {cut.depth})", f"source = {source.format(row='row')}"]
     ahead = [f"ahead = row + {cut.depth}", f"source = {source.format(row='ahead')}"]
+    described = _described(problem, cut)
+    places = {"left": f"tile % {along} * {cut.rows}", "right": f"tile // {along} % {across} * {cut.columns}"}
+
+    def load(side: str, width: int, column: str, block: int) -> list[str]:
+        if side in described:
+            return [f"{side} = {side}_all.load([start, {places[side]}])"]
+        return _load(problem, side, width, column, block)
+
     lines = [
         f"expert = tile // {along * across}",
-        f"line = tile % {along} * {cut.rows} + tl.arange(0, {cut.rows})",
-        f"column = tile // {along} % {across} * {cut.columns} + tl.arange(0, {cut.columns})",
+        f"line = {places['left']} + tl.arange(0, {cut.rows})",
+        f"column = {places['right']} + tl.arange(0, {cut.columns})",
         "begin = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)",
         "end = tl.load(offsets_ptr + expert)",
         f"sum_ = tl.zeros([{cut.rows}, {cut.columns}], dtype=tl.float32)",
+        *described.values(),
         *(first if problem.taken else []),
         f"for start in range(begin, end, {cut.depth}):",
         *(
@@ -137,8 +165,8 @@ def _source(name: str, problem: Outer, cut: Tuning, args: tuple[str, ...]) -> st
             for line in [
                 f"row = start + tl.arange(0, {cut.depth})",
                 "inside = row < end",
-                *_load(problem, "left", problem.left, "line", cut.rows),
-                *_load(problem, "right", problem.right, "column", cut.columns),
+                *load("left", problem.left, "line", cut.rows),
+                *load("right", problem.right, "column", cut.columns),
                 *(ahead if problem.taken else []),
                 f"sum_ = {dot('tl.trans(left)', 'right', 'sum_', problem.dtype == EXACT)}",
             ]

@@ -40,6 +40,7 @@ SMALL = Tuning(16, 16, 16, 4, 2, group=2)
 LOOPED = replace(SMALL, programs=1)
 ALONE = replace(SMALL, listed=False)
 """Each program looks for its tile."""
+DESCRIBED = replace(SMALL, described=True)
 ENDS = {"balanced": (4, 7, 12), "empty": (0, 0, 12), "hot": (38, 38, 40), "one": (0, 1, 1), "past": (2, 5, 7)}
 """Where the rows of three experts end, of rows as many as the last says; of `past` there are 12."""
 ROWS = {"past": 12}
@@ -53,9 +54,13 @@ PRODUCTS = {
     "alone_looped": (Product(3, 16, 48, "bf16"), replace(ALONE, programs=1)),
     "exact": (Product(3, 48, 80, "f32", bias="f32"), replace(grouped.exact_tuning(80, 16), listed=False)),
     "exact_sum": (Product(3, 32, 48, "f32", transposed=True, second=True), SMALL),
+    "described": (Product(3, 32, 48, "f16", bias="f32"), replace(DESCRIBED, columns=32, programs=1)),
+    "described_sum": (Product(3, 16, 80, "bf16", transposed=True, second=True), replace(DESCRIBED, columns=64)),
+    "described_alone": (Product(3, 32, 16, "f16"), replace(DESCRIBED, listed=False)),
 }
 SUMS = {
     "plain": (ExpertSum(Product(3, 32, 48, "f16"), 2), ALONE),
+    "described": (ExpertSum(Product(3, 32, 48, "f16"), 2), DESCRIBED),
     "ended": (ExpertSum(Product(3, 16, 272, "bf16", transposed=True, bias="bf16"), 1, "bf16", "bf16", True), SMALL),
 }
 UNITS = {
@@ -73,6 +78,15 @@ UNITS = {
         Tuning(16, 64, 16, 4, 2),
     ),
     "turned_pairs": (ExpertGlu(3, 2, 16, 32, Glu(32, 1, "f16", "silu"), True, packed="pairs"), ALONE),
+    "described": (
+        ExpertGlu(3, 2, 32, 48, Glu(48, 1, "f16", "silu"), keep=True, weights="f32"),
+        replace(DESCRIBED, columns=32),
+    ),
+    "described_halves": (
+        ExpertGlu(3, 2, 32, 48, Glu(48, 1, "bf16", "silu"), True, packed="halves", bias="f32"),
+        DESCRIBED,
+    ),
+    "described_pairs": (ExpertGlu(3, 1, 16, 32, Glu(32, 1, "f16", "silu"), packed="pairs"), DESCRIBED),
     "straight_halves": (ExpertGlu(3, 1, 16, 48, Glu(48, 1, "f16", "silu"), packed="halves"), SMALL),
 }
 OUTERS = {
@@ -81,6 +95,9 @@ OUTERS = {
     "right": (Outer(3, 16, 80, "f16", "right", 3, "f16"), Tuning(16, 64, 16, 4, 3)),
     "exact": (Outer(3, 16, 80, "f32", total="f32"), grouped.exact_tuning(80, 16)),
     "fresh": (Outer(3, 16, 48, "f16", "right", 2, "f32", fresh=True), SMALL),
+    "described": (Outer(3, 48, 80, "f16"), replace(DESCRIBED, rows=32, columns=64)),
+    "described_left": (Outer(3, 32, 48, "bf16", "left", 2, "f32"), replace(DESCRIBED, columns=32, programs=1)),
+    "described_right": (Outer(3, 48, 16, "f16", "right", 3, "f16"), replace(DESCRIBED, rows=32)),
 }
 
 
