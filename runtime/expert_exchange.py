@@ -94,6 +94,13 @@ def own_choices(indices: Tensor, index: int | Tensor, *, num_experts: int, ranks
     return torch.where((local >= 0) & (local < own), local, own)
 
 
+def far_choices(indices: Tensor, index: int | Tensor, *, num_experts: int, ranks: int) -> Tensor:
+    """indices i64 [T, K] with `num_experts` for the experts of this rank, number `index` of `ranks`."""
+    own = num_experts // ranks
+    local = indices - index * own
+    return indices.masked_fill((local >= 0) & (local < own), num_experts)
+
+
 def clear_tail(rows: Tensor, offsets: Tensor) -> Tensor:
     """rows [R, N] with zeros from row offsets[-1] on (i32 [E], cumulative ends), for packages of before: ops of today
     read nothing there."""
