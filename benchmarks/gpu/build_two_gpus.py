@@ -26,7 +26,7 @@ MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "ep2-own": ("ep=2", {"ep_own_first": True, "one_microbatch": True}),
     "ep2-chunks": ("ep=2", {"ep_chunks": 2, "one_microbatch": True}),
 }
-EXPERTS_ALONE = ("ep2", "ep2-chunks")
+EXPERTS_ALONE = ("ep2", "ep2-own", "ep2-chunks")
 """Meshes that a model without experts has not."""
 
 

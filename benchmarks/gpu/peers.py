@@ -21,16 +21,17 @@ Step = Callable[[Batch], Tensor]
 
 
 class Masters:
-    """AdamW on f32 copies of low-precision parameters, as a package has it; on the parameters where they are f32.
+    """AdamW on f32 masters of parameters, which become `dtype`, as a package has it; on themselves where that is f32.
 
-    Distributed tensors and others are updated apart, since torch's fused kernels take no mixed lists.
+    Masters are the parameters as they are given, so these are to be f32. Distributed tensors and others are updated
+    apart, since torch's fused kernels take no mixed lists.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, dtype: torch.dtype) -> None:
         kinds: dict[type, list[nn.Parameter]] = {}
         for parameter in parameters:
             kinds.setdefault(type(parameter.data), []).append(parameter)
-        self.groups = [_Group(held, device) for held in kinds.values()]
+        self.groups = [_Group(held, device, dtype) for held in kinds.values()]
 
     def step(self) -> None:
         """One update from the gradients of the parameters, which are dropped."""
@@ -41,10 +42,13 @@ class Masters:
 class _Group:
     """Parameters of one kind."""
 
-    def __init__(self, parameters: list[nn.Parameter], device: torch.device) -> None:
+    def __init__(self, parameters: list[nn.Parameter], device: torch.device, dtype: torch.dtype) -> None:
+        assert all(p.dtype is torch.float32 for p in parameters), "masters would have been rounded"
         self.parameters = parameters
-        self.low = [p for p in parameters if p.dtype != torch.float32]
-        copies = {id(p): p.detach().float().clone() for p in self.low}
+        self.low = parameters if dtype is not torch.float32 else []
+        copies = {id(p): p.detach().clone() for p in self.low}
+        for parameter in self.low:
+            parameter.data = parameter.data.to(dtype)
         self.copies = [copies[id(p)] for p in self.low]
         for copy in self.copies:
             copy.grad = torch.zeros_like(copy)
@@ -82,14 +86,15 @@ def plain(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype, devic
     """The zoo's model, eager (`mode` "") or compiled with a mode of torch.compile; the loss is compiled with it."""
     torch._dynamo.reset()
     model = shape.make().to(device)
-    for name, parameter in model.named_parameters():  # buffers stay f32, as a package has them
-        parameter.data = weights[name].to(device, dtype)
-    return trained(model, device, mode)
+    for name, parameter in model.named_parameters():
+        parameter.data = weights[name].to(device)
+    return trained(model, dtype, device, mode)
 
 
-def trained(model: nn.Module, device: torch.device, mode: str) -> Step:
-    """The step of a model that maps tokens to logits, eager or compiled with a mode of torch.compile."""
-    optimizer = Masters(model.parameters(), device)
+def trained(model: nn.Module, dtype: torch.dtype, device: torch.device, mode: str) -> Step:
+    """The step of a model in f32 that maps tokens to logits, eager or compiled with a mode of torch.compile. Parameters
+    become `dtype`; buffers stay f32, as a package has them."""
+    optimizer = Masters(model.parameters(), device, dtype)
     run: Callable[[nn.Module, Batch], Tensor] = loss_of
     if mode:
         run = torch.compile(loss_of, mode=None if mode == "default" else mode)
@@ -119,8 +124,9 @@ def _packed(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Ten
     return tensors
 
 
-def _transformers(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Any:
-    """The class of transformers that computes the model, its experts by torch's grouped product, with these weights."""
+def _transformers(shape: Shape, weights: Mapping[str, Tensor], device: torch.device) -> Any:
+    """The class of transformers that computes the model, its experts by torch's grouped product, with these weights in
+    f32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = shape.make_empty().config
@@ -131,9 +137,9 @@ def _transformers(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtyp
     experts = {"experts_implementation": "grouped_mm"} if config.num_experts else {}
     with torch.device(device):
         model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            made, attn_implementation="sdpa", dtype=dtype, **experts
+            made, attn_implementation="sdpa", dtype=torch.float32, **experts
         )
-    given = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
+    given = {name: tensor.to(device) for name, tensor in weights.items()}
     model.load_state_dict(_packed(config, given))
     return model.train()
 
@@ -143,8 +149,8 @@ def transformers_compiled(
 ) -> Step:
     """transformers' model under torch.compile, the loss with it."""
     torch._dynamo.reset()
-    model = _transformers(shape, weights, dtype, device)
-    optimizer = Masters(model.parameters(), device)
+    model = _transformers(shape, weights, device)
+    optimizer = Masters(model.parameters(), device, dtype)
 
     @torch.compile
     def run(batch: Batch) -> Tensor:
@@ -168,8 +174,8 @@ def liger(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype, devic
     kind = (configuration(shape.make_empty().config) or {})["model_type"]
     apply = getattr(kernels, f"apply_liger_kernel_to_{kind}")
     apply(rope=True, swiglu=True, rms_norm=True, fused_linear_cross_entropy=True)
-    model = _transformers(shape, weights, dtype, device)
-    optimizer = Masters(model.parameters(), device)
+    model = _transformers(shape, weights, device)
+    optimizer = Masters(model.parameters(), device, dtype)
 
     def step(batch: Batch) -> Tensor:
         loss = model(input_ids=batch[0], labels=batch[1], shift_labels=batch[1]).loss

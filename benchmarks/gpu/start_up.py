@@ -121,9 +121,7 @@ def train_compiled(name: str, batch: int, length: int) -> None:
     phases.end("import the model")
     with device:
         model = shape.make()
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()
-    step = peers.trained(model, device, "default")
+    step = peers.trained(model, torch.bfloat16, device, "default")
     phases.end("draw the state")
     loss = step(shape.batches(0, 1, device)[0])
     phases.end("compile, and the step")

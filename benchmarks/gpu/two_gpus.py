@@ -121,20 +121,19 @@ def stepped(model: nn.Module, optimizer: Masters, *, shares_data: bool) -> Step:
     return step
 
 
-def data_parallel(model: nn.Module, device: torch.device, *, compiled: bool) -> Step:
+def data_parallel(model: nn.Module, dtype: torch.dtype, device: torch.device, *, compiled: bool) -> Step:
     """DDP; compiled as a whole."""
+    optimizer = Masters(model.parameters(), device, dtype)
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     run = torch.compile(wrapped) if compiled else wrapped
-    return stepped(run, Masters(model.parameters(), device), shares_data=False)
+    return stepped(run, optimizer, shares_data=False)
 
 
-def fully_sharded(model: nn.Module, device: torch.device, *, compiled: bool) -> Step:
+def fully_sharded(model: nn.Module, dtype: torch.dtype, device: torch.device, *, compiled: bool) -> Step:
     """FSDP2: each layer, then the rest; compiled layer by layer. Its parameters are the f32 masters."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    low = next(model.parameters()).dtype
-    model.float()
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     layers = model.layers
     assert isinstance(layers, nn.ModuleList)
     for layer in layers:
@@ -142,10 +141,10 @@ def fully_sharded(model: nn.Module, device: torch.device, *, compiled: bool) -> 
             layer.compile()
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    return stepped(model, Masters(model.parameters(), device), shares_data=False)
+    return stepped(model, Masters(model.parameters(), device, torch.float32), shares_data=False)
 
 
-def tensor_parallel(model: nn.Module, device: torch.device, *, compiled: bool) -> Step:
+def tensor_parallel(model: nn.Module, dtype: torch.dtype, device: torch.device, *, compiled: bool) -> Step:
     """DTensor's tensor parallelism: as `parallelize_module` documents it for a dense decoder."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -156,8 +155,9 @@ def tensor_parallel(model: nn.Module, device: torch.device, *, compiled: bool) -
     plan |= {"layers.*.attn.o": RowwiseParallel(), "layers.*.ffn.down": RowwiseParallel()}
     plan |= {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
     parallelize_module(model, devices, plan)
+    optimizer = Masters(model.parameters(), device, dtype)
     run = torch.compile(model) if compiled else model
-    return stepped(run, Masters(model.parameters(), device), shares_data=True)
+    return stepped(run, optimizer, shares_data=True)
 
 
 PEERS: dict[str, Callable[..., Step]] = {"DDP": data_parallel, "FSDP2": fully_sharded, "DTensor TP": tensor_parallel}
@@ -170,6 +170,7 @@ OURS: dict[str, dict[str, int]] = {
     "tp2": {"tp": 2},
     "tp2-sequence": {"tp": 2},
     "ep2": {"ep": 2},
+    "ep2-own": {"ep": 2},
     "ep2-chunks": {"ep": 2},
 }
 KINDS = {"dp": ("DDP",), "fsdp": ("FSDP2",), "tp": ("DTensor TP",), "ep": ("DDP", "FSDP2")}
@@ -269,11 +270,9 @@ def variants(
     def peer(make: Callable[..., Step], *, compiled: bool) -> Step:
         torch._dynamo.reset()
         model = shape.make().to(device)
-        model.load_state_dict({n: weights[n] for n, _ in model.named_parameters()}, strict=False)
-        low = weights[next(n for n, _ in model.named_parameters())].dtype
-        for parameter in model.parameters():  # buffers stay f32, as a package has them
-            parameter.data = parameter.data.to(low)
-        return make(model, device, compiled=compiled)
+        names = [n for n, _ in model.named_parameters()]
+        model.load_state_dict({n: weights.get(f"{n}.master", weights[n]) for n in names}, strict=False)
+        return make(model, weights[names[0]].dtype, device, compiled=compiled)
 
     yield "one", lambda: ours("one", {})
     for variant, axes in OURS.items():
