@@ -87,7 +87,7 @@ def plain(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype, devic
     torch._dynamo.reset()
     model = shape.make().to(device)
     for name, parameter in model.named_parameters():
-        parameter.data = weights[name].to(device)
+        parameter.data = weights[name].to(device, copy=True)
     return trained(model, dtype, device, mode)
 
 
