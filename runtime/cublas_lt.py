@@ -95,7 +95,7 @@ class Shape:
         lies = Lie.of(left), Lie.of(right)
         if lies[0] is None or lies[1] is None or left.dtype not in _TYPES or right.dtype is not left.dtype:
             return None
-        if not (_is_aligned(left, lies[0].stride) and _is_aligned(right, lies[1].stride)):
+        if not (is_aligned(left, lies[0].stride) and is_aligned(right, lies[1].stride)):
             return None
         return Shape(left.shape[0], right.shape[1], left.shape[1], lies[0], lies[1], left.dtype)
 
@@ -189,7 +189,7 @@ def sum_of(total: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
     if not (left.is_cuda and total.dtype is left.dtype and total.is_contiguous() and left.numel() and total.numel()):
         return None
     shape, device = Shape.of(left, right), left.device.index
-    if shape is None or not _is_aligned(total, total.shape[1]) or _path() is None:
+    if shape is None or not is_aligned(total, total.shape[1]) or _path() is None:
         return None
     if device != torch.cuda.current_device():  # of which the library's handles and torch's current stream are
         return None
@@ -214,8 +214,10 @@ def _product(shape: Shape, device: int) -> Product:
     return Product(shape)
 
 
-def _is_aligned(matrix: Tensor, stride: int) -> bool:
-    """Whether all rows, or columns, begin where kernels can read many numbers at once."""
+def is_aligned(matrix: Tensor, stride: int = 0) -> bool:
+    """Whether all rows, or columns, begin where kernels can read many numbers at once; `stride` apart, if not one after
+    the other."""
+    stride = stride or matrix.shape[-1]
     return not (matrix.data_ptr() % ALIGNMENT or stride * matrix.element_size() % ALIGNMENT)
 
 

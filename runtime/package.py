@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mgraph import __version__
 from mgraph.errors import MgraphError, OptionError, PackageError
-from mgraph.runtime import kernels, poison
+from mgraph.runtime import kernels, poison, tuned_products
 from mgraph.runtime.graphs import EntryGraphs
 from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.poison import Poison
@@ -267,6 +267,12 @@ def load_package(
     if tuned and device.type != "cuda":
         raise OptionError("products are tuned on a GPU", "--tune-products", "leave it out, or --device cuda")
     manifest = read_manifest(path)
+    if tuned and manifest["mesh"].get("tp", 1) != 1:
+        raise OptionError(  # a router's logits, rounded otherwise, would lead ranks to different experts
+            "ranks of tp make some products alike, and would each choose a kernel by times of their own",
+            "--tune-products",
+            "leave it out",
+        )
     kernels.set_device(device, strict=strict, jit=jit)
     module = _execute(path / "step.py", ranges)
     entries, products = {}, TunedProducts()
@@ -278,7 +284,7 @@ def load_package(
                 where=f"{path / 'step.py'}:1",
                 hint="put the function back, or compile the package again",
             )
-        entries[name] = tuned_entry(function, products) if tuned else function
+        entries[name] = tuned_entry(function, products) if tuned and name in tuned_products.ENTRIES else function
     listed = manifest["entries"].items()
     replayed = device.type == "cuda" and cuda_graphs and not ranges
     pieces = {name: entry["pieces"] for name, entry in listed if replayed and "pieces" in entry}

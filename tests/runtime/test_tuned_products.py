@@ -4,13 +4,17 @@ where there is no GPU."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from mgraph.runtime import cublas_lt, tuned_products
+from mgraph.compiler import compile_package
+from mgraph.errors import OptionError
+from mgraph.recipe import Recipe
+from mgraph.runtime import cublas_lt, kernels, package, tuned_products
 from mgraph.runtime.cublas_lt import Lie, Product, Shape
 from mgraph.runtime.tuned_products import TunedProducts, tuned_entry
 
@@ -137,6 +141,46 @@ def test_other_products_are_torch_s() -> None:
 
     found = tuned_entry(entry, modes)({"w": right}, left)
     assert all(torch.equal(f.view(6, 5), left @ right) for f in found) and not modes.chosen
+
+
+def test_what_writes_nothing_is_not_taken() -> None:
+    """What others have written lies where a candidate is to write."""
+
+    class Idle(Kernels):
+        def run(self, index: int, left: Tensor, right: Tensor, out: Tensor, added: Tensor | None = None) -> bool:
+            if index == 1:
+                self.ran.append(index)
+                return True
+            return super().run(index, left, right, out, added)
+
+    modes, _ = tuned(Idle(), {0: 3.0, 1: 1.0, 2: 2.0}, usual=4.0)
+    assert list(modes.chosen.values()) == [2]
+
+
+def test_what_refuses_later_is_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = TunedProducts()
+    left, right = torch.ones(6, 4, dtype=torch.bfloat16), torch.ones(4, 5, dtype=torch.bfloat16)
+    monkeypatch.setattr(modes, "_run_of", lambda *_: lambda a, b, to: False)
+    with modes:
+        assert torch.equal(torch.mm(left, right), torch.full((6, 5), 4.0, dtype=torch.bfloat16))
+
+
+def test_tp_and_other_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of tp would choose apart; predict sees other sizes with every token."""
+    for mesh in ("dp=1", "tp=2"):
+        compile_package(Recipe(model="dense-tiny", mesh=mesh, arch="none", output=str(tmp_path / mesh)))
+    seen = list[str]()
+
+    def noted(entry: Callable[..., tuple[Tensor, ...]], products: TunedProducts) -> Callable[..., tuple[Tensor, ...]]:
+        seen.append(entry.__name__)
+        return entry
+
+    monkeypatch.setattr(package, "tuned_entry", noted)
+    monkeypatch.setattr(kernels, "set_device", lambda *_, **__: None)
+    package.load_package(tmp_path / "dp=1", "cuda", tuned=True)
+    assert seen == ["microbatch", "finish"]
+    with pytest.raises(OptionError, match="ranks of tp"):
+        package.load_package(tmp_path / "tp=2", "cuda", tuned=True)
 
 
 @pytest.mark.gpu
