@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mgraph import __version__
 from mgraph.errors import MgraphError, OptionError, PackageError
+from mgraph.manifest_form import damage
 from mgraph.runtime import kernels, poison, tuned_products
 from mgraph.runtime.graphs import EntryGraphs
 from mgraph.runtime.mesh import Mesh
@@ -321,6 +322,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     absent = [key for key in REQUIRED if key not in manifest]
     if absent:
         raise PackageError(f"the manifest lacks {', '.join(absent)}", str(file), "compile the package again")
+    if (wrong := damage(manifest)) is not None:
+        raise PackageError(wrong, str(file), "compile the package again")
     lost = [name for name in manifest["files"] if not (path / name).is_file()]
     if lost:
         raise PackageError(f"files of the package are missing: {', '.join(lost)}", str(path), "compile it again")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgraph.errors import GraphError, OptionError, PackageError, did_you_mean
+from mgraph.manifest_form import damage
 
 if TYPE_CHECKING:
     from mgraph.ir.graph import Module
@@ -113,6 +114,8 @@ def open_package(path: Path) -> Compiled:
     if manifest["schema"] != 1:
         hint = "compile it again with this version, or read it with the version that wrote it"
         raise PackageError(f"the package has schema {manifest['schema']!r}; this mgraph reads 1", str(file), hint)
+    if (wrong := damage(manifest)) is not None:
+        raise PackageError(wrong, str(file), _AGAIN)
     snapshots = tuple(map(_snapshot, sorted((path / "graphs").glob("*" + _ENDING))))
     if not snapshots or [s.number for s in snapshots] != list(range(len(snapshots))):
         raise PackageError("the package lacks graphs of its passes", str(path / "graphs"), _AGAIN)

@@ -88,6 +88,7 @@ def test_wrong_usage(mgraph: Mgraph, compiled: Path, arguments: list[str], said:
         ("half a manifest", "manifest.json"),
         ("empty manifest", "the manifest lacks schema"),
         ("other schema", "schema 7"),
+        ("other form", "'providers' of the manifest is no list of tables"),
         ("no graphs", "lacks graphs"),
         ("not gzip", "021_in-place.mg.gz"),
         ("not a graph", "021_in-place.mg.gz"),
@@ -105,6 +106,8 @@ def test_damaged_package(mgraph: Mgraph, package: Path, verb: str, damage: str, 
         manifest.write_text("{}")
     elif damage == "other schema":
         manifest.write_text(json.dumps({**json.loads(text), "schema": 7}))
+    elif damage == "other form":
+        manifest.write_text(json.dumps({**json.loads(text), "providers": None}))
     elif damage == "no graphs":
         for file in (package / "graphs").iterdir():
             file.unlink()
