@@ -448,7 +448,7 @@ class Recipe:
         text = getattr(self, field)
         match = _SIZE.fullmatch(text or "0B")
         if match is None or (text and float(match[1]) <= 0):
-            hint = f"a number and one of {', '.join(_UNITS)}, e.g. {example}"
+            hint = f"a number above 0 and one of {', '.join(_UNITS)}, e.g. {example}"
             raise OptionError(f"{field} is {text!r}", where=flag_of(field), hint=hint)
         return _bytes(text or "0B")
 

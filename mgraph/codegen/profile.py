@@ -231,7 +231,8 @@ def read_profile(given: str, flag: str = "--profile") -> Profile:
         check_profile(data)
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise OptionError(f"the profile cannot be read: {reason}", str(path), "mgraph tune writes one") from error
+        hint = f"{', '.join(committed_profiles())}, or a file of mgraph tune; of a package: compile it again"
+        raise OptionError(f"the profile cannot be read: {reason}", str(path), hint) from error
     models = tuple(Cost(**model) for model in data["models"])
     rows = tuple(Row(**{**row, "sizes": tuple(row["sizes"])}) for row in data["measured"])
     return Profile(data["name"], data["card"], data["arch"], data["versions"], data["rates"], models, rows)
