@@ -126,6 +126,10 @@ BACKWARD_GRID = [
         (8, 1, 3),
         (16, 1, 1),
         (16, 2, 1),
+        (16, 3, 1),
+        (16, 4, 1),
+        (32, 2, 1),
+        (32, 3, 1),
     )
 ]
 TUNINGS = [case("K1", 16384, size, cut) for size in SIZES for cut in FORWARD_GRID]
