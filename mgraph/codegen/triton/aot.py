@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -159,8 +160,9 @@ def import_kernels(path: Path) -> ModuleType:
     """Import a `kernels.py` by its path, without a trace in `sys.modules`.
 
     Triton reads the functions' source from the file, so the text must exist as a file. Then the functions are said to
-    be of a file of this name alone: line information in binaries would have the directory that they were built in. Its
-    lines are those of the text that a launch was compiled from first, which may be a part of the package's.
+    be of a file of this name alone, and those of Triton's own language of files of Triton: line information in binaries
+    would have the directories that they were built in and Triton is in. Its lines are those of the text that a launch
+    was compiled from first, which may be a part of the package's.
     """
     try:
         import triton
@@ -175,9 +177,13 @@ def import_kernels(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None, f"{path} is not a Python file"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for kernel in vars(module).values():
-        if isinstance(kernel, triton.JITFunction):
-            kernel.fn.__code__ = kernel.fn.__code__.replace(co_filename=path.name)
+    root = Path(triton.__file__).parent.parent
+    for one in (module, *(m for name, m in sys.modules.items() if name.startswith("triton.language"))):
+        for function in vars(one).values():
+            if isinstance(function, triton.JITFunction):
+                code, file = function.fn.__code__, Path(function.fn.__code__.co_filename)
+                place = file.relative_to(root).as_posix() if file.is_relative_to(root) else file.name
+                function.fn.__code__ = code if not file.is_absolute() else code.replace(co_filename=place)
     return module
 
 
