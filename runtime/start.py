@@ -24,9 +24,20 @@ SMALL = 128
 def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoReturn:
     """Train the package with the options of the command line, then exit the process: `train.main`."""
     ahead(sys.argv[1:] if arguments is None else arguments)
-    from mgraph.runtime import train
-
+    try:
+        from mgraph.runtime import train
+    except KeyboardInterrupt:
+        end_at_once()
     train.main(package_dir, arguments)
+
+
+def end_at_once() -> NoReturn:
+    """End the process after Ctrl-C, whatever its threads are at: a save under way has some that Python cannot end."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print("interrupted; what was not saved before is lost", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(130)
 
 
 def ahead(arguments: Sequence[str]) -> None:

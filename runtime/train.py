@@ -44,7 +44,7 @@ from mgraph.runtime.routing import ROUTING, Decisions, Recording, Routers, Sizes
 from mgraph.runtime.sample import generate
 from mgraph.runtime.saving import Saver
 from mgraph.runtime.schedule import learning_rate
-from mgraph.runtime.start import bring_up
+from mgraph.runtime.start import bring_up, end_at_once
 from mgraph.runtime.state import create_state
 from mgraph.runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
 from mgraph.runtime.transfer import NOTES, export, export_adapter, initialise, is_exported, note_export
@@ -102,7 +102,7 @@ def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoR
         if mesh.is_first_of_machine():
             print(error, file=sys.stderr, flush=True)
     except KeyboardInterrupt:  # before the first step, or a second time
-        code = 130
+        end_at_once()
     mesh.stop()
     sys.exit(code)
 

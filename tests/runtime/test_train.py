@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from mgraph.errors import CheckpointError, DataError, MgraphError, OptionError, PackageError, StorageError
-from mgraph.runtime import checkpoint, shard_files
+from mgraph.runtime import checkpoint, shard_files, start
 from mgraph.runtime import train as train_module
 from mgraph.runtime.data import Stream
 from mgraph.runtime.handshake import MeshError
@@ -186,8 +188,8 @@ def test_examples_are_learned_and_gone_on_with(
     records = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
     left = min(range(10), key=lambda n: abs(sums[n] / counts[n] - records[-1]["validation_loss"]))
     assert sums[left] / counts[left] == pytest.approx(records[-1]["validation_loss"], rel=1e-5)
-    for start in (0, 3):
-        steps = [record for record in records if "loss" in record][start : start + 3]
+    for first in (0, 3):
+        steps = [record for record in records if "loss" in record][first : first + 3]
         assert sum(record["count"] for record in steps) == sum(counts) - counts[left]
         total = sum(record["loss"] * record["count"] for record in steps)
         assert total == pytest.approx(sum(sums) - sums[left], rel=1e-5)
@@ -411,7 +413,16 @@ def test_what_differs_in_a_resumed_run_is_said(
         train(package_dir, out, text_file, "--steps", "6", "--resume", "--seq-len", "20", "--seed", "6")
 
 
-def test_second_interrupt_ends_at_once(package_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def ended(code: int) -> None:
+    """In the place of what ends a process."""
+    raise SystemExit(code)
+
+
+def test_second_interrupt_ends_at_once(
+    package_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "_exit", ended)
+
     def interrupted(*_: object) -> None:
         with StopSignal() as stop:
             signal.raise_signal(signal.SIGINT)
@@ -423,8 +434,25 @@ def test_second_interrupt_ends_at_once(package_dir: Path, monkeypatch: pytest.Mo
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as caught:
         main(package_dir, [])
-    assert caught.value.code == 130
+    assert caught.value.code == 130 and "interrupted" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_interrupt_before_anything_is_loaded(
+    package_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "mgraph.runtime.train":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "_exit", ended)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "mgraph.runtime.train")
+    monkeypatch.delattr("mgraph.runtime.train")
+    with pytest.raises(SystemExit) as caught:
+        start.main(package_dir, ["--device", "cpu"])
+    assert caught.value.code == 130 and capsys.readouterr().err.startswith("interrupted")
 
 
 def test_wrong_input(
