@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _MOST = 100  # names of a hint
 
@@ -88,6 +88,12 @@ def storage_hint(failure: BaseException) -> str:
     """
     reason = failure.errno if isinstance(failure, OSError) else None
     return "free some space or give another" if reason in (None, errno.ENOSPC, errno.EDQUOT) else "give another"
+
+
+def some_of(names: Sequence[str], most: int = 5) -> str:
+    """Names in a sentence, of many the first."""
+    more = [f"and {len(names) - most} more"] if len(names) > most else []
+    return ", ".join([*names[:most], *more])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

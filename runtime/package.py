@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mgraph import __version__
-from mgraph.errors import MgraphError, OptionError, PackageError
+from mgraph.errors import MgraphError, OptionError, PackageError, some_of
 from mgraph.manifest_form import damage
 from mgraph.runtime import kernels, poison, tuned_products
 from mgraph.runtime.graphs import EntryGraphs
@@ -326,7 +326,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise PackageError(wrong, str(file), "compile the package again")
     lost = [name for name in manifest["files"] if not (path / name).is_file()]
     if lost:
-        raise PackageError(f"files of the package are missing: {', '.join(lost)}", str(path), "compile it again")
+        raise PackageError(f"files of the package are missing: {some_of(lost)}", str(path), "compile it again")
     return manifest
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from mgraph import philox
-from mgraph.errors import MgraphError, OptionError, PackageError
+from mgraph.errors import MgraphError, OptionError, PackageError, some_of
 from mgraph.runtime import checkpoint, dropout, mesh, v1
 from mgraph.runtime.corpus import load_corpus
 from mgraph.runtime.data import INPUTS, Batch, Corpus, Position, Stream, validation_batches, whole_rows
@@ -406,7 +406,7 @@ class Trainer:
                 "note: --tune-products times kernels in the first step, some 2 s for each shape of a product"
             )
         if self.package.edited:
-            self.log.message(f"note: edited since it was compiled: {', '.join(self.package.edited)}")
+            self.log.message(f"note: edited since it was compiled: {some_of(self.package.edited)}")
 
     def train(self, stop: StopSignal) -> bool:
         """Run the steps that are left; False if a signal ended the run before the last."""

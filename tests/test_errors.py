@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import pickle
 
-from mgraph.errors import MgraphError, ModelError, did_you_mean, storage_hint
+from mgraph.errors import MgraphError, ModelError, did_you_mean, some_of, storage_hint
 
 
 def test_text_says_what_where_and_what_to_do() -> None:
@@ -26,6 +26,10 @@ def test_did_you_mean() -> None:
     assert did_you_mean("xyz", ["moe", "dense"]) == "one of dense, moe"
     many = did_you_mean("xyz", [f"model{i:03}" for i in range(250)])
     assert many.startswith("one of model000, model001") and many.endswith("model099, and 150 more")
+
+
+def test_some_of_many_names() -> None:
+    assert some_of(["a", "b"]) == "a, b" and some_of(list("abcdefg"), 5) == "a, b, c, d, e, and 2 more"
 
 
 def test_only_a_full_disk_asks_for_space() -> None:

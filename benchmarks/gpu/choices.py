@@ -137,7 +137,7 @@ def main() -> int:
     parser.add_argument("--heads", default=",".join(HEADS), help="which of the attentions")
     parser.add_argument("--into", type=Path, help="write the profile with the times as rows")
     options = parser.parse_args()
-    device, profile = torch.device("cuda", torch.cuda.current_device()), read_profile(options.profile)
+    device, profile = rows.gpu(), read_profile(options.profile)
     wrong = 0
     for sizes, name in itertools.product((*SIZES, *BETWEEN), options.heads.split(",")):
         results, measured = measure(name, sizes, profile, device)

@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--depths", nargs=2, type=int, metavar="N", help="time peers of so many layers, not of all")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is measured then is written
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = rows.gpu()
     copy = rows.copy_rate(device)
     begun = time.perf_counter()
     stepper = PackageStepper(options.package, None, 300, "cuda", seed=0, max_tokens=1024, max_requests=8)

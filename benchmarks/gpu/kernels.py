@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--tunings", action="store_true", help="other tunings of the kernels, in place of the cases")
     options = parser.parse_intermixed_args()
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = rows.gpu()
     copy = rows.copy_rate(device)
     print(f"{rows.card()}: copy {copy / 1e12:.2f} TB/s", flush=True)
     complaints: list[str] = []

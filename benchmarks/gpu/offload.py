@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import training_models
+from benchmarks.gpu import rows, training_models
 from mgraph.compiler import compile_package
 from mgraph.recipe import Recipe
 from mgraph.runtime.package import load_package
@@ -86,7 +86,7 @@ def measured(path: Path, device: torch.device) -> tuple[dict[str, Any], list[Ten
 
 def run(directory: Path) -> None:
     """A line per variant; exit code 1 where results differ."""
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = rows.gpu()
     predicted = json.loads((directory / PREDICTED).read_text(encoding="utf-8"))
     expected: list[Tensor] = []
     wrong = []

@@ -69,6 +69,13 @@ def row(
     return made
 
 
+def gpu() -> torch.device:
+    """The current GPU. Ends the process, with what is missing, where torch sees none."""
+    if not torch.cuda.is_available():
+        raise SystemExit("error: this measures on a GPU, and torch sees none\n  try: the machine with the GPU")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def append(results: Path, made: Mapping[str, Any]) -> None:
     """Add a row to a file, with the card, the versions and the date of now."""
     about = {"card": card(), "versions": versions(), "date": datetime.date.today().isoformat()}

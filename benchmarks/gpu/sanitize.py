@@ -60,7 +60,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 def launch(directory: Path) -> int:
     """Launch every kernel once; the number of those that are wrong. Runs under the tool."""
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = rows.gpu()
     runtime.set_device(device, strict=True)
     wrong = 0
     for place in sorted(directory.iterdir()):
@@ -108,6 +108,10 @@ def main() -> int:
     options = parser.parse_args()
     if options.launch:
         return launch(options.directory)
+    if not options.prepare:
+        rows.gpu()
+        for tool in options.tools:
+            under(tool)
     if not options.directory.is_dir():
         prepare(options.directory)
     if options.prepare:

@@ -152,7 +152,9 @@ def cache_of(report: Path) -> Path:
 def measured(arguments: list[str], report: Path) -> dict[str, float]:
     """Phases of a process of this module."""
     environment = {**os.environ, STARTED: str(time.time()), REPORT: str(report), CACHE: str(cache_of(report))}
-    subprocess.run([sys.executable, "-m", "benchmarks.gpu.start_up", *arguments], env=environment, check=True)
+    ended = subprocess.run([sys.executable, "-m", "benchmarks.gpu.start_up", *arguments], env=environment, check=False)
+    if ended.returncode:
+        raise SystemExit(ended.returncode)
     seconds: dict[str, float] = json.loads(report.read_text(encoding="utf-8"))
     return seconds
 
@@ -175,6 +177,9 @@ def main() -> None:
         train_compiled(options.package.name, int(options.batch_size), int(options.seq_len))
     elif REPORT in os.environ:
         train_package(options.package, [*sizes, "--steps", "2", "--out", str(options.out)], plain=options.plain)
+    from benchmarks.gpu import rows  # not before: torch is among what is measured
+
+    rows.gpu()
     report = options.out.with_suffix(".json")
     if options.cold:
         forget()
@@ -183,8 +188,6 @@ def main() -> None:
     seconds = measured([str(options.package), str(options.results), *same], report)
     workload = f"{options.package.name} B{options.batch_size} S{options.seq_len}"
     variant = ("cold" if options.cold else "warm") + ", plain" * options.plain + ", torch.compile" * options.compiled
-    from benchmarks.gpu import rows  # not before: torch is among what is measured
-
     total = sum(seconds.values())
     rows.append(options.results, rows.row("start-up", workload, total, "seconds", variant=variant, phases=seconds))
     for name, value in {**seconds, "in all": total}.items():

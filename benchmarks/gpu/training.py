@@ -123,7 +123,7 @@ def compare(
 ) -> list[str]:
     """Put what is measured of a model into `found`, by variant and each as soon as it is there; complaints. What is
     further from f32 than it may be is not timed."""
-    device, shape = torch.device("cuda", torch.cuda.current_device()), SHAPES[name]
+    device, shape = rows.gpu(), SHAPES[name]
     batches = shape.batches(0, CHECKED, device)
     weights: dict[str, Tensor] = {}
     makers: dict[str, Callable[[], peers.Step]] = {OURS: lambda: packaged(path, device, weights)}
@@ -244,7 +244,7 @@ def main() -> int:
     parser.add_argument("--in-turns", action="store_true", help="keep all in memory, and take their times in turns")
     options = parser.parse_intermixed_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is measured then is written
-    device = torch.device("cuda")
+    device = rows.gpu()
     limits = {"copy": rows.copy_rate(device), "matmul": rows.matmul_rate(device)}
     print(f"{rows.card()}: copy {limits['copy'] / 1e12:.2f} TB/s, matmul {limits['matmul'] / 1e12:.0f} TFLOP/s")
     complaints: list[str] = []

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import os
 import signal
 import statistics
 import sys
@@ -361,6 +362,8 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true", help="leave out the compiled peers")
     options = parser.parse_intermixed_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is measured then is written
+    if "RANK" not in os.environ:
+        parser.error("it is two processes: torchrun --nproc-per-node 2 -m benchmarks.gpu.two_gpus ...")
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")

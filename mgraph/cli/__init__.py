@@ -66,13 +66,14 @@ def _run(arguments: list[str]) -> None:
     except typer.Exit:
         return  # after --help
     except usage_error as error:
-        raise _usage(error) from error
+        verb = arguments[0] if arguments and arguments[0] in group.commands else ""
+        raise _usage(error, f"mgraph {verb}".strip()) from error
 
 
-def _usage(error: Any) -> OptionError:
-    """The framework's error as one of ours, with the nearest flag for an unknown one."""
+def _usage(error: Any, asked: str) -> OptionError:
+    """The framework's error as one of ours, with the nearest flag for an unknown one; `asked` is what was called."""
     context = error.ctx
-    verb = context.command_path if context is not None else "mgraph"
+    verb = context.command_path if context is not None else asked
     hint = f"{verb} --help"
     unknown = getattr(error, "option_name", None)
     if context is not None and unknown:

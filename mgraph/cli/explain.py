@@ -24,6 +24,7 @@ from mgraph.cli.snapshots import Compiled, Snapshot, open_package
 from mgraph.errors import OptionError, did_you_mean
 from mgraph.ir.graph import Function, Node
 from mgraph.ir.opdef import declared_ops
+from mgraph.passes import PASSES
 from mgraph.passes.base import Match
 from mgraph.passes.instrument import op_count_lines
 
@@ -89,6 +90,8 @@ class Explainer:
             lines.append(f"… and {len(nodes) - self.limit} more nodes (--limit)")
         if not lines and what in declared_ops():
             return [f"no {what} in any graph of the package, and no place that was nearly one"]
+        if not lines and what in PASSES:
+            return [f"the pass {what} is none of the package's: what was asked for does without it, or it is disabled"]
         if not lines:
             raise OptionError(f"nothing in the package is named '{what}'", str(self.package.path), self._hint(what))
         while lines[-1] == "":

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgraph.errors import GraphError, OptionError, PackageError, did_you_mean
+from mgraph.errors import GraphError, OptionError, PackageError, did_you_mean, some_of
 from mgraph.manifest_form import damage
 
 if TYPE_CHECKING:
@@ -148,4 +148,4 @@ def _say_what_is_edited(path: Path, files: dict[str, str]) -> None:
         if not (path / name).is_file() or hashlib.sha256((path / name).read_bytes()).hexdigest() != digest
     ]
     if edited:
-        print(f"note: edited or removed since it was compiled: {', '.join(edited)}", file=sys.stderr)
+        print(f"note: edited or removed since it was compiled: {some_of(edited)}", file=sys.stderr)

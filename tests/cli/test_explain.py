@@ -18,6 +18,11 @@ def test_overview(mgraph: Mgraph, compiled: Path) -> None:
     assert re.search(r"^ 16 recompute: .* s, no change$", text, re.MULTILINE)
 
 
+def test_a_pass_that_did_not_run(mgraph: Mgraph, compiled: Path) -> None:
+    run = mgraph("explain", compiled, "offload")
+    assert run.code == 0 and run.out.startswith("the pass offload is none of the package's")
+
+
 def test_node(mgraph: Mgraph, compiled: Path) -> None:
     text = mgraph("explain", compiled, "layer.fwd:rms_norm_1").out
     assert text.startswith("@layer.fwd %rms_norm_1\n")

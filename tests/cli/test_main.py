@@ -29,6 +29,14 @@ def test_no_verb_is_help(mgraph: Mgraph) -> None:
     assert mgraph().out == mgraph("--help").out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "verb"), [(("tune", "x", "--batch-size"), "mgraph tune"), (("--what",), "mgraph")]
+)
+def test_usage_names_the_help_of_what_was_called(mgraph: Mgraph, arguments: tuple[str, ...], verb: str) -> None:
+    run = mgraph(*arguments)
+    assert run.code == 2 and f"at {verb}\n  try: {verb} --help" in run.err
+
+
 def _fail() -> None:
     raise AssertionError("a dim got lost\nmore")
 
