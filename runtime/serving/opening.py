@@ -178,6 +178,12 @@ def open_stepper(package: Path, settings: Settings) -> Stepper:
     return led(stepper, where, stepper.release) if where.world_size > 1 else stepper
 
 
+def check_kind(path: Path, kind: str) -> None:
+    """Raise OptionError unless a package's kind is that of serving."""
+    if kind != "serve":
+        raise OptionError(f"{path} is a {kind} package", hint="compile the model with --for serve")
+
+
 def ranks_of(package: Path) -> int:
     """How many processes a package is for. Raises PackageError where there is none."""
     from mgraph.runtime.serving.package_stepper import shared_axes

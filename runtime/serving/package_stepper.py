@@ -31,6 +31,7 @@ from mgraph.runtime.room import free_bytes, room, size_text
 from mgraph.runtime.serving.blocks import Windows, most_blocks
 from mgraph.runtime.serving.choices import sampled
 from mgraph.runtime.serving.dispatch import Bucket
+from mgraph.runtime.serving.opening import check_kind
 from mgraph.runtime.serving.proof import check_entries, check_place, rows_of_each_kind
 from mgraph.runtime.serving.scheduler import most_rows
 from mgraph.runtime.serving.step import Batch, Done, Pending, Sampled, Sampling
@@ -249,9 +250,7 @@ def _nothing(sampling: Sampling) -> Sampled:
 def load_serving(path: Path | str, device: torch.device, strict: bool = False, jit: bool = False) -> Package:
     """The package at `path`. Raises OptionError for one that is not for serving, or whose mesh no server has."""
     loaded = load_package(path, device, strict=strict, jit=jit, cuda_graphs=False, sizes={BLOCKS: 1})
-    if loaded.manifest["kind"] != "serve":
-        problem = f"{loaded.path} is a {loaded.manifest['kind']} package"
-        raise OptionError(problem, hint="compile the model with --for serve")
+    check_kind(loaded.path, loaded.manifest["kind"])
     others = [axis for axis in shared_axes(loaded.manifest) if axis != "tp"]
     if others:
         problem = f"{loaded.path} is for a mesh with the axis {others[0]}, and ranks share what is served over tp"

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from mgraph.cli import main
+from mgraph.compiler import compile_package
+from mgraph.recipe import Recipe
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,13 @@ def test_wrong_usage(
     assert main(["serve", *arguments]) == 2
     said = capsys.readouterr()
     assert message in said.err and said.out == "" and "Traceback" not in said.err
+
+
+def test_a_package_of_another_kind_needs_no_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    compile_package(Recipe(model="dense-tiny", arch="none", output=str(tmp_path / "trained")))
+    assert main(["serve", str(tmp_path / "trained")]) == 2
+    said = capsys.readouterr().err
+    assert "is a train package" in said and "--for serve" in said and "weights" not in said
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
