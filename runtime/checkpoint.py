@@ -175,6 +175,8 @@ def storage(place: Path, action: Callable[[], T]) -> T:
 
 def _storage_error(place: Path, failure: OSError | RuntimeError) -> StorageError:
     reason = getattr(failure, "strerror", None) or str(failure).splitlines()[0]
+    if isinstance(failure, RuntimeError) and "unexpected pos" in reason:  # torch's writer, of fewer bytes than it gave
+        reason = "not all of it could be written, as on a disk that is full"
     return StorageError(
         f"the checkpoint could not be written or read: {reason}",
         where=str(place),

@@ -221,8 +221,11 @@ def _exports(options: Options) -> list[tuple[str, Path]]:
 
 
 def _check_places(options: Options, package: Package) -> None:
-    """Raise OptionError where what is exported would lie around the run, or around what is exported besides."""
-    places = {"--out": _directory(options, package)} | {flag(option): target for option, target in _exports(options)}
+    """Raise OptionError where the run would be a file, or what is exported would lie around it or what is besides."""
+    out = _directory(options, package)
+    if (file := next((place for place in (out, *out.parents) if place.is_file()), None)) is not None:
+        raise OptionError(f"--out {out}: {file} is a file", hint="a directory, which need not be there yet")
+    places = {"--out": out} | {flag(option): target for option, target in _exports(options)}
     for option, target in _exports(options):
         for other, place in places.items():
             if other != flag(option) and place.resolve().is_relative_to(target.resolve()):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgraph.errors import CheckpointError
+from mgraph.errors import CheckpointError, StorageError
 from mgraph.runtime import checkpoint
 from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.package import Adapter, State, StateSpec
@@ -181,3 +181,13 @@ def test_damaged_run_file(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(CheckpointError, match=r"the checkpoint is damaged: run.json"):
             checkpoint.latest(tmp_path)
+
+
+def test_a_write_that_was_cut_short() -> None:
+    """torch's writer tells of positions; a person is told of the disk."""
+
+    def cut() -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    with pytest.raises(StorageError, match="not all of it could be written, as on a disk that is full"):
+        checkpoint.storage(Path("here"), cut)
