@@ -17,12 +17,17 @@ def damage(manifest: Mapping[str, Any]) -> str | None:
         if not isinstance(manifest.get(name, {}), dict):
             return f"'{name}' of the manifest is no table"
     for name in _LISTS:
-        listed = manifest.get(name, [])
-        if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+        if not _are_tables(manifest.get(name, [])):
             return f"'{name}' of the manifest is no list of tables"
     for kernel in manifest.get("kernels", []):
-        for launch in kernel.get("launches", []):
-            for arch in (str(binary.get("arch")) for binary in launch.get("binaries", [])):
-                if not _ARCH.fullmatch(arch):
-                    return f"kernel {kernel.get('name')} has a binary for {arch!r}, which is no architecture of GPUs"
+        launches = kernel.get("launches", [])
+        if not _are_tables(launches) or not all(_are_tables(launch.get("binaries", [])) for launch in launches):
+            return f"kernel {kernel.get('name')} of the manifest has launches or binaries that are none"
+        for arch in (str(binary.get("arch")) for launch in launches for binary in launch.get("binaries", [])):
+            if not _ARCH.fullmatch(arch):
+                return f"kernel {kernel.get('name')} has a binary for {arch!r}, which is no architecture of GPUs"
     return None
+
+
+def _are_tables(listed: object) -> bool:
+    return isinstance(listed, list) and all(isinstance(item, dict) for item in listed)

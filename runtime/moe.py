@@ -242,6 +242,8 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | Non
         return stacked
     out = rows.new_empty(rows.shape[0], weight.shape[2])
     for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        if start == end:
+            continue
         if bias is None:
             torch.mm(rows[start:end], weight[index], out=out[start:end])
         else:

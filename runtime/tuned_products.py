@@ -36,8 +36,9 @@ LEAST_GAIN = 0.99
 """A candidate is taken if it needs less than this part of torch's time."""
 LEAST_WORK = 2**33
 """Multiplications below which a product is left to torch: launches then cost as much."""
-CLOSE = 5e-3
-"""Largest difference from what torch gives, of the norm: roundings of bf16 are less than half of it."""
+CLOSE, MOST = 5e-3, 2e-2
+"""Largest differences from what torch gives, in the norm, of which roundings of bf16 are less than half, and of an
+element, of the largest."""
 
 Run = Callable[[Tensor, Tensor, Tensor], bool]
 """Writes left @ right over out; False where the kernel refuses it."""
@@ -87,7 +88,7 @@ class TunedProducts(TorchDispatchMode):
         if shape is None:
             return None
         if shape not in self._runs:
-            if torch.cuda.is_current_stream_capturing():
+            if torch.cuda.is_current_stream_capturing() or not _tells(left, right):
                 return None
             self._runs[shape] = self.tune(shape, Product(shape).widened(), left, right)
         return self._runs[shape]
@@ -103,7 +104,7 @@ class TunedProducts(TorchDispatchMode):
         """The fastest kernel that adds a product of this shape to a total, timed at the first one."""
         work = shape.rows * shape.columns * shape.depth
         if shape not in self.sums:
-            if work < LEAST_WORK or torch.cuda.is_current_stream_capturing():
+            if work < LEAST_WORK or torch.cuda.is_current_stream_capturing() or not _tells(left, right):
                 return 0
             want = torch.empty_like(total)
             first = functools.partial(product.run, 0, left, right, want, total)
@@ -122,11 +123,11 @@ class TunedProducts(TorchDispatchMode):
         """The kernel that is faster than the usual run, which writes over `want`; None where that is as fast."""
         out = torch.empty_like(want)
         usual()
-        bound = CLOSE * float(torch.linalg.vector_norm(want, dtype=torch.float32))
+        bounds = CLOSE * float(_norm(want)), MOST * float(want.abs().max())
 
         def agrees(index: int) -> bool:
             ran = product.run(index, left, right, out.fill_(math.nan), added)
-            return ran and float(torch.linalg.vector_norm(out - want, dtype=torch.float32)) <= bound
+            return ran and float(_norm(out - want)) <= bounds[0] and float((out - want).abs().max()) <= bounds[1]
 
         every = {i: functools.partial(product.run, i, left, right, out, added) for i in range(product.count)}
         quick = {index: self._timer(run, TIMES) for index, run in every.items() if run()}
@@ -155,6 +156,16 @@ def tuned_entry(entry: Callable[..., tuple[Tensor, ...]], products: TunedProduct
             return entry(*arguments)
 
     return run
+
+
+def _norm(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float32)
+    return norm
+
+
+def _tells(left: Tensor, right: Tensor) -> bool:
+    """Whether a product shows what a kernel does: of nothing but zeros (as some weights begin) any would be right."""
+    return bool(left.any()) and bool(right.any())
 
 
 def _calls(seconds: float, each: float) -> int:

@@ -47,8 +47,8 @@ class _Group:
         self.parameters = parameters
         self.low = parameters if dtype is not torch.float32 else []
         copies = {id(p): p.detach().clone() for p in self.low}
-        for parameter in self.low:
-            parameter.data = parameter.data.to(dtype)
+        for parameter in self.low:  # whole: of a distributed tensor, new data would say one dtype and have another
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to(dtype)))
         self.copies = [copies[id(p)] for p in self.low]
         for copy in self.copies:
             copy.grad = torch.zeros_like(copy)

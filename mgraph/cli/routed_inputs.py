@@ -16,6 +16,8 @@ from mgraph.ir.types import DType
 
 _CHOOSING = ("moe_route", "moe_route_order")
 """Ops that choose by their first operand, logits [T, E]."""
+MOST_EXPERTS = 512
+"""So many different logits bf16 has, evenly apart, of which a sigmoid in f32 gives different ones, too."""
 _ROUTED = (
     "expert_glu",
     "expert_glu_grad",
@@ -35,7 +37,10 @@ _ROUTED = (
 
 
 def is_routed(node: Node) -> bool:
-    """Whether the operands of a node can be made here: all rows are of an expert."""
+    """Whether the operands of a node can be made here: all rows are of an expert, and no logits need be alike."""
+    experts = node.operands[0].tensor.shape[-1]
+    if node.op in _CHOOSING and not (isinstance(experts, int) and experts <= MOST_EXPERTS):
+        return False
     return node.op in (*_ROUTED, *_CHOOSING) and not (node.attrs.get("ended") or node.attrs.get("others"))
 
 
@@ -93,4 +98,4 @@ def _distinct(logits: Tensor, generator: torch.Generator) -> Tensor:
     """Logits like these, of which a token has no two alike: who comes first of equals is nobody's contract."""
     tokens, experts = logits.shape
     places = torch.rand(tokens, experts, generator=generator, device=generator.device).argsort(-1)
-    return ((places - experts // 2) / 16).to(logits.dtype)
+    return ((places - experts // 2) / max(16, experts // 8)).to(logits.dtype)

@@ -11,8 +11,8 @@ The nodes of each function that sends tokens are put into an order in which
 * nothing is waited for as long as anything else can run: shared experts, gradients of experts' weights, and, where the
   tokens are sent in chunks or a rank begins with its own (`expert-dispatch`), other experts. Sums over ranks that only
   losses read (`joint-losses`) are treated alike, so that they hold up no tokens;
-* but what leads to the next message is waited for once so much has run that the one before has come meanwhile, which
-  leaves the rest to run beside the next.
+* but where a rank begins with its own, what leads to the next message is waited for once so much has run that the one
+  before has come meanwhile, which leaves the rest to run beside the next.
 
 Communication runs on a stream of its own (`runtime/collectives.py`), of which `wait` is the end. It is the same order
 on all ranks, as they run one program, and each node computes what it did.
@@ -28,9 +28,10 @@ from typing import ClassVar
 from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.dims import evaluate
 from mgraph.ir.graph import Function, Module, Node, Value
+from mgraph.ir.local import Division, declared_sizes
 from mgraph.ir.opdef import op_def
 from mgraph.ir.ops.cost import flops_of
-from mgraph.ir.types import PendingType
+from mgraph.ir.types import PendingType, TensorType
 from mgraph.passes.activations import extents
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.data_parallel import DataParallel
@@ -61,8 +62,8 @@ class OverlapExperts(Pass):
         for name, function in module.functions.items():
             sending = [node for node in function.nodes if _sends_tokens(node)]
             if sending:
-                sizes = extents(module, dict.fromkeys(module.dims, _NOMINAL))
-                functions[name] = replace(function, nodes=tuple(_ordered(_split(function), sizes)))
+                messages = _Messages(module, _ranks(module))
+                functions[name] = replace(function, nodes=tuple(_ordered(_split(function), messages)))
                 report.match(name, sending[0].id, f"{len(sending)} messages start early")
         return replace(module, functions=functions)
 
@@ -90,7 +91,12 @@ def _split(function: Function) -> list[Node]:
     return nodes
 
 
-def _ordered(nodes: Sequence[Node], sizes: Mapping[str, int]) -> list[Node]:
+def _ranks(module: Module) -> int:
+    """How many ranks share experts that begin with a rank's own tokens; 0 where they do not."""
+    return next((int(str(node.attrs["ranks"])) for _, node in module.walk() if node.op == "far_choices"), 0)
+
+
+def _ordered(nodes: Sequence[Node], messages: _Messages) -> list[Node]:
     """The nodes in an order of their own, each behind those that make what it reads.
 
     Of those that can run: a start, else what a start needs, else any other, else a wait; the first of its kind. What a
@@ -108,7 +114,6 @@ def _ordered(nodes: Sequence[Node], sizes: Mapping[str, int]) -> list[Node]:
     ready = [(kinds[index], index) for index, count in enumerate(missing) if count == 0]
     heapq.heapify(ready)
     order: list[Node] = []
-    messages = _Messages(sizes)
     while ready:
         kind, index = heapq.heappop(ready)
         if kind == OTHER:
@@ -143,10 +148,15 @@ def _fence(nodes: Sequence[Node], needs: Sequence[set[int]]) -> None:
 
 
 class _Messages:
-    """Which messages have come, by the work that has run since they started."""
+    """Which messages have come, by the work of this rank that has run since they started; none without `ranks`.
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        self._sizes = sizes
+    All extents are as large as they may be: of a rank's rows, one of as many as there are ranks is real, and of a
+    message all but one part of as many leave the rank.
+    """
+
+    def __init__(self, module: Module, ranks: int) -> None:
+        self._sizes, self._ranks = extents(module, dict.fromkeys(module.dims, _NOMINAL)), ranks
+        self._division = Division.of(module, declared_sizes(module))
         self._left: dict[Value, float] = {}
         """Operations that a message takes as long as, less those that have run."""
 
@@ -156,15 +166,25 @@ class _Messages:
             return
         sent = {v: v.type.value for v in node.results if isinstance(v.type, PendingType)}
         if sent:
-            count = sum(evaluate(type_.numel * type_.dtype.bits, self._sizes) / 8 for type_ in sent.values())
-            self._left |= dict.fromkeys(sent, count * OPERATIONS_A_BYTE)
+            types = [self._division.local_type(type_) for type_ in sent.values()]
+            count = sum(evaluate(type_.numel * type_.dtype.bits, self._sizes) / 8 for type_ in types)
+            self._left |= dict.fromkeys(sent, count * OPERATIONS_A_BYTE * (self._ranks - 1))
             return
-        work = float(evaluate(flops_of(node), self._sizes))
+        work = float(evaluate(flops_of(self._local(node)), self._sizes))
         self._left = {value: left - work for value, left in self._left.items()}
+
+    def _local(self, node: Node) -> Node:
+        """The node with the types of this rank's parts."""
+
+        def of(value: Value) -> Value:
+            type_ = value.type
+            return replace(value, type=self._division.local_type(type_)) if isinstance(type_, TensorType) else value
+
+        return node.with_values(tuple(map(of, node.operands)), tuple(map(of, node.results)))
 
     def have_come(self, wait: Node) -> bool:
         """Whether what a node waits for is there."""
-        return all(self._left.get(value, 1.0) <= 0 for value in wait.operands)
+        return self._ranks > 0 and all(self._left.get(value, 1.0) <= 0 for value in wait.operands)
 
 
 START, LEADING, OTHER, WAIT = range(4)

@@ -89,6 +89,8 @@ def test_wrong_usage(mgraph: Mgraph, compiled: Path, arguments: list[str], said:
         ("empty manifest", "the manifest lacks schema"),
         ("other schema", "schema 7"),
         ("other form", "'providers' of the manifest is no list of tables"),
+        ("other launches", "kernel k of the manifest has launches or binaries that are none"),
+        ("other arch", "kernel k has a binary for 'gfx90a'"),
         ("no graphs", "lacks graphs"),
         ("not gzip", "021_in-place.mg.gz"),
         ("not a graph", "021_in-place.mg.gz"),
@@ -108,6 +110,11 @@ def test_damaged_package(mgraph: Mgraph, package: Path, verb: str, damage: str, 
         manifest.write_text(json.dumps({**json.loads(text), "schema": 7}))
     elif damage == "other form":
         manifest.write_text(json.dumps({**json.loads(text), "providers": None}))
+    elif damage == "other launches":
+        manifest.write_text(json.dumps({**json.loads(text), "kernels": [{"name": "k", "launches": [None]}]}))
+    elif damage == "other arch":
+        binaries = [{"binaries": [{"arch": "gfx90a"}]}]
+        manifest.write_text(json.dumps({**json.loads(text), "kernels": [{"name": "k", "launches": binaries}]}))
     elif damage == "no graphs":
         for file in (package / "graphs").iterdir():
             file.unlink()

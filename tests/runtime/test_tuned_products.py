@@ -157,6 +157,29 @@ def test_what_writes_nothing_is_not_taken() -> None:
     assert list(modes.chosen.values()) == [2]
 
 
+@pytest.mark.parametrize("wrong", ["a row in many", "one number"])
+def test_what_is_wrong_in_a_small_part_is_not_taken(wrong: str) -> None:
+    """In the norm a row is little, and one number of the largest element's size still less."""
+
+    class Nearly(Kernels):
+        def run(self, index: int, left: Tensor, right: Tensor, out: Tensor, added: Tensor | None = None) -> bool:
+            ran = super().run(index, left, right, out, added)
+            if index == 1 and wrong == "a row in many":
+                out[0] = 0
+            elif index == 1:
+                out[0, 0] += 0.03 * out.abs().max()
+            return ran
+
+    modes, _ = tuned(Nearly(), {0: 3.0, 1: 1.0, 2: 2.0}, usual=4.0)
+    assert list(modes.chosen.values()) == [2]
+
+
+def test_zeros_tell_nothing() -> None:
+    zero, one = torch.zeros(4, 4), torch.ones(4, 4)
+    assert tuned_products._tells(one, one)
+    assert not tuned_products._tells(zero, one) and not tuned_products._tells(one, zero)
+
+
 def test_what_refuses_later_is_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
     modes = TunedProducts()
     left, right = torch.ones(6, 4, dtype=torch.bfloat16), torch.ones(4, 5, dtype=torch.bfloat16)

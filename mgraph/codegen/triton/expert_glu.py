@@ -310,6 +310,8 @@ def _part_lines(problem: ExpertGlu, tiles: Tiles, total: str, start: int, column
     mask = "inside[:, None]"
     if problem.width % tiles.cut.columns:
         mask = f"{mask} & (column < {problem.width})[None, :]"
+    # By a descriptor the last tile also has columns of the next expert, whatever these are.
+    beyond = tiles.cut.described and problem.width % tiles.cut.columns
     up = f"(up + {problem.unit.offset!r})" if problem.unit.offset else "up"
     results = (("dgate", "dgate"), ("dup", "dup"), ("weighted", "y * weight[:, None]"))
     return [
@@ -318,6 +320,7 @@ def _part_lines(problem: ExpertGlu, tiles: Tiles, total: str, start: int, column
         f"real = {mask}",
         "gate = tl.load(gate_ptr + element, mask=real, other=0.0).to(tl.float32)",
         "up = tl.load(up_ptr + element, mask=real, other=0.0).to(tl.float32)",
+        *([f"{total} = tl.where(real, {total}, 0.0)"] if beyond else []),
         f"dy = {total} * weight[:, None]",
         *backward_lines(problem.unit),
         f"y = (act * {up}){low}.to(tl.float32)",

@@ -82,6 +82,10 @@ UNITS = {
         ExpertGlu(3, 2, 32, 48, Glu(48, 1, "f16", "silu"), keep=True, weights="f32"),
         replace(DESCRIBED, columns=32),
     ),
+    "described_cut": (
+        ExpertGlu(3, 2, 32, 48, Glu(48, 1, "f16", "silu"), True, weights="f32"),
+        replace(DESCRIBED, columns=64),
+    ),
     "described_halves": (
         ExpertGlu(3, 2, 32, 48, Glu(48, 1, "bf16", "silu"), True, packed="halves", bias="f32"),
         DESCRIBED,
@@ -109,6 +113,15 @@ def normal(seed: int, *shape: int, dtype: str = "f16") -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DTYPES[dtype])
 
 
+def matrices(seed: int, case: str, *shape: int, dtype: str) -> Tensor:
+    """Those of experts; of one without rows nothing is to reach any result."""
+    made = normal(seed, *shape, dtype=dtype)
+    for e, (start, end) in enumerate(ranges(ENDS[case])):
+        if start == end:
+            made[e] = float("nan")
+    return made
+
+
 def offsets_of(case: str) -> tuple[Tensor, int]:
     return torch.tensor(ENDS[case], dtype=torch.int32), ROWS.get(case, ENDS[case][-1])
 
@@ -128,7 +141,7 @@ def product_case(problem: Product, case: str) -> tuple[tuple[Tensor, ...], list[
     inputs, want = [], torch.zeros(count, problem.width, dtype=torch.float64)
     for seed in range(1 + problem.second):
         rows = normal(seed, count, problem.inner, dtype=problem.dtype)
-        w = normal(seed + 9, 3, *matrix, dtype=problem.dtype)
+        w = matrices(seed + 9, case, 3, *matrix, dtype=problem.dtype)
         inputs += [rows, w]
         want += multiplied(rows, w, case, problem.transposed)
     inputs.append(offsets)
@@ -193,8 +206,8 @@ def unit_cases(problem: ExpertGlu, case: str) -> dict[str, tuple[tuple[Tensor, .
     matrix = (problem.width, problem.inner) if problem.transposed else (problem.inner, problem.width)
     x, wg, wu = (
         normal(1, tokens, problem.inner, **narrow),
-        normal(2, 3, *matrix, **narrow),
-        normal(3, 3, *matrix, **narrow),
+        matrices(2, case, 3, *matrix, **narrow),
+        matrices(3, case, 3, *matrix, **narrow),
     )
     wg, wu = wg / 4, wu / 4
     rows = x[order // problem.choices]
@@ -208,7 +221,7 @@ def unit_cases(problem: ExpertGlu, case: str) -> dict[str, tuple[tuple[Tensor, .
         given += [joined(problem, bg, bu, 1)] if problem.packed else [bg, bu]
     forward = [glu_of(problem, gate, up), *([gate, up] if problem.keep else [])]
     weights = normal(4, tokens, problem.choices, dtype=problem.weights or "f32").abs()
-    dy, w = normal(5, tokens, problem.inner, **narrow), normal(6, 3, *matrix[::-1], **narrow) / 4
+    dy, w = normal(5, tokens, problem.inner, **narrow), matrices(6, case, 3, *matrix[::-1], **narrow) / 4
     low = [tensor.to(x.dtype) for tensor in (gate, up)]
     leaves = [tensor.double().requires_grad_() for tensor in (*low, weights)]
     y = glu_of(problem, leaves[0], leaves[1])
@@ -306,7 +319,7 @@ def test_kernels_in_the_interpreter(ends: str, tmp_path: Path) -> None:
         check(spec, got, want, inputs)
         written = {tensor.alias for tensor in spec.outputs}
         for tensor, before, now in zip(spec.inputs, inputs, after, strict=True):
-            assert tensor.name in written or torch.equal(before, now), (spec.name, tensor.name)
+            assert tensor.name in written or torch.equal(before.nan_to_num(), now.nan_to_num()), spec
 
 
 @pytest.mark.parametrize("case", ["balanced", "empty", "hot", "past"])
