@@ -32,6 +32,7 @@ from mgraph.codegen.triton.grouped import (
     bias_lines,
     depth_of,
     descriptor_lines,
+    fitting,
     low_cuts,
     one_cut,
     product_lines,
@@ -147,7 +148,8 @@ def forward(name: str, problem: ExpertGlu, cuts: Cuts = ()) -> KernelSpec:
     """The site `y[, gate, up] = name(x, order, offsets, wg, wu[, bg, bu])`: x [T, inner], order i64 [R], offsets i32
     [E], wg and wu [E, inner, width] ([E, width, inner] if transposed), bg and bu [E, width]; of packed ones, `w` and
     `b` have twice the width → all [R, width]; gate and up where they are kept."""
-    all_, dims = ways(name, problem.experts, problem.width, cuts or forward_cuts(problem))
+    cuts = fitting(cuts or forward_cuts(problem), _factors(problem)[0])
+    all_, dims = ways(name, problem.experts, problem.width, cuts)
     kept = ("gate", "up") if problem.keep else ()
     args = {tiles: ("x", "order", *problem.tensors, tiles.given, "y", *kept) for tiles in all_}
     return KernelSpec(
@@ -236,7 +238,8 @@ def backward(name: str, problem: ExpertGlu, cut: Tuning | None = None) -> Kernel
     """The site `dgate, dup, weighted, dweights = name(dy, weights, order, offsets, w, gate, up)`: dy [T, inner],
     weights [T, K], w [E, width, inner] ([E, inner, width] if transposed), gate and up [R, width] → dgate, dup and
     weighted [R, width], dweights like weights."""
-    (tiles,), dims = ways(name, problem.experts, problem.width, ((0, cut or backward_tuning(problem)),))
+    cuts = fitting(((0, cut or backward_tuning(problem)),), [_back(problem)])
+    (tiles,), dims = ways(name, problem.experts, problem.width, cuts)
     matrix = (problem.inner, problem.width) if problem.transposed else (problem.width, problem.inner)
     results = ("dgate", "dup", "weighted")
     args = ("dy", "weights", "order", "w", "gate", "up", tiles.given, *results, "dots", "R")
@@ -266,9 +269,13 @@ def backward(name: str, problem: ExpertGlu, cut: Tuning | None = None) -> Kernel
     )
 
 
+def _back(problem: ExpertGlu) -> Factor:
+    """The product backward. Its matrices are those of the one forward, so it takes them the other way round."""
+    return Factor("dy", "w", problem.inner, problem.width, not problem.transposed, f"pair // {problem.choices}")
+
+
 def _backward_source(problem: ExpertGlu, tiles: Tiles, args: tuple[str, ...]) -> str:
-    # The matrices are those of the product forward, so this one takes them the other way round.
-    factor = Factor("dy", "w", problem.inner, problem.width, not problem.transposed, f"pair // {problem.choices}")
+    factor = _back(problem)
     part = min(PART, tiles.cut.columns)
     names = [f"part_{start}" for start in range(0, tiles.cut.columns, part)]
     lines = [

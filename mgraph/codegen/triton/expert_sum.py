@@ -23,6 +23,7 @@ from mgraph.codegen.triton.grouped import (
     bias_lines,
     cuts_of,
     descriptor_lines,
+    fitting,
     one_cut,
     parameters,
     product_lines,
@@ -71,7 +72,7 @@ def build(name: str, problem: ExpertSum, cuts: Cuts = ()) -> KernelSpec:
     """The site `y = name(rows, w, weights, order, offsets[, bias])`: rows [R, inner], w [E, inner, width] ([E, width,
     inner] if transposed), weights [T, K], order i64 [R], offsets i32 [E], bias [E, width] → y [T, width]."""
     product = problem.product
-    cuts = cuts or cuts_of(product)
+    cuts = fitting(cuts or cuts_of(product), [_factor(product)])
     all_, dims = ways(name, product.experts, product.width, cuts)
     matrix = (product.width, product.inner) if product.transposed else (product.inner, product.width)
     bias = ("bias",) if product.bias else ()
@@ -112,10 +113,14 @@ def fixed(name: str, problem: ExpertSum) -> KernelSpec:
     return build(name, problem, one_cut(cuts_of(problem.product)))
 
 
+def _factor(product: Product) -> Factor:
+    exact = product.dtype == EXACT
+    return Factor("rows", "w", product.inner, product.width, product.transposed, exact=exact)
+
+
 def _product_source(problem: ExpertSum, tiles: Tiles, args: Sequence[str]) -> str:
     product = problem.product
-    exact = product.dtype == EXACT
-    factor = Factor("rows", "w", product.inner, product.width, product.transposed, exact=exact)
+    factor = _factor(product)
     lines = product_lines([factor], ["total"], tiles)
     if product.bias:
         lines += bias_lines(tiles, "total", "bias", product.width)

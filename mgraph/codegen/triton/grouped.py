@@ -90,8 +90,7 @@ class Tiles:
         """These tiles, once; by descriptors, whose tensors are aligned, and without, for others."""
         if not self.cut.described:
             return (self,)
-        plain = replace(self, cut=replace(self.cut, described=False), takes="others")
-        return replace(self, takes="aligned"), plain
+        return replace(self, takes="aligned"), replace(self, cut=plain(self.cut), takes="others")
 
     @property
     def listed(self) -> bool:
@@ -376,6 +375,19 @@ def product_lines(factors: Sequence[Factor], totals: Sequence[str], tiles: Tiles
     return lines
 
 
+def fitting(cuts: Cuts, factors: Sequence[Factor]) -> Cuts:
+    """The cuts, without descriptors where nothing would come by one."""
+    return tuple(
+        (most, cut if any(f.is_described(cut) or f.are_rows_described(cut) for f in factors) else plain(cut))
+        for most, cut in cuts
+    )
+
+
+def plain(cut: Tuning) -> Tuning:
+    """The same cut by addresses."""
+    return replace(cut, described=False)
+
+
 def descriptor_lines(factors: Sequence[Factor], tiles: Tiles) -> list[str]:
     """What comes before all tiles: descriptors of what comes by one."""
     return [line for factor in factors for line in factor.descriptors(tiles.experts, tiles.cut)]
@@ -562,10 +574,9 @@ def product(name: str, problem: Product, cuts: Cuts = ()) -> KernelSpec:
     """The site `y = name(rows, w, offsets[, bias])`: rows [R, inner], w [E, inner, width] ([E, width, inner] if
     transposed), offsets i32 [E], bias [E, width] → y [R, width]. With `second`, `y = name(first, wa, second, wb,
     offsets)`."""
-    cuts = cuts or cuts_of(problem)
-    all_, dims = ways(name, problem.experts, problem.width, cuts)
-    matrix = (problem.width, problem.inner) if problem.transposed else (problem.inner, problem.width)
     pairs = (("first", "wa"), ("second", "wb")) if problem.second else (("rows", "w"),)
+    all_, dims = ways(name, problem.experts, problem.width, fitting(cuts or cuts_of(problem), _factors(problem, pairs)))
+    matrix = (problem.width, problem.inner) if problem.transposed else (problem.inner, problem.width)
     inputs = [
         tensor
         for rows, w in pairs
@@ -591,9 +602,13 @@ def product(name: str, problem: Product, cuts: Cuts = ()) -> KernelSpec:
     )
 
 
-def _product_source(problem: Product, tiles: Tiles, pairs: Sequence[tuple[str, str]], args: Sequence[str]) -> str:
+def _factors(problem: Product, pairs: Sequence[tuple[str, str]]) -> list[Factor]:
     exact = problem.dtype == EXACT
-    factors = [Factor(rows, w, problem.inner, problem.width, problem.transposed, exact=exact) for rows, w in pairs]
+    return [Factor(rows, w, problem.inner, problem.width, problem.transposed, exact=exact) for rows, w in pairs]
+
+
+def _product_source(problem: Product, tiles: Tiles, pairs: Sequence[tuple[str, str]], args: Sequence[str]) -> str:
+    factors = _factors(problem, pairs)
     lines = product_lines(factors, ["total"] * len(factors), tiles)
     if problem.bias:
         lines += bias_lines(tiles, "total", "bias", problem.width)

@@ -361,6 +361,19 @@ def test_products_run_on_tensor_cores_behind_their_loads(tmp_path: Path) -> None
         assert "ld.local" not in text, spec.name
 
 
+def test_what_has_no_descriptor_is_one_form() -> None:
+    """f32, matrices in pairs beside rows that are gathered, and depths that end elsewhere."""
+    specs = [
+        grouped.product("f32", Product(3, 32, 48, "f32"), ((0, DESCRIBED),)),
+        expert_glu.forward("pairs", UNITS["described_pairs"][0], ((0, DESCRIBED),)),
+        expert_glu.backward("deep", UNITS["silu"][0], replace(DESCRIBED, depth=64)),
+    ]
+    for spec in specs:
+        assert "descriptor" not in spec.source and {launch.takes for launch in spec.launches} == {"all"}
+    by_descriptors = grouped.product("two", Product(3, 32, 48, "f16"), ((0, DESCRIBED),))
+    assert [launch.takes for launch in by_descriptors.launches] == ["all", "aligned", "others"]
+
+
 def test_emitted_lines_fit() -> None:
     specs = [spec for spec, _, _ in all_cases(("one",))]
     for text in (kernels_text(specs), reference_text(specs)):
