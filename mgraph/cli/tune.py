@@ -40,16 +40,22 @@ def run(model: str, sizes: Mapping[str, int], precision: str, base: str, output:
     """
     import torch
 
+    from mgraph.capture.source import ModelSpec, resolve
+    from mgraph.recipe import Recipe
+
+    profile = read_profile(base)
+    path = Path(output)
+    if path.suffix != ".json" or not path.absolute().parent.is_dir():
+        raise OptionError(f"cannot write the profile {path}", "--output", "NAME.json in a directory that exists")
+    if not (Path(model) / "manifest.json").is_file():  # before it says that there is no GPU
+        Recipe(model=model, precision=precision)
+        resolve(ModelSpec(model))
     if not torch.cuda.is_available():
         hint = "run it on the machine with the GPU; mgraph compile --profile takes the file on any other"
         raise OptionError("mgraph tune measures on a GPU, and torch sees none", "mgraph tune", hint)
     device = torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)
     arch = f"sm_{capability[0]}{capability[1]}{'a' if capability[0] >= 9 else ''}"
-    profile = read_profile(base)
-    path = Path(output)
-    if path.suffix != ".json" or not path.absolute().parent.is_dir():
-        raise OptionError(f"cannot write the profile {path}", "--output", "NAME.json in a directory that exists")
     module, given = opened(model, sizes, precision)
     card = torch.cuda.get_device_name(device)
     if card != profile.card:  # times of another machine say nothing of this one

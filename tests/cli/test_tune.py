@@ -177,6 +177,20 @@ def test_without_a_gpu_it_says_so(mgraph: Mgraph, compiled: Path, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nope",), "unknown model 'nope'"),
+        (("dense-tiny", "--precision", "bf8"), "precision is 'bf8'"),
+        (("dense-tiny", "-o", "nowhere/mine.json"), "cannot write the profile"),
+        (("dense-tiny", "--profile", "h300"), "no profile 'h300'"),
+    ],
+)
+def test_what_is_wrong_without_a_gpu_too(mgraph: Mgraph, arguments: tuple[str, ...], said: str) -> None:
+    run = mgraph("tune", *arguments)
+    assert run.code == 2 and said in run.err and "GPU" not in run.err
+
+
 def test_a_package_or_a_model(compiled: Path) -> None:
     module, sizes = tune.opened(str(compiled), {"B": 3, "S": 0}, "bf16")
     assert sizes == {"B": 3, "S": 128} and "microbatch" in module.entries
