@@ -181,7 +181,7 @@ class Options(Settings):
     top_k: int = field(default=40, metadata=about("likeliest tokens that the sample draws from (0: all)", low=0))
     device: str = field(default="auto", metadata=about("where to run; auto is cuda if there is one", choices=DEVICES))
     threads: int = field(default=0, metadata=about("CPU threads per process (0: a fair share of the machine)", low=0))
-    strict: bool = field(default=False, metadata=about("a kernel without a binary for this device is an error"))
+    strict: bool = field(default=False, metadata=about("on a GPU, a kernel without a binary for it is an error"))
     jit: bool = field(default=False, metadata=about("kernels without a binary may be compiled by Triton"))
     poison: bool = field(
         default=False, metadata=about("fill memory that ends with NaN, to find what reads it afterwards; slow")
