@@ -8,7 +8,8 @@ from typing import Any
 
 _TABLES = ("dims", "entries", "files", "lines", "mesh")
 _LISTS = ("inputs", "kernels", "providers", "state")
-_ARCH = re.compile(r"sm_\d{2,3}a?")
+ARCH = re.compile(r"sm_(\d{1,2})(\d)(a?)")
+"""An architecture: major and minor version of the GPU, and whether binaries are for exactly that one."""
 
 
 def damage(manifest: Mapping[str, Any]) -> str | None:
@@ -24,7 +25,7 @@ def damage(manifest: Mapping[str, Any]) -> str | None:
         if not _are_tables(launches) or not all(_are_tables(launch.get("binaries", [])) for launch in launches):
             return f"kernel {kernel.get('name')} of the manifest has launches or binaries that are none"
         for arch in (str(binary.get("arch")) for launch in launches for binary in launch.get("binaries", [])):
-            if not _ARCH.fullmatch(arch):
+            if not ARCH.fullmatch(arch):
                 return f"kernel {kernel.get('name')} has a binary for {arch!r}, which is no architecture of GPUs"
     return None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import re
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from mgraph.errors import MgraphError, PackageError
+from mgraph.manifest_form import ARCH
 
 ALIGNMENT = 16
 """Bytes, and for strides elements, that the aligned variant of a binary counts on."""
@@ -29,7 +29,7 @@ def runs_on(arch: str, capability: tuple[int, int]) -> bool:
 
     `sm_90a` holds instructions of exactly that GPU; `sm_80` also runs on later minor versions of the same major one.
     """
-    match = re.fullmatch(r"sm_(\d+)(\d)(a?)", arch)
+    match = ARCH.fullmatch(arch)
     assert match is not None, f"unknown architecture {arch} in the manifest"
     major, minor = int(match[1]), int(match[2])
     return capability == (major, minor) if match[3] else capability[0] == major and capability[1] >= minor

@@ -28,13 +28,13 @@ from torch import Tensor
 from mgraph import __version__
 from mgraph.errors import MgraphError, OptionError, PackageError, some_of
 from mgraph.manifest_form import damage
-from mgraph.runtime import kernels, poison, tuned_products
+from mgraph.runtime import kernels, poison
 from mgraph.runtime.graphs import EntryGraphs
 from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.poison import Poison
 from mgraph.runtime.ranges import CALLED, compiled, range_of
 from mgraph.runtime.shards import Factors, Share, Split, share_of
-from mgraph.runtime.tuned_products import TunedProducts, tuned_entry
+from mgraph.runtime.tuned_products import TUNED, TunedProducts, tuned_entry
 from mgraph.step_order import order_text, read_step_order
 
 SCHEMA = 1
@@ -285,7 +285,7 @@ def load_package(
                 where=f"{path / 'step.py'}:1",
                 hint="put the function back, or compile the package again",
             )
-        entries[name] = tuned_entry(function, products) if tuned and name in tuned_products.ENTRIES else function
+        entries[name] = tuned_entry(function, products) if tuned and name in TUNED else function
     listed = manifest["entries"].items()
     replayed = device.type == "cuda" and cuda_graphs and not ranges
     pieces = {name: entry["pieces"] for name, entry in listed if replayed and "pieces" in entry}

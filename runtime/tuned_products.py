@@ -42,7 +42,7 @@ element, of the largest."""
 
 Run = Callable[[Tensor, Tensor, Tensor], bool]
 """Writes left @ right over out; False where the kernel refuses it."""
-ENTRIES = ("microbatch", "last", "finish")
+TUNED = ("microbatch", "last", "finish")
 """The entries of a package that train: others are called with sizes that do not come again."""
 Timer = Callable[[Callable[[], Any], int], float]
 """Seconds of a call, over so many."""

@@ -72,7 +72,7 @@ class Run:
     """A package with its state, and the same batch in each step."""
 
     def __init__(self, path: Path, graphs: bool, batch: int, length: int) -> None:
-        device = rows.gpu()
+        device = torch.device("cuda", torch.cuda.current_device())
         self.package: Package = load_package(path, device, cuda_graphs=graphs)
         axes = {name: size for name, size in self.package.manifest["mesh"].items() if isinstance(size, int)}
         lone = Mesh(0, 2 if axes else 1, device, axes)

@@ -13,6 +13,7 @@ drawn on the GPU, under torch.compile instead; `--cold` then empties that one's 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import json
 import os
@@ -130,6 +131,14 @@ def train_compiled(name: str, batch: int, length: int) -> None:
     phases.leave()
 
 
+def has_gpu() -> bool:
+    """Whether the driver finds a GPU; without torch, since files in use cannot be forgotten."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
+    except OSError:
+        return False
+
+
 def forget() -> None:
     """Let the system forget what it has read of torch and of the CUDA libraries; files in use stay."""
     spec = importlib.util.find_spec("torch")
@@ -177,9 +186,8 @@ def main() -> None:
         train_compiled(options.package.name, int(options.batch_size), int(options.seq_len))
     elif REPORT in os.environ:
         train_package(options.package, [*sizes, "--steps", "2", "--out", str(options.out)], plain=options.plain)
-    from benchmarks.gpu import rows  # not before: torch is among what is measured
-
-    rows.gpu()
+    if not has_gpu():
+        raise SystemExit("error: this measures on a GPU, and there is none\n  try: the machine with the GPU")
     report = options.out.with_suffix(".json")
     if options.cold:
         forget()
@@ -188,6 +196,8 @@ def main() -> None:
     seconds = measured([str(options.package), str(options.results), *same], report)
     workload = f"{options.package.name} B{options.batch_size} S{options.seq_len}"
     variant = ("cold" if options.cold else "warm") + ", plain" * options.plain + ", torch.compile" * options.compiled
+    from benchmarks.gpu import rows  # not before: torch is among what is measured
+
     total = sum(seconds.values())
     rows.append(options.results, rows.row("start-up", workload, total, "seconds", variant=variant, phases=seconds))
     for name, value in {**seconds, "in all": total}.items():

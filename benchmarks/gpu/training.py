@@ -134,10 +134,10 @@ def compare(
     makers |= {kind: make for kind, make in peers_of(shape, weights, device).items() if kind in wanted}
     alive: dict[str, peers.Step] = {}
     for variant, make in makers.items():
+        step: peers.Step | None = None  # what the last one holds is not this one's
         released()
         torch.cuda.reset_peak_memory_stats()
         held, begun = torch.cuda.memory_allocated(), time.perf_counter()
-        step: peers.Step | None = None
         try:
             step = make()
             first = float(step(batches[0]))
@@ -146,14 +146,12 @@ def compare(
             seconds, peak = timed(step, batches, options.steps), torch.cuda.max_memory_allocated() - held
         except Exception as error:  # a peer that does not run is a result, and the others go on
             complaints.append(f"{name}, {variant}: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
-            step = None  # what it holds is not the next one's
             continue
         seen = {"peak_bytes": peak, "until_first_step": started, "losses": losses, **distances.get(variant, {})}
         found[variant] = figures(shape, seconds) | seen
         tell(f"{name:7} {variant}", found[variant])
         if options.in_turns:
             alive[variant] = step
-        step = None
     for variant, seconds in timed_in_turns(alive, batches, options.steps).items():
         found[variant] |= figures(shape, seconds) | {"seconds_after_the_other": found[variant]["seconds"]}
         tell(f"{name:7} {variant}, in turns", found[variant])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mgraph.cli.routed_inputs import is_routed, routed
 from mgraph.codegen.dim_text import DimScope
-from mgraph.codegen.kernel_sites import LIBRARIES, TRITON, KernelSites, localized
+from mgraph.codegen.kernel_sites import LIBRARIES, TRITON, KernelSites
 from mgraph.codegen.profile import Instance
 from mgraph.codegen.providers import TORCH, Choice, Providers
 from mgraph.codegen.torch_provider import Site, write
@@ -59,7 +59,7 @@ def instances(providers: Providers) -> tuple[list[tuple[Choice, Node]], dict[str
         key = json.dumps([instance.op, instance.attrs, instance.sizes])
         if len(choice.candidates) < 2 or key in found:
             continue
-        node = _numbered(localized(node, providers.division), providers.extents)
+        node = _numbered(providers.division.local_node(node), providers.extents)
         reason = _unable(node)
         if reason is None:
             found[key] = choice, node

@@ -38,10 +38,12 @@ _ROUTED = (
 
 def is_routed(node: Node) -> bool:
     """Whether the operands of a node can be made here: all rows are of an expert, and no logits need be alike."""
-    experts = node.operands[0].tensor.shape[-1]
-    if node.op in _CHOOSING and not (isinstance(experts, int) and experts <= MOST_EXPERTS):
+    if node.attrs.get("ended") or node.attrs.get("others"):
         return False
-    return node.op in (*_ROUTED, *_CHOOSING) and not (node.attrs.get("ended") or node.attrs.get("others"))
+    if node.op in _CHOOSING:
+        experts = node.operands[0].tensor.shape[-1]
+        return isinstance(experts, int) and experts <= MOST_EXPERTS
+    return node.op in _ROUTED
 
 
 def routed(node: Node, made: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:

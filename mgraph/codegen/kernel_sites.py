@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mgraph.codegen.triton import (
@@ -36,8 +35,7 @@ from mgraph.codegen.triton import (
 )
 from mgraph.codegen.triton.kernel import KernelSpec
 from mgraph.ir.graph import Module, Node, Value
-from mgraph.ir.local import Division, declared_sizes
-from mgraph.ir.types import TensorType
+from mgraph.ir.local import WHOLE, Division, declared_sizes
 
 
 class Template(NamedTuple):
@@ -177,7 +175,7 @@ class KernelSites:
         chosen: Chooser | None = None,
         fixed: bool = False,
     ) -> None:
-        self._division, self._chosen, self.fixed = division, chosen, fixed
+        self._division, self._chosen, self.fixed = division or WHOLE, chosen, fixed
         self._templates = {**ON_ALL_TARGETS, **ON_GPUS, **(FIXED_ON_GPUS if fixed else {})} if gpu else ON_ALL_TARGETS
         self._sums = SUMS_ON_GPUS if gpu else {}
         self._names: dict[tuple[str, Any], str] = {}
@@ -190,7 +188,7 @@ class KernelSites:
         if template is None or self._is_for_others(node):
             return None
         problem = template.problem if self._chosen is None else template.instance
-        return self._named(template, problem(localized(node, self._division)), node)
+        return self._named(template, problem(self._division.local_node(node)), node)
 
     def provider(self, node: Node) -> str:
         """The provider that was chosen for a node; empty where the runtime finds one by itself."""
@@ -205,7 +203,7 @@ class KernelSites:
         template = self._sums.get(part.op)
         if template is None or self._is_for_others(part, total):
             return None
-        local = localized(part, self._division), _local_value(total, self._division)
+        local = self._division.local_node(part), self._division.local_value(total)
         return self._named(template, template.problem(*local, fresh), part)
 
     def _named(self, template: Template | SumTemplate, problem: Any, node: Node) -> str | None:
@@ -222,20 +220,6 @@ class KernelSites:
     def spec(self, name: str) -> KernelSpec:
         """The site of a name."""
         return next(spec for spec in self.specs if spec.name == name)
-
-
-def localized(node: Node, division: Division | None) -> Node:
-    """A node with the types of one rank's parts."""
-    if division is None or not division.sizes:
-        return node
-    operands, results = ([_local_value(v, division) for v in values] for values in (node.operands, node.results))
-    return node.with_values(tuple(operands), tuple(results))
-
-
-def _local_value(value: Value, division: Division | None) -> Value:
-    if division is None or not isinstance(value.type, TensorType):
-        return value
-    return replace(value, type=division.local_type(value.type))
 
 
 def kernel_sites(module: Module, *, gpu: bool = False, fixed: bool = False) -> KernelSites:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mgraph.codegen.kernel_sites import LIBRARIES, ON_ALL_TARGETS, ON_GPUS, SUMS_ON_GPUS, TRITON, UNVERIFIED, localized
+from mgraph.codegen.kernel_sites import LIBRARIES, ON_ALL_TARGETS, ON_GPUS, SUMS_ON_GPUS, TRITON, UNVERIFIED
 from mgraph.codegen.profile import Instance, Profile, Time
 from mgraph.errors import OptionError, did_you_mean
 from mgraph.ir.graph import Function, Module, Node, Value
@@ -102,7 +102,7 @@ class Providers:
 
     def choice(self, node: Node, total: Value | None = None) -> Choice:
         """The choice for a node; with `total`, for its sum to that."""
-        node = localized(node, self.division)
+        node = self.division.local_node(node)
         key = (node.op, str(node.attrs), *(v.type for v in node.operands), None if total is None else total.type)
         if key not in self._known:
             self._known[key] = self._choose(node, total)

@@ -14,7 +14,7 @@ from typing import Any
 
 from mgraph.ir.dims import Dim, Extent, names_in
 from mgraph.ir.facts import dependent, multiples, share
-from mgraph.ir.graph import Axis, Function, Module, Node
+from mgraph.ir.graph import Axis, Function, Module, Node, Value
 from mgraph.ir.types import Shard, TensorType
 
 SHAPE_ATTRS = ("shape", "size", "input_sizes")
@@ -88,6 +88,18 @@ class Division:
                 shape[placement.dim] = part
         return type_ if shape == list(type_.shape) else TensorType(type_.dtype, tuple(shape), type_.placement)
 
+    def local_value(self, value: Value) -> Value:
+        """The value with the type of one rank's part."""
+        if not self.sizes or not isinstance(value.type, TensorType):
+            return value
+        return replace(value, type=self.local_type(value.type))
+
+    def local_node(self, node: Node) -> Node:
+        """The node with the types of one rank's parts; attributes stay."""
+        if not self.sizes:
+            return node
+        return node.with_values(tuple(map(self.local_value, node.operands)), tuple(map(self.local_value, node.results)))
+
     def local_attrs(self, node: Node) -> Mapping[str, Any]:
         """The attributes that one rank runs the node with."""
         if self.sizes and node.op in COUNTED:
@@ -113,6 +125,10 @@ class Division:
         type_ = node.results[result].tensor
         local = self.local_type(type_).shape[0]
         return node.attrs if local == type_.shape[0] else {**node.attrs, name: local}
+
+
+WHOLE = Division({}, frozenset())
+"""That of a single rank, which has all of everything."""
 
 
 def localized(module: Module) -> Module:

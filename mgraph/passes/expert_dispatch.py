@@ -188,17 +188,8 @@ class _Function:
         ways: list[_Way] = []
         made: list[Sequence[Value]] = []
         for *given, chosen in zip(*parts, self._choices(builder, node), strict=True):
-            if self.options.own_first and not ways:
-                ways.append(self._stay(builder, node, given, chosen, made))
-                continue
-            extent = Extent.HOST if self.options.exact else Extent.BOUND
-            received = _received(self.dims, chosen.tensor.shape[0], extent)
-            way = _Way(received, chosen, int(str(node.attrs["num_experts"])))
-            if self.options.exact:
-                ranks = self.options.size
-                way.sizes = (builder.one("expert_sizes", chosen, **way.attrs, ranks=ranks, name="sizes"),)
-            names = [*(f"{v.name}_sent" for v in tensors), "own"]
-            *sent, own = builder.emit("expert_send", (*given, *way.last), {**way.attrs, "choices": True}, names=names)
+            way = _Way(chosen, int(str(node.attrs["num_experts"])), stays=self.options.own_first and not ways)
+            sent, own = (given, chosen) if way.stays else self._sent(builder, way, given, [v.name for v in tensors])
             way.weights = sent[1] if len(sent) == 2 else None
             attrs = {**node.attrs, "others": True}
             made.append(builder.emit("moe_dispatch", (sent[0], own), attrs, names=("rows", "order", "offsets")))
@@ -208,6 +199,19 @@ class _Function:
         for index, value in enumerate(node.results):
             self.inside[value] = [(way, results[index]) for way, results in zip(ways, made, strict=True)]
 
+    def _sent(
+        self, builder: FunctionBuilder, way: _Way, given: Sequence[Value], names: Sequence[str]
+    ) -> tuple[Sequence[Value], Value]:
+        """What is received of tensors of tokens that go a way, and the choice among the experts there."""
+        extent = Extent.HOST if self.options.exact else Extent.BOUND
+        way.received = _received(self.dims, way.indices.tensor.shape[0], extent)
+        if self.options.exact:
+            ranks = self.options.size
+            way.sizes = (builder.one("expert_sizes", way.indices, **way.attrs, ranks=ranks, name="sizes"),)
+        names = [*(f"{name}_sent" for name in names), "own"]
+        *sent, own = builder.emit("expert_send", (*given, *way.last), {**way.attrs, "choices": True}, names=names)
+        return sent, own
+
     def _choices(self, builder: FunctionBuilder, node: Node) -> Sequence[Value]:
         """The choices of each way."""
         if not self.options.own_first:
@@ -215,26 +219,14 @@ class _Function:
         attrs = {"num_experts": node.attrs["num_experts"]}
         return builder.emit("part_choices", (builder.value(node.operands[1]),), attrs, names=["own", "far"])
 
-    def _stay(
-        self, builder: FunctionBuilder, node: Node, given: Sequence[Value], own: Value, made: list[Sequence[Value]]
-    ) -> _Way:
-        """The way of tokens to experts of their own rank."""
-        way = _Way("", own, int(str(node.attrs["num_experts"])))
-        way.weights = given[1] if len(given) == 2 else None
-        attrs = {**node.attrs, "others": True}
-        made.append(builder.emit("moe_dispatch", (given[0], own), attrs, names=("rows", "order", "offsets")))
-        way.offsets, way.rows = made[-1][2], node.results[0].tensor.shape[0]
-        return way
-
     def _return(self, builder: FunctionBuilder, node: Node) -> None:
         rows, weights, order = node.operands[:3]
         ways = self.dispatches[order]
         if ways[0].weights is None:
             for way, part in zip(ways, self._parts(builder, weights), strict=True):
-                if way.stays:
-                    way.weights = part
-                    continue
-                way.weights = builder.emit("expert_send", (part, *way.last), way.attrs, names=["weights_sent"])[0]
+                way.weights = part
+                if not way.stays:
+                    way.weights = builder.emit("expert_send", (part, *way.last), way.attrs, names=["weights_sent"])[0]
         returned: list[Value] = []
         for chunk, way in enumerate(ways):
             assert way.offsets is not None and way.weights is not None, "sent before"
@@ -269,19 +261,17 @@ class _Function:
 class _Way:
     """What is known of the way to the experts of one dispatch, or of one chunk of it."""
 
-    received: str
     indices: Value
     num_experts: int
+    stays: bool = False
+    """Whether it is to experts of the rank that has the tokens: nothing is received."""
+    received: str = ""
+    """The ragged dim of what is."""
     weights: Value | None = None
     offsets: Value | None = None
     rows: Dim = 0
     sizes: tuple[Value, ...] = ()
     """Of its messages, where the host reads them."""
-
-    @property
-    def stays(self) -> bool:
-        """Whether it is to experts of the rank that has the tokens: nothing is received."""
-        return not self.received
 
     @property
     def attrs(self) -> dict[str, Any]:

@@ -20,7 +20,6 @@ on all ranks, as they run one program, and each node computes what it did.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -31,7 +30,7 @@ from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.ir.local import Division, declared_sizes
 from mgraph.ir.opdef import op_def
 from mgraph.ir.ops.cost import flops_of
-from mgraph.ir.types import PendingType, TensorType
+from mgraph.ir.types import PendingType
 from mgraph.passes.activations import extents
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.data_parallel import DataParallel
@@ -58,11 +57,11 @@ class OverlapExperts(Pass):
 
     def run(self, module: Module, report: Report) -> Module:
         """Rewrite each function that sends tokens."""
-        functions = dict(module.functions)
+        functions, ranks = dict(module.functions), _ranks(module)
         for name, function in module.functions.items():
             sending = [node for node in function.nodes if _sends_tokens(node)]
             if sending:
-                messages = _Messages(module, _ranks(module))
+                messages = _Messages(module, ranks)
                 functions[name] = replace(function, nodes=tuple(_ordered(_split(function), messages)))
                 report.match(name, sending[0].id, f"{len(sending)} messages start early")
         return replace(module, functions=functions)
@@ -111,24 +110,20 @@ def _ordered(nodes: Sequence[Node], messages: _Messages) -> list[Node]:
         for other in before:
             readers.setdefault(other, []).append(index)
     missing = [len(before) for before in needs]
-    ready = [(kinds[index], index) for index, count in enumerate(missing) if count == 0]
-    heapq.heapify(ready)
+    ready = {(kinds[index], index) for index, count in enumerate(missing) if count == 0}
     order: list[Node] = []
     while ready:
-        kind, index = heapq.heappop(ready)
+        kind, index = min(ready)
         if kind == OTHER:
-            come = [(k, i) for k, i in ready if k == WAIT and i in leads and messages.have_come(nodes[i])]
-            if come:
-                heapq.heappush(ready, (kind, index))
-                _, index = min(come)
-                ready.remove((WAIT, index))
-                heapq.heapify(ready)
+            come = (i for k, i in ready if k == WAIT and i in leads and messages.have_come(nodes[i]))
+            index = min(come, default=index)
+        ready.remove((kinds[index], index))
         order.append(nodes[index])
         messages.run(nodes[index])
         for reader in readers.get(index, ()):
             missing[reader] -= 1
             if missing[reader] == 0:
-                heapq.heappush(ready, (kinds[reader], reader))
+                ready.add((kinds[reader], reader))
     assert len(order) == len(nodes), "a graph has no cycles"
     return order
 
@@ -162,7 +157,7 @@ class _Messages:
 
     def run(self, node: Node) -> None:
         """A node has run."""
-        if node.op == "wait":
+        if not self._ranks or node.op == "wait":
             return
         sent = {v: v.type.value for v in node.results if isinstance(v.type, PendingType)}
         if sent:
@@ -170,21 +165,12 @@ class _Messages:
             count = sum(evaluate(type_.numel * type_.dtype.bits, self._sizes) / 8 for type_ in types)
             self._left |= dict.fromkeys(sent, count * OPERATIONS_A_BYTE * (self._ranks - 1))
             return
-        work = float(evaluate(flops_of(self._local(node)), self._sizes))
+        work = float(evaluate(flops_of(self._division.local_node(node)), self._sizes))
         self._left = {value: left - work for value, left in self._left.items()}
-
-    def _local(self, node: Node) -> Node:
-        """The node with the types of this rank's parts."""
-
-        def of(value: Value) -> Value:
-            type_ = value.type
-            return replace(value, type=self._division.local_type(type_)) if isinstance(type_, TensorType) else value
-
-        return node.with_values(tuple(map(of, node.operands)), tuple(map(of, node.results)))
 
     def have_come(self, wait: Node) -> bool:
         """Whether what a node waits for is there."""
-        return self._ranks > 0 and all(self._left.get(value, 1.0) <= 0 for value in wait.operands)
+        return all(self._left.get(value, 1.0) <= 0 for value in wait.operands)
 
 
 START, LEADING, OTHER, WAIT = range(4)

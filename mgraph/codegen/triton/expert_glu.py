@@ -35,6 +35,7 @@ from mgraph.codegen.triton.grouped import (
     fitting,
     low_cuts,
     one_cut,
+    parameters,
     product_lines,
     refusal,
     sources,
@@ -229,7 +230,7 @@ def _forward_source(problem: ExpertGlu, tiles: Tiles, args: Sequence[str]) -> st
     ]
     return f'''
 @triton.jit
-def {tiles.body}({", ".join(f"{arg}_ptr" for arg in args)}):
+def {tiles.body}({", ".join(parameters(args))}):
     """y[r] = {problem.unit.act}(x[t] @ wg[e]) * (x[t] @ wu[e]), {tiles.cut.rows} rows at a time."""
 {tiles.loop(lines, descriptor_lines(factors, tiles))}'''
 
@@ -337,7 +338,7 @@ def _part_lines(problem: ExpertGlu, tiles: Tiles, total: str, start: int, column
 
 
 def _wrapped(args: tuple[str, ...]) -> str:
-    names = [arg if arg == "R" else f"{arg}_ptr" for arg in args]
+    names = parameters(args)
     half = len(names) // 2
     return f"    {', '.join(names[:half])},\n    {', '.join(names[half:])}"
 

@@ -130,7 +130,7 @@ def _product_source(problem: ExpertSum, tiles: Tiles, args: Sequence[str]) -> st
     ]
     return f'''
 @triton.jit
-def {tiles.body}({parameters(args)}):
+def {tiles.body}({", ".join(parameters(args))}):
     """pairs[order[r]] = rows[r] @ w[e], {tiles.cut.rows} rows by {tiles.cut.columns} columns at a time."""
 {tiles.loop(lines, descriptor_lines([factor], tiles))}'''
 

@@ -615,14 +615,14 @@ def _product_source(problem: Product, tiles: Tiles, pairs: Sequence[tuple[str, s
     lines += store_lines(tiles, ("y", f"total.to(tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]})"))
     return f'''
 @triton.jit
-def {tiles.body}({parameters(args)}):
+def {tiles.body}({", ".join(parameters(args))}):
     """y[r] = {_formula(problem)}, {tiles.cut.rows} rows by {tiles.cut.columns} columns at a time."""
 {tiles.loop(lines, descriptor_lines(factors, tiles))}'''
 
 
-def parameters(args: Sequence[str]) -> str:
+def parameters(args: Sequence[str]) -> list[str]:
     """The parameters of a function: pointers, and the number of rows."""
-    return ", ".join(arg if arg == "R" else f"{arg}_ptr" for arg in args)
+    return [arg if arg == "R" else f"{arg}_ptr" for arg in args]
 
 
 def _formula(problem: Product) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mgraph.codegen.triton.grouped import EXACT, Tuning, dot, exact_tuning, refusal
+from mgraph.codegen.triton.grouped import EXACT, Tuning, dot, exact_tuning, plain, refusal
 from mgraph.codegen.triton.kernel import (
     TRITON_LANGUAGE_DTYPES,
     Expression,
@@ -90,23 +90,27 @@ def outer(name: str, problem: Outer, cut: Tuning | None = None) -> KernelSpec:
     args = (*(tensor.name for tensor in inputs), *(() if problem.total else ("y",)))
     tiles = problem.experts * -(-problem.left // cut.rows) * -(-problem.right // cut.columns)
     grid: Expression = ("min", tiles, ("mul", "sms", cut.programs)) if cut.programs else tiles
-    ways = {"all": cut}
-    if _described(problem, cut):
-        ways = {"aligned": cut, "others": replace(cut, described=False)}
-    launches = []
-    for takes, way in ways.items():
-        other = takes == "others"
-        function = f"{name}{'_any' * other}"
-        launch = Launch(function, args, (grid,), cut.num_warps, cut.num_stages, aligned=not other, takes=takes)
-        launches.append((launch, way))
+    forms = {"aligned": cut, "others": plain(cut)} if _described(problem, cut) else {"all": cut}
+    launches = tuple(
+        Launch(
+            f"{name}{'_any' * (takes == 'others')}",
+            args,
+            (grid,),
+            cut.num_warps,
+            cut.num_stages,
+            aligned=takes != "others",
+            takes=takes,
+        )
+        for takes in forms
+    )
     return KernelSpec(
         name=name,
-        source="".join(_source(launch.function, problem, launch_cut, args) for launch, launch_cut in launches),
+        source="".join(_source(launch.function, problem, forms[launch.takes], args) for launch in launches),
         twin=_twin(name, problem, args),
         inputs=inputs,
         outputs=(output,),
         scratch=(),
-        launches=tuple(launch for launch, _ in launches),
+        launches=launches,
     )
 
 

@@ -192,8 +192,8 @@ def _own_choices(indices: Tensor, index: Tensor, *, num_experts: int, ranks: int
     `num_experts`: indices i64[R, K] → i64[R, K], and how many a rank has for those of others. With `used` every row is
     a token's, so that there is none without experts, -1."""
     own = num_experts // ranks
-    local = indices - index * own
-    return local.where((local >= 0) & (local < own), own)
+    local, is_own = _local(indices, index, own)
+    return local.where(is_own, own)
 
 
 def _part_choices(indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -208,9 +208,13 @@ def _part_choices(indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]
 def _far_choices(indices: Tensor, index: Tensor, *, num_experts: int, ranks: int) -> Tensor:
     """The experts of other ranks than this one, number `index` (i64[]) of the `ranks` that share `num_experts`:
     indices i64[T, K] → i64[T, K], with `num_experts` for those of this rank."""
-    own = num_experts // ranks
+    return indices.masked_fill(_local(indices, index, num_experts // ranks)[1], num_experts)
+
+
+def _local(indices: Tensor, index: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    """The numbers of experts on rank `index`, which has `own` of them, and which of them it has."""
     local = indices - index * own
-    return indices.masked_fill((local >= 0) & (local < own), num_experts)
+    return local, (local >= 0) & (local < own)
 
 
 define_op(
