@@ -118,20 +118,33 @@ FORWARD_GRID = [Tuning(rows, warps) for rows, warps in ((1, 4), (1, 8), (2, 8), 
 BACKWARD_GRID = [
     Tuning(1, warps, stages, programs)
     for warps, stages, programs in (
-        (4, 1, 4),
-        (4, 2, 4),
-        (8, 1, 2),
+        (4, 3, 4),
         (8, 2, 2),
+        (8, 3, 1),
         (8, 3, 2),
-        (8, 1, 3),
+        (8, 5, 1),
+        (8, 5, 2),
         (16, 1, 1),
-        (16, 2, 1),
         (16, 3, 1),
         (16, 4, 1),
-        (32, 2, 1),
+        (16, 5, 1),
         (32, 3, 1),
     )
 ]
+MOST_BYTES = 220 * 1024
+"""Of rows that a multiprocessor has on the way."""
+
+
+def _has_room(size: int, cut: Tuning) -> bool:
+    return (cut.num_stages - 1) * cut.programs_per_sm * 3 * 2 * size <= MOST_BYTES
+
+
 TUNINGS = [case("K1", 16384, size, cut) for size in SIZES for cut in FORWARD_GRID]
-TUNINGS += [case("K2", rows, size, cut) for rows in (16384, 512) for size in SIZES for cut in BACKWARD_GRID]
+TUNINGS += [
+    case("K2", rows, size, cut)
+    for rows in (16384, 512)
+    for size in SIZES
+    for cut in BACKWARD_GRID
+    if _has_room(size, cut)
+]
 """The same with other tunings, to choose the template's by."""

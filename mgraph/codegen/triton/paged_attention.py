@@ -10,7 +10,8 @@ whose tables are long, each multiprocessor has one program with much on the way,
 way it is and `splits`, as many as fill the GPU where there are few tiles, follow from shapes alone, so that a CUDA
 graph of a bucket keeps them. Programs that read the same rows, for other heads, stand beside each other in the grid.
 
-Tile p belongs to the last request r with starts[r] // tokens + r <= p: each request may waste one tile, and no table of
+The first R tiles are the first ones of the R requests, so that their loads wait for no search. Of those after them,
+tile R + p belongs to the last request r with starts[r] // tokens <= p: each request may waste one tile, and no table of
 tiles is needed. Tokens of no request give 0.
 
 With fixed runs (`--batch-invariant`) what a token gives depends on its position alone: one height of tiles, runs that
@@ -388,7 +389,7 @@ def {name}(
     """
     group, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     {_search_lines(tokens)}
-    first = begin + (tile - begin // {tokens} - request) * {tokens}
+    first = begin + further * {tokens}
     row = tl.arange(0, {cut.rows})
     head = group * {repeat} + row % {repeat}
     across = tl.arange(0, {value_width})
@@ -415,24 +416,20 @@ def {name}(
 
 
 def _search_lines(tokens: int) -> str:
-    """The request of a tile, and its starts and length: the one that it is of where each has one new token, which three
-    loads show that wait for none, or what a search finds."""
-    return f"""request = tile - (tile + 1) // {tokens + 1}
-    begin = tl.load(starts_ptr + request, mask=request < R, other=0)
-    end = tl.load(starts_ptr + request + 1, mask=request < R, other=0)
-    length = tl.load(lengths_ptr + request, mask=request < R, other=0)
-    if (request >= R) | (begin // {tokens} + request > tile) | (end // {tokens} + request < tile):
-        request, begin, end, length = -1, 0, 0, 0
+    """The request of a tile, its starts and length, and how many of its tiles come before."""
+    return f"""request, further = tile, 0
+    if tile >= R:
+        request = -1
         for base in tl.range(0, R, {SPAN}):  # all at once: a load that waits for another takes longer than it all
             one = base + tl.arange(0, {SPAN})
             start = tl.load(starts_ptr + one, mask=one < R, other=1 << 30)
-            stop = tl.load(starts_ptr + one + 1, mask=one < R, other=0)
-            rows = tl.load(lengths_ptr + one, mask=one < R, other=0)
-            reached = start // {tokens} + one <= tile
-            request += tl.sum(reached.to(tl.int32), 0)
-            begin = tl.maximum(begin, tl.max(tl.where(reached, start, 0), 0))
-            end = tl.maximum(end, tl.max(tl.where(reached, stop, 0), 0))
-            length = tl.where(request >= base, tl.sum(tl.where(one == request, rows, 0), 0), length)"""
+            request += tl.sum((start // {tokens} <= tile - R).to(tl.int32), 0)
+        request = tl.maximum(request, 0)
+    begin = tl.load(starts_ptr + request, mask=request < R, other=0)
+    end = tl.load(starts_ptr + request + 1, mask=request < R, other=0)
+    length = tl.load(lengths_ptr + request, mask=request < R, other=0)
+    if tile >= R:
+        further = tile - R + 1 - begin // {tokens}"""
 
 
 def _end_lines(problem: PagedAttention, cut: Tuning) -> str:

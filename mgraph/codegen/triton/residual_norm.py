@@ -73,7 +73,7 @@ def forward(name: str, problem: RmsNorm, tuning: Tuning | None = None) -> Kernel
 
 def backward(name: str, problem: RmsNorm, tuning: Tuning | None = None) -> KernelSpec:
     """The site `dx, dweight = name(dy, dsum, total, weight, rstd)`: dweight [size] in weight's dtype, dx like total."""
-    cut = tuning or backward_tuning(problem)
+    cut = tuning or backward_tuning(problem, tensors=3)
     args = ("dy", "dsum", "total", "weight", "rstd", "dx", "partial", "rows")
     rows, size = ("*", problem.size), problem.size
     return KernelSpec(

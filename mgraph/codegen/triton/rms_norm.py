@@ -29,8 +29,12 @@ LARGEST_NORM = 1024
 """Up to this size the twin takes torch's vector norm, which needs no tensor of squares; it adds a row in few partial
 sums, and beyond this size their rounding would show (2e-6 relative at 16,384)."""
 
-REDUCE_ROWS, REDUCE_COLUMNS = 64, 32
-"""Tile of the launch that adds the partial sums: 32 columns of f32 are one 128-byte line."""
+REDUCE_ROWS, REDUCE_COLUMNS = 256, 32
+"""Tile of the launch that adds the partial sums: 32 columns of f32 are one 128-byte line, and of one program on each
+multiprocessor all parts are on the way at once."""
+
+ON_THE_WAY, MOST_STAGES = 96 * 1024, 5
+"""Bytes of rows that a multiprocessor has on the way in a backward, which every GPU has the shared memory for."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +115,14 @@ def forward_tuning(problem: RmsNorm) -> Tuning:
     return Tuning(rows, num_warps=min(16, max(4, rows * problem.block // 512)))
 
 
-def backward_tuning(problem: RmsNorm) -> Tuning:
-    """As forward, with 16 warps in all per multiprocessor: four wide values per element leave room for no more."""
+def backward_tuning(problem: RmsNorm, tensors: int = 2) -> Tuning:
+    """As forward, with 16 warps in all per multiprocessor: four wide values per element leave room for no more. Of the
+    rows of so many `tensors` as many are on the way as have room; two stages, where there is for no more."""
     rows = max(1, 2048 // problem.block)
     num_warps = min(16, max(4, rows * problem.block // 512))
-    return Tuning(rows, num_warps, num_stages=2, programs_per_sm=max(1, 16 // num_warps))
+    programs = max(1, 16 // num_warps)
+    stage = programs * rows * problem.block * ITEM_BYTES[problem.x] * tensors
+    return Tuning(rows, num_warps, max(2, min(MOST_STAGES, 1 + ON_THE_WAY // stage)), programs)
 
 
 def forward(name: str, problem: RmsNorm, tuning: Tuning | None = None) -> KernelSpec:
