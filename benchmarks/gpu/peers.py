@@ -82,30 +82,43 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten())
 
 
-def plain(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, mode: str) -> Step:
-    """The zoo's model, eager (`mode` "") or compiled with a mode of torch.compile; the loss is compiled with it."""
+def plain(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, mode: str) -> Trained:
+    """The zoo's model, eager (`mode` "") or compiled with a mode of torch.compile; the loss is compiled with it.
+    `weights` has parameters, and buffers if need be."""
     torch._dynamo.reset()
-    model = shape.make().to(device)
+    with torch.device(device):
+        model = shape.make()
     for name, parameter in model.named_parameters():
         parameter.data = weights[name].to(device, copy=True)
-    return trained(model, dtype, device, mode)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(weights.get(name, buffer))
+    return Trained(model, dtype, device, mode)
 
 
-def trained(model: nn.Module, dtype: torch.dtype, device: torch.device, mode: str) -> Step:
-    """The step of a model in f32 that maps tokens to logits, eager or compiled with a mode of torch.compile. Parameters
+class Trained:
+    """A model in f32 that maps tokens to logits, as a step, eager or compiled with a mode of torch.compile. Parameters
     become `dtype`; buffers stay f32, as a package has them."""
-    optimizer = Masters(model.parameters(), device, dtype)
-    run: Callable[[nn.Module, Batch], Tensor] = loss_of
-    if mode:
-        run = torch.compile(loss_of, mode=None if mode == "default" else mode)
 
-    def step(batch: Batch) -> Tensor:
-        loss = run(model, batch)
+    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device, mode: str) -> None:
+        self._model = model
+        self._optimizer = Masters(model.parameters(), device, dtype)
+        self._loss: Callable[[nn.Module, Batch], Tensor] = loss_of
+        if mode:
+            self._loss = torch.compile(loss_of, mode=None if mode == "default" else mode)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Train a step; the loss."""
+        loss = self._loss(self._model, batch)
         loss.backward()
-        optimizer.step()
+        self._optimizer.step()
         return loss.detach()
 
-    return step
+    def gradients(self, batch: Batch) -> dict[str, Tensor]:
+        """The gradients of the loss, with no update."""
+        self._loss(self._model, batch).backward()
+        found = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
+        self._model.zero_grad(set_to_none=True)
+        return found
 
 
 def _packed(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

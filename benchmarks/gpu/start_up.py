@@ -122,7 +122,7 @@ def train_compiled(name: str, batch: int, length: int) -> None:
     phases.end("import the model")
     with device:
         model = shape.make()
-    step = peers.trained(model, torch.bfloat16, device, "default")
+    step = peers.Trained(model, torch.bfloat16, device, "default")
     phases.end("draw the state")
     loss = step(shape.batches(0, 1, device)[0])
     phases.end("compile, and the step")
