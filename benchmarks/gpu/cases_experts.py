@@ -491,53 +491,39 @@ _ROUTERS = [
 _UNITS = [
     Tuning(*cut)
     for cut in (
-        (128, 128, 64, 8, 4, 8),
-        (128, 128, 64, 8, 4, 32),
-        (128, 128, 64, 8, 4, 16, 1),
-        (128, 128, 32, 8, 6, 16),
-        (256, 128, 64, 16, 2, 16),
-        (128, 128, 64, 8, 4, 16, 0, True, True),
-        (128, 128, 64, 8, 4, 16, 1, True, True),
+        (128, 128, 64, 8, 3, 16),
+        (128, 128, 64, 8, 3, 16, 0, True, True),
+        (128, 128, 64, 8, 3, 16, 4, True, True),
+        (128, 128, 64, 8, 4, 16, 4, True, True),
     )
 ]
 _PRODUCTS = [
     Tuning(*cut)
     for cut in (
-        (128, 128, 64, 4, 3, 8),
         (128, 256, 64, 8, 3, 8),
-        (128, 256, 64, 8, 4, 16),
-        (128, 256, 64, 8, 4, 4),
-        (128, 256, 64, 8, 4, 8, 1),
-        (128, 256, 32, 8, 6, 8),
-        (128, 256, 64, 8, 4, 8, 0, True, True),
-        (128, 256, 64, 8, 4, 8, 1, True, True),
-        (128, 128, 64, 4, 3, 8, 0, True, True),
+        (128, 256, 64, 8, 3, 8, 1, True, True, True),
+        (128, 256, 64, 8, 3, 8, 2, True, True, True),
+        (128, 256, 64, 8, 3, 8, 4, True, True, True),
+        (128, 256, 64, 8, 3, 8, 4, True, True),
+        (128, 256, 64, 8, 3, 8, 8, True, True, True),
     )
 ]
 _UNITS_GRAD = [
     Tuning(*cut)
     for cut in (
-        (128, 128, 64, 8, 4, 16),
         (128, 256, 64, 8, 3, 16),
-        (128, 256, 64, 8, 4, 8),
-        (128, 256, 64, 8, 4, 16, 1),
-        (128, 128, 64, 8, 4, 16, 1),
-        (128, 256, 64, 8, 4, 16, 0, True, True),
-        (128, 128, 64, 4, 3, 16, 0, True, True),
+        (128, 256, 64, 8, 3, 16, 4, True, True),
+        (128, 128, 64, 8, 3, 16, 0, True, True),
     )
 ]
 _OUTERS = [
     Tuning(*cut)
     for cut in (
-        (128, 128, 64, 8, 4),
-        (128, 128, 64, 4, 3),
-        (128, 256, 64, 8, 3),
-        (128, 256, 32, 8, 5),
-        (256, 128, 64, 8, 4),
-        (128, 256, 64, 8, 4, 8, 1),
-        (128, 256, 64, 8, 4, 8, 0, True, True),
-        (256, 128, 64, 8, 4, 8, 0, True, True),
-        (128, 128, 64, 4, 3, 8, 0, True, True),
+        (128, 256, 64, 8, 3, 8, 4, True, True),
+        (128, 256, 64, 8, 3, 8, 2, True, True),
+        (256, 128, 64, 8, 3),
+        (256, 128, 64, 8, 3, 8, 0, True, True),
+        (256, 128, 64, 8, 3, 8, 4, True, True),
     )
 ]
 
@@ -553,10 +539,20 @@ TUNINGS = [
         for tokens in (32768, 256)
         for cut in _ROUTERS
     ),
-    *(_tuned(units_case("qwen", QWEN, cut), cut) for cut in _UNITS),
-    *(_tuned(product_case("K9-down-qwen", QWEN, down_of(QWEN), cut), cut) for cut in _PRODUCTS),
-    *(_tuned(units_grad_case("qwen", QWEN, cut), cut) for cut in _UNITS_GRAD),
-    *(_tuned(product_case("K10-back-qwen", QWEN, back_of(QWEN), cut), cut) for cut in _PRODUCTS),
-    *(_tuned(outer_case("K10-before-qwen", QWEN, outers_of(QWEN)[0], cut), cut) for cut in _OUTERS),
-    *(_tuned(outer_case("K10-after-qwen", QWEN, outers_of(QWEN)[1], cut), cut) for cut in _OUTERS),
+    *(
+        _tuned(case, cut)
+        for name, layer in (("qwen", QWEN), ("e64", E64))
+        for cuts, make in (
+            (_UNITS, partial(units_case, name, layer)),
+            (_PRODUCTS, partial(product_case, f"K9-down-{name}", layer, down_of(layer))),
+            (_UNITS_GRAD, partial(units_grad_case, name, layer)),
+            (_PRODUCTS, partial(product_case, f"K10-back-{name}", layer, back_of(layer))),
+            *(
+                (_OUTERS, partial(outer_case, f"K10-{way}-{name}", layer, problem))
+                for way, problem in zip(("before", "after"), outers_of(layer), strict=True)
+            ),
+        )
+        for cut in cuts
+        for case in (make(cut),)
+    ),
 ]

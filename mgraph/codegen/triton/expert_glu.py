@@ -19,12 +19,13 @@ is written, as 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mgraph.codegen.triton.glu import Glu, backward_lines, forward_lines
 from mgraph.codegen.triton.grouped import (
     LOW,
+    WAVES,
     Cuts,
     Factor,
     Tiles,
@@ -134,15 +135,19 @@ _NUMBERS = {"alpha": Glu.alpha, "limit": 0.0, "offset": 0.0}
 
 def forward_cuts(problem: ExpertGlu) -> Cuts:
     """Of many rows, 128 by 128 gates and as many ups: 8 warps have both sums in registers. Of few, lower tiles."""
-    columns = min(128, max(16, power(problem.width)))
-    many = Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns == 128 else 4, 4, group=16)
-    return low_cuts(problem.inner, problem.width, many, factors=2)
+    return low_cuts(problem.inner, problem.width, _many(problem, 128), factors=2)
 
 
 def backward_tuning(problem: ExpertGlu) -> Tuning:
     """128 by 256: what follows the sum takes it in parts, so that only the sum itself fills the registers."""
-    columns = 256 if problem.width % 256 == 0 else min(128, max(16, power(problem.width)))
-    return Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns >= 128 else 4, 4, group=16)
+    return _many(problem, 256)
+
+
+def _many(problem: ExpertGlu, widest: int) -> Tuning:
+    """Tiles of many rows, up to so many columns."""
+    columns = widest if problem.width % widest == 0 else min(128, max(16, power(problem.width)))
+    cut = Tuning(128, columns, depth_of(problem.inner, 64), 4, 4, group=16)
+    return cut if columns < 128 else replace(cut, num_warps=8, num_stages=3, programs=WAVES, described=True)
 
 
 def forward(name: str, problem: ExpertGlu, cuts: Cuts = ()) -> KernelSpec:

@@ -56,6 +56,7 @@ class Tuning:
     programs               for each multiprocessor; 0: one for each tile
     listed                 whether a launch lists the tiles; else each program looks for its own among the offsets
     described              whether blocks that lie together come by descriptors, whose addresses are the copy engine's
+    flat                   whether a program asks for the first blocks of its next tile before it ends with one
     """
 
     rows: int
@@ -67,6 +68,7 @@ class Tuning:
     programs: int = 0
     listed: bool = True
     described: bool = False
+    flat: bool = False
 
 
 Cuts = Sequence[tuple[int, Tuning]]
@@ -255,7 +257,7 @@ def {self.function}(offsets_ptr, {self.tiles}_ptr, {self.bound}):
         ]
         head = lines_of(*all_, *before)
         if cut.programs:
-            head += lines_of(f"for tile in range(tl.program_id(0), count * {across}, tl.num_programs(0)):")
+            head += lines_of(all_tiles(f"count * {across}", cut))
         else:
             head += lines_of("tile = tl.program_id(0)", f"if tile < count * {across}:")
         return head + lines_of(*lines, depth=2)
@@ -273,6 +275,11 @@ def ways(name: str, experts: int, width: int, cuts: Cuts) -> tuple[tuple[Tiles, 
         before = reached
         dims |= tiles.dims
     return found, dims
+
+
+def all_tiles(count: str, cut: Tuning) -> str:
+    """The loop of a program over its tiles."""
+    return f"for tile in tl.range(tl.program_id(0), {count}, tl.num_programs(0){', flatten=True' * cut.flat}):"
 
 
 AS_THEY_LIE = "row.to(tl.int64)"
@@ -385,7 +392,7 @@ def fitting(cuts: Cuts, factors: Sequence[Factor]) -> Cuts:
 
 def plain(cut: Tuning) -> Tuning:
     """The same cut by addresses."""
-    return replace(cut, described=False)
+    return replace(cut, described=False, flat=False)
 
 
 def descriptor_lines(factors: Sequence[Factor], tiles: Tiles) -> list[str]:
@@ -515,11 +522,19 @@ def problem_of(node: Node) -> Product | str:
 
 
 def tuning(problem: Product) -> Tuning:
-    """128 by 256, four steps of 64 on the way: the largest tile whose sum 8 warps have in registers."""
+    """128 by 256, the largest tile whose sum 8 warps have in registers, three steps of 64 on the way by descriptors."""
     if problem.dtype == EXACT:
         return exact_tuning(problem.width)
     columns = next((n for n in (256, 128) if problem.width % n == 0), min(128, max(16, power(problem.width))))
-    return Tuning(128, columns, depth_of(problem.inner, 64), 8 if columns >= 128 else 4, 4 if columns >= 128 else 3)
+    cut = Tuning(128, columns, depth_of(problem.inner, 64), 4, 3)
+    if columns < 128:
+        return cut
+    return replace(cut, num_warps=8, programs=WAVES, described=True, flat=True)
+
+
+WAVES = 4
+"""Programs on a multiprocessor, one after the other, that take large tiles by turns: each makes its descriptors once.
+They are several, as one that has to wait, for communication that is on its multiprocessor, would end far too late."""
 
 
 def exact_tuning(width: int, rows: int = 64) -> Tuning:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mgraph.codegen.triton.grouped import EXACT, Tuning, dot, exact_tuning, plain, refusal
+from mgraph.codegen.triton.grouped import EXACT, Tuning, all_tiles, dot, exact_tuning, plain, refusal
 from mgraph.codegen.triton.kernel import (
     TRITON_LANGUAGE_DTYPES,
     Expression,
@@ -66,12 +66,18 @@ def problem_of_sum(node: Node, total: Value, fresh: bool = False) -> Outer | str
 
 
 def tuning(problem: Outer) -> Tuning:
-    """Large tiles, as the sum is long: 128 by 256 with 64 rows at a time; of f32 smaller ones."""
+    """Large tiles, as the sum is long, with 64 rows at a time; of f32 smaller ones. They are wide on a side that lies
+    row by row, which comes by a descriptor: what is taken is read by addresses."""
     if problem.dtype == EXACT:
         return exact_tuning(problem.right, min(64, max(16, power(problem.left))))
-    rows = min(128, max(16, power(problem.left)))
-    columns = min(256 if problem.right % 256 == 0 else 128, max(16, power(problem.right)))
-    return Tuning(rows, columns, 64, 8 if rows * columns >= 128 * 128 else 4, 4)
+    rows, columns = (min(128, max(16, power(width))) for width in (problem.left, problem.right))
+    if problem.taken == "right" and problem.left % 256 == 0:
+        rows = 256
+    elif problem.right % 256 == 0:
+        columns = 256
+    if rows * columns < 128 * 128:
+        return Tuning(rows, columns, 64, 4, 4)
+    return Tuning(rows, columns, 64, 8, 3, described=True)
 
 
 def outer(name: str, problem: Outer, cut: Tuning | None = None) -> KernelSpec:
@@ -188,7 +194,7 @@ def _source(name: str, problem: Outer, cut: Tuning, args: tuple[str, ...]) -> st
         lines.append(f"tl.store({'total' if problem.total else 'y'}_ptr + element, sum_{low}{mask})")
     tiles = problem.experts * along * across
     if cut.programs:
-        loop = lines_of(f"for tile in range(tl.program_id(0), {tiles}, tl.num_programs(0)):")
+        loop = lines_of(all_tiles(str(tiles), cut))
         body = loop + lines_of(*lines, depth=2)
     else:
         body = lines_of("tile = tl.program_id(0)", *lines)

@@ -33,7 +33,7 @@ REDUCE_ROWS, REDUCE_COLUMNS = 256, 32
 """Tile of the launch that adds the partial sums: 32 columns of f32 are one 128-byte line, and of one program on each
 multiprocessor all parts are on the way at once."""
 
-ON_THE_WAY, MOST_STAGES = 96 * 1024, 5
+ON_THE_WAY, MOST_STAGES = 96 * 1024, 8
 """Bytes of rows that a multiprocessor has on the way in a backward, which every GPU has the shared memory for."""
 
 
@@ -116,13 +116,12 @@ def forward_tuning(problem: RmsNorm) -> Tuning:
 
 
 def backward_tuning(problem: RmsNorm, tensors: int = 2) -> Tuning:
-    """As forward, with 16 warps in all per multiprocessor: four wide values per element leave room for no more. Of the
-    rows of so many `tensors` as many are on the way as have room; two stages, where there is for no more."""
+    """One program on each multiprocessor, so that there are few parts of dweight, with rows of so many `tensors` on the
+    way as have room: their bytes, not warps, hide what memory takes."""
     rows = max(1, 2048 // problem.block)
-    num_warps = min(16, max(4, rows * problem.block // 512))
-    programs = max(1, 16 // num_warps)
-    stage = programs * rows * problem.block * ITEM_BYTES[problem.x] * tensors
-    return Tuning(rows, num_warps, max(2, min(MOST_STAGES, 1 + ON_THE_WAY // stage)), programs)
+    stage = rows * problem.block * ITEM_BYTES[problem.x] * tensors
+    stages = max(2, min(MOST_STAGES, 1 + ON_THE_WAY // stage))
+    return Tuning(rows, min(16, max(8, rows * problem.block // 256)), stages, programs_per_sm=1)
 
 
 def forward(name: str, problem: RmsNorm, tuning: Tuning | None = None) -> KernelSpec:
