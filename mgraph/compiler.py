@@ -131,7 +131,6 @@ def pipeline_text(recipe: Recipe) -> str:
     if recipe.expert_axes():
         ways: dict[str, OptionValue] = {"size": recipe.expert_ranks, "chunks": recipe.ep_chunks}
         ways |= {"exact": True} if recipe.expert_extent == "host" else {}
-        ways |= {"own_first": True} if recipe.ep_own_first else {}
         specs += [print_spec("expert-dispatch", ways)]
     specs += [print_spec("joint-losses", {"over": recipe.loss_axes})] if recipe.loss_axes else []
     specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]

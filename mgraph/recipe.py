@@ -43,9 +43,7 @@ _NOT_TRAINED = "leave it out: what is served is not trained"
 _NOT_SERVED = "--for serve, or leave it out"
 OF_PURPOSE = {
     "train": {
-        **dict.fromkeys(
-            ("dispatch", "ep_chunks", "ep_own_first", "expert_extent", "expert_budget"), "what is served has tp alone"
-        ),
+        **dict.fromkeys(("dispatch", "ep_chunks", "expert_extent", "expert_budget"), "what is served has tp alone"),
         **dict.fromkeys(("zero", "keep_gathered", "wide_sums"), "what is served has tp alone"),
         **dict.fromkeys(("overlap", "grad_dtype", "one_microbatch"), _NOT_TRAINED),
         **dict.fromkeys(("recompute", "activation_budget", "chunk_loss", "loss_mask"), _NOT_TRAINED),
@@ -75,7 +73,6 @@ _OF_AXIS = {
     "pad": "tp",
     "dispatch": "ep",
     "ep_chunks": "ep",
-    "ep_own_first": "ep",
     "expert_extent": "ep",
     "expert_budget": "ep",
 }
@@ -117,10 +114,6 @@ class Recipe:
         "with ep: in how many messages a layer's tokens go, one on its way while the experts work on another; it must "
         "divide --seq-len",
         within=(1, 64),
-    )
-    ep_own_first: bool = option(
-        False,
-        "with ep: a rank's experts begin with its own tokens, while those of others are on their way",
     )
     expert_extent: str = option(
         "bound",

@@ -90,19 +90,8 @@ def own_choices(indices: Tensor, index: int | Tensor, *, num_experts: int, ranks
     if used:
         check_choices(indices, num_experts)
     own = num_experts // ranks
-    local, is_own = _local(indices, index, own)
-    return torch.where(is_own, local, own)
-
-
-def far_choices(indices: Tensor, index: int | Tensor, *, num_experts: int, ranks: int) -> Tensor:
-    """indices i64 [T, K] with `num_experts` for the experts of this rank, number `index` of `ranks`."""
-    return indices.masked_fill(_local(indices, index, num_experts // ranks)[1], num_experts)
-
-
-def _local(indices: Tensor, index: int | Tensor, own: int) -> tuple[Tensor, Tensor]:
-    """The numbers of experts on rank `index`, which has `own` of them, and which of them it has."""
     local = indices - index * own
-    return local, (local >= 0) & (local < own)
+    return torch.where((local >= 0) & (local < own), local, own)
 
 
 def clear_tail(rows: Tensor, offsets: Tensor) -> Tensor:

@@ -39,7 +39,6 @@ from mgraph.runtime.exact_exchange import exact_places, read_sizes
 from mgraph.runtime.expert_exchange import (
     clear_tail,
     expert_places,
-    far_choices,
     own_choices,
     pack_rows,
     places_overrun,
@@ -161,7 +160,6 @@ __all__ = [
     "expert_glu_grad",
     "expert_places",
     "expert_sum",
-    "far_choices",
     "global_norm",
     "glu",
     "glu_grad",

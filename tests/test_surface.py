@@ -5,8 +5,7 @@ from __future__ import annotations
 from mgraph.cli.app import command
 
 SURFACE = {
-    "compile": "MODEL --for --mesh --dispatch --ep-chunks --ep-own-first/--no-ep-own-first "
-    "--expert-extent --expert-budget --router-loss-counts "
+    "compile": "MODEL --for --mesh --dispatch --ep-chunks --expert-extent --expert-budget --router-loss-counts "
     "--pad-to-capacity/--no-pad-to-capacity --place "
     "--sequence-parallel/--no-sequence-parallel --pad "
     "--zero "

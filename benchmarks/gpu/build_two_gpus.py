@@ -23,10 +23,9 @@ MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2": ("tp=2", {}),
     "tp2-sequence": ("tp=2", {"sequence_parallel": True}),
     "ep2": ("ep=2", {"one_microbatch": True}),
-    "ep2-own": ("ep=2", {"ep_own_first": True, "one_microbatch": True}),
     "ep2-chunks": ("ep=2", {"ep_chunks": 2, "one_microbatch": True}),
 }
-EXPERTS_ALONE = ("ep2", "ep2-own", "ep2-chunks")
+EXPERTS_ALONE = ("ep2", "ep2-chunks")
 """Meshes that a model without experts has not."""
 
 

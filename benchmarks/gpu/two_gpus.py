@@ -171,7 +171,6 @@ OURS: dict[str, dict[str, int]] = {
     "tp2": {"tp": 2},
     "tp2-sequence": {"tp": 2},
     "ep2": {"ep": 2},
-    "ep2-own": {"ep": 2},
     "ep2-chunks": {"ep": 2},
 }
 KINDS = {"dp": ("DDP",), "fsdp": ("FSDP2",), "tp": ("DTensor TP",), "ep": ("DDP", "FSDP2")}

@@ -69,8 +69,7 @@ def text(module: Module, sizes: Mapping[str, int]) -> str:
 
 def way_of(module: Module, function: Function) -> Way | None:
     """How a function sends tokens forward, all its chunks together; None where it does not."""
-    received = [name for name, dim in module.dims.items() if dim.ragged]
-    owns = [n for n in function.nodes if n.op == "own_choices" and str(n.operands[0].tensor.shape[0]) in received]
+    owns = [node for node in function.nodes if node.op == "own_choices"]
     if not owns:
         return None
     makers, choices = function.producers(), owns[0].operands[0]

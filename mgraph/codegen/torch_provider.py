@@ -488,7 +488,6 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "expert_counts": _runtime(),
     "exact_places": _runtime(("rows",)),
     "expert_places": _runtime(),
-    "far_choices": _runtime(),
     "own_choices": _runtime(),
     "even_ends": _runtime(),
     "pack_rows": _pack_rows,

@@ -14,13 +14,6 @@ With `chunks` this is done for some tokens after the others, which `overlap-expe
 
     %x_0, %x_1 = split_rows(%x) {parts = 2}        …        %out = join_rows(%out_0, %out_1)
 
-With `own_first` tokens go nowhere to experts of the rank that has them, which need not wait for those of others:
-
-    %own, %far = part_choices(%indices)
-    %rows, %order, %offsets = moe_dispatch(%x, %own) {others = true}         …      %near = moe_combine(…)
-    %x_sent, … = expert_send(%x, %weights, %far)                             …      %back = expert_return(…, %far)
-    %out = aten.add.Tensor(%near, %back)
-
 Rows by capacity (`pad-to-capacity`) go as they are, by `padded_send` and `padded_return`:
 
     %rows, %places = padded_dispatch(%x, %indices)           %sent = padded_send(%rows)  %ends = even_ends(%sent)
@@ -55,12 +48,11 @@ PADDED = "padded_dispatch"
 @dataclass(frozen=True)
 class ExpertDispatch(Pass):
     """Give the experts of every layer their own ways, for an axis of `size` ranks that are to share them, on which
-    tokens go in `chunks` messages, `exact` of as many rows as there are; with `own_first` to other ranks alone."""
+    tokens go in `chunks` messages, `exact` of as many rows as there are."""
 
     size: int = 2
     chunks: int = 1
     exact: bool = False
-    own_first: bool = False
 
     name: ClassVar[str] = "expert-dispatch"
     stage: ClassVar[Stage] = Stage.DERIVE
@@ -73,9 +65,6 @@ class ExpertDispatch(Pass):
             raise PassError(f"the axis has size {self.size}", hint="a size of at least 1")
         if self.chunks < 1:
             raise PassError(f"tokens go in {self.chunks} chunks", hint="at least 1")
-        if self.own_first and self.chunks > 1:
-            what = "a rank's own tokens come first, and then all others in one message"
-            raise PassError(what, "--ep-chunks", "without it, or without --ep-own-first")
 
     def on_twin(self, real: Module) -> Pass:
         """For two ranks."""
@@ -93,8 +82,7 @@ class ExpertDispatch(Pass):
             if any(node.op == PADDED for node in found):
                 functions[name] = _padded(function, self.name)
             elif found:
-                alone = replace(self, own_first=False) if self.size == 1 else self  # nothing is of others
-                functions[name] = _Function(function, dims, alone).rewritten()
+                functions[name] = _Function(function, dims, self).rewritten()
         if not report.matches:
             hint = "a mesh without ep, or a model whose experts are found (mgraph explain PKG raise-moe says why not)"
             raise PassError("the model has no experts that ranks could share", "--mesh", hint)
@@ -115,8 +103,8 @@ class ExpertDispatch(Pass):
                 str(node.origin),
                 f"an ep that divides {experts}",
             )
-        if node.op == PADDED and (self.exact or self.chunks > 1 or self.own_first):
-            option = "--expert-extent" if self.exact else "--ep-own-first" if self.own_first else "--ep-chunks"
+        if node.op == PADDED and (self.exact or self.chunks > 1):
+            option = "--expert-extent" if self.exact else "--ep-chunks"
             what = "rows by capacity go in one message of a known size"
             raise PassError(what, option, f"without {option}, or without --pad-to-capacity")
 
@@ -178,18 +166,25 @@ class _Function:
         value = builder.value(value)
         chunks = self.options.chunks
         if chunks == 1:
-            return [value, value] if self.options.own_first else [value]
+            return [value]
         return builder.emit("split_rows", (value,), {"parts": chunks}, names=[value.name] * chunks)
 
     def _send(self, builder: FunctionBuilder, node: Node, combine: Node, known: set[Value]) -> None:
-        x, weights = node.operands[0], combine.operands[1]
+        x, indices = node.operands
+        weights = combine.operands[1]
         tensors = [v for v in (x, weights) if v is x or v in known or v.is_state]
-        parts = [self._parts(builder, v) for v in tensors]
+        parts = [self._parts(builder, v) for v in (*tensors, indices)]
         ways: list[_Way] = []
         made: list[Sequence[Value]] = []
-        for *given, chosen in zip(*parts, self._choices(builder, node), strict=True):
-            way = _Way(chosen, int(str(node.attrs["num_experts"])), stays=self.options.own_first and not ways)
-            sent, own = (given, chosen) if way.stays else self._sent(builder, way, given, [v.name for v in tensors])
+        for *given, chosen in zip(*parts, strict=True):
+            extent = Extent.HOST if self.options.exact else Extent.BOUND
+            received = _received(self.dims, chosen.tensor.shape[0], extent)
+            way = _Way(received, chosen, int(str(node.attrs["num_experts"])))
+            if self.options.exact:
+                ranks = self.options.size
+                way.sizes = (builder.one("expert_sizes", chosen, **way.attrs, ranks=ranks, name="sizes"),)
+            names = [*(f"{v.name}_sent" for v in tensors), "own"]
+            *sent, own = builder.emit("expert_send", (*given, *way.last), {**way.attrs, "choices": True}, names=names)
             way.weights = sent[1] if len(sent) == 2 else None
             attrs = {**node.attrs, "others": True}
             made.append(builder.emit("moe_dispatch", (sent[0], own), attrs, names=("rows", "order", "offsets")))
@@ -199,47 +194,20 @@ class _Function:
         for index, value in enumerate(node.results):
             self.inside[value] = [(way, results[index]) for way, results in zip(ways, made, strict=True)]
 
-    def _sent(
-        self, builder: FunctionBuilder, way: _Way, given: Sequence[Value], names: Sequence[str]
-    ) -> tuple[Sequence[Value], Value]:
-        """What is received of tensors of tokens that go a way, and the choice among the experts there."""
-        extent = Extent.HOST if self.options.exact else Extent.BOUND
-        way.received = _received(self.dims, way.indices.tensor.shape[0], extent)
-        if self.options.exact:
-            ranks = self.options.size
-            way.sizes = (builder.one("expert_sizes", way.indices, **way.attrs, ranks=ranks, name="sizes"),)
-        names = [*(f"{name}_sent" for name in names), "own"]
-        *sent, own = builder.emit("expert_send", (*given, *way.last), {**way.attrs, "choices": True}, names=names)
-        return sent, own
-
-    def _choices(self, builder: FunctionBuilder, node: Node) -> Sequence[Value]:
-        """The choices of each way."""
-        if not self.options.own_first:
-            return self._parts(builder, node.operands[1])
-        attrs = {"num_experts": node.attrs["num_experts"]}
-        return builder.emit("part_choices", (builder.value(node.operands[1]),), attrs, names=["own", "far"])
-
     def _return(self, builder: FunctionBuilder, node: Node) -> None:
         rows, weights, order = node.operands[:3]
         ways = self.dispatches[order]
         if ways[0].weights is None:
             for way, part in zip(ways, self._parts(builder, weights), strict=True):
-                way.weights = part
-                if not way.stays:
-                    way.weights = builder.emit("expert_send", (part, *way.last), way.attrs, names=["weights_sent"])[0]
+                way.weights = builder.emit("expert_send", (part, *way.last), way.attrs, names=["weights_sent"])[0]
         returned: list[Value] = []
         for chunk, way in enumerate(ways):
             assert way.offsets is not None and way.weights is not None, "sent before"
             operands = (self.inside[rows][chunk][1], way.weights, self.inside[order][chunk][1], way.offsets)
-            combined = builder.one("moe_combine", *operands, name="near" if way.stays else "combined", **node.attrs)
-            if way.stays:
-                returned.append(combined)
-                continue
+            combined = builder.one("moe_combine", *operands, name="combined", **node.attrs)
             attrs = way.attrs
             returned += builder.emit("expert_return", (combined, *way.last), attrs, names=[node.result.name])
-        if ways[0].stays:
-            returned = [builder.one("aten.add.Tensor", *returned, name=node.result.name)]
-        elif len(ways) > 1:
+        if len(ways) > 1:
             returned = [builder.one("join_rows", *returned, name=node.result.name)]
         builder.replace(node.result, returned[0])
 
@@ -261,12 +229,9 @@ class _Function:
 class _Way:
     """What is known of the way to the experts of one dispatch, or of one chunk of it."""
 
+    received: str
     indices: Value
     num_experts: int
-    stays: bool = False
-    """Whether it is to experts of the rank that has the tokens: nothing is received."""
-    received: str = ""
-    """The ragged dim of what is."""
     weights: Value | None = None
     offsets: Value | None = None
     rows: Dim = 0
@@ -286,7 +251,7 @@ class _Way:
     @property
     def new_rows(self) -> Dim:
         """How many rows the experts see now."""
-        return self.rows if self.stays else as_dim(symbol(self.received) * self.indices.tensor.shape[1])
+        return as_dim(symbol(self.received) * self.indices.tensor.shape[1])
 
 
 def _received(dims: dict[str, NamedDim], tokens: Dim, extent: Extent) -> str:

@@ -50,7 +50,6 @@ from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.expert_weights import WAYS
 
 _SENT, _BACK, _SIZES, OVERRUN = "expert_send", "expert_return", "expert_sizes", "expert_overrun"
-_PARTS = "part_choices"
 _PADDED = ("padded_send", "padded_return")
 
 
@@ -155,8 +154,6 @@ class _Ways:
                     self._send(builder, node)
                 elif node.op == _BACK:
                     self._return(builder, node)
-                elif node.op == _PARTS:
-                    self._part_choices(builder, node)
                 elif node.op in _PADDED:
                     self._padded(builder, node)
                 elif node.op == OVERRUN:
@@ -231,14 +228,6 @@ class _Ways:
             ]
         for old, new in zip(node.results, made, strict=True):
             builder.replace(old, new)
-
-    def _part_choices(self, builder: FunctionBuilder, node: Node) -> None:
-        """What goes to experts of this rank, and what goes to others."""
-        operands = (builder.value(node.operands[0]), self._at(builder))
-        attrs = {"num_experts": node.attrs["num_experts"], "ranks": self.ranks}
-        for op, value in zip(("own_choices", "far_choices"), node.results, strict=True):
-            (made,) = builder.emit(op, operands, attrs, types=[value.tensor], names=[value.name])
-            builder.replace(value, made)
 
     def _padded(self, builder: FunctionBuilder, node: Node) -> None:
         """As many rows of each expert, which come by rank and then by expert, and go back so."""

@@ -7,7 +7,7 @@ from mgraph.ir.graph import Function, Node, Value
 from mgraph.ir.types import DType, TensorType
 from mgraph.passes.differentiation import VIEWS
 
-TAKES = ("moe_dispatch", "padded_dispatch", "expert_send", "part_choices", "split_rows")
+TAKES = ("moe_dispatch", "padded_dispatch", "expert_send", "split_rows")
 """Ops that take tokens to the experts that are chosen, and with them the choice that counts."""
 _THROUGH = VIEWS | {"cast", "gather", "wait"}
 """Ops whose result is their first operand in another form."""

@@ -9,10 +9,8 @@ The nodes of each function that sends tokens are put into an order in which
 
 * what is sent starts as soon as it is there, and what that is made of comes before all else;
 * nothing is waited for as long as anything else can run: shared experts, gradients of experts' weights, and, where the
-  tokens are sent in chunks or a rank begins with its own (`expert-dispatch`), other experts. Sums over ranks that only
-  losses read (`joint-losses`) are treated alike, so that they hold up no tokens;
-* but where a rank begins with its own, what leads to the next message is waited for once so much has run that the one
-  before has come meanwhile, which leaves the rest to run beside the next.
+  tokens are sent in chunks (`expert-dispatch`), the experts of another chunk. Sums over ranks that only losses read
+  (`joint-losses`) are treated alike, so that they hold up no tokens.
 
 Communication runs on a stream of its own (`runtime/collectives.py`), of which `wait` is the end. It is the same order
 on all ranks, as they run one program, and each node computes what it did.
@@ -20,27 +18,20 @@ on all ranks, as they run one program, and each node computes what it did.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mgraph.ir.builder import FunctionBuilder
-from mgraph.ir.dims import evaluate
 from mgraph.ir.graph import Function, Module, Node, Value
-from mgraph.ir.local import Division, declared_sizes
 from mgraph.ir.opdef import op_def
-from mgraph.ir.ops.cost import flops_of
 from mgraph.ir.types import PendingType
-from mgraph.passes.activations import extents
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.data_parallel import DataParallel
 from mgraph.passes.expert_parallel import ExpertParallel
 from mgraph.passes.fully_shard import FullyShard
 
-OPERATIONS_A_BYTE = 2500
-"""Operations that experts do while a byte of a message comes: 600 TFLOP/s, 240 GB/s, as of H100 and H200 on NVLink."""
-_NOMINAL = 1024
-"""The extent of named dims where work and messages are compared, which both grow with the tokens."""
 SENDING = ("all_gather", "all_to_all", "reduce_scatter")
 """The collectives by which `expert-parallel` sends tokens."""
 
@@ -57,12 +48,11 @@ class OverlapExperts(Pass):
 
     def run(self, module: Module, report: Report) -> Module:
         """Rewrite each function that sends tokens."""
-        functions, ranks = dict(module.functions), _ranks(module)
+        functions = dict(module.functions)
         for name, function in module.functions.items():
             sending = [node for node in function.nodes if _sends_tokens(node)]
             if sending:
-                messages = _Messages(module, ranks)
-                functions[name] = replace(function, nodes=tuple(_ordered(_split(function), messages)))
+                functions[name] = replace(function, nodes=tuple(_ordered(_split(function))))
                 report.match(name, sending[0].id, f"{len(sending)} messages start early")
         return replace(module, functions=functions)
 
@@ -90,40 +80,30 @@ def _split(function: Function) -> list[Node]:
     return nodes
 
 
-def _ranks(module: Module) -> int:
-    """How many ranks share experts that begin with a rank's own tokens; 0 where they do not."""
-    return next((int(str(node.attrs["ranks"])) for _, node in module.walk() if node.op == "far_choices"), 0)
-
-
-def _ordered(nodes: Sequence[Node], messages: _Messages) -> list[Node]:
+def _ordered(nodes: Sequence[Node]) -> list[Node]:
     """The nodes in an order of their own, each behind those that make what it reads.
 
-    Of those that can run: a start, else what a start needs, else any other, else a wait; the first of its kind. What a
-    start needs is also what comes after a wait that has been long enough.
+    Of those that can run: a start, else what a start needs, else any other, else a wait; the first of its kind.
     """
     made = {v: index for index, node in enumerate(nodes) for v in node.results}
     needs = [{made[v] for v in node.operands if v in made} for node in nodes]
     _fence(nodes, needs)
-    kinds, leads = _kinds(nodes, needs)
+    kinds = _kinds(nodes, needs)
     readers: dict[int, list[int]] = {}
     for index, before in enumerate(needs):
         for other in before:
             readers.setdefault(other, []).append(index)
     missing = [len(before) for before in needs]
-    ready = {(kinds[index], index) for index, count in enumerate(missing) if count == 0}
+    ready = [(kinds[index], index) for index, count in enumerate(missing) if count == 0]
+    heapq.heapify(ready)
     order: list[Node] = []
     while ready:
-        kind, index = min(ready)
-        if kind == OTHER:
-            come = (i for k, i in ready if k == WAIT and i in leads and messages.have_come(nodes[i]))
-            index = min(come, default=index)
-        ready.remove((kinds[index], index))
+        _, index = heapq.heappop(ready)
         order.append(nodes[index])
-        messages.run(nodes[index])
         for reader in readers.get(index, ()):
             missing[reader] -= 1
             if missing[reader] == 0:
-                ready.add((kinds[reader], reader))
+                heapq.heappush(ready, (kinds[reader], reader))
     assert len(order) == len(nodes), "a graph has no cycles"
     return order
 
@@ -142,42 +122,11 @@ def _fence(nodes: Sequence[Node], needs: Sequence[set[int]]) -> None:
             sending, fence = [], index
 
 
-class _Messages:
-    """Which messages have come, by the work of this rank that has run since they started; none without `ranks`.
-
-    All extents are as large as they may be: of a rank's rows, one of as many as there are ranks is real, and of a
-    message all but one part of as many leave the rank.
-    """
-
-    def __init__(self, module: Module, ranks: int) -> None:
-        self._sizes, self._ranks = extents(module, dict.fromkeys(module.dims, _NOMINAL)), ranks
-        self._division = Division.of(module, declared_sizes(module))
-        self._left: dict[Value, float] = {}
-        """Operations that a message takes as long as, less those that have run."""
-
-    def run(self, node: Node) -> None:
-        """A node has run."""
-        if not self._ranks or node.op == "wait":
-            return
-        sent = {v: v.type.value for v in node.results if isinstance(v.type, PendingType)}
-        if sent:
-            types = [self._division.local_type(type_) for type_ in sent.values()]
-            count = sum(evaluate(type_.numel * type_.dtype.bits, self._sizes) / 8 for type_ in types)
-            self._left |= dict.fromkeys(sent, count * OPERATIONS_A_BYTE * (self._ranks - 1))
-            return
-        work = float(evaluate(flops_of(self._division.local_node(node)), self._sizes))
-        self._left = {value: left - work for value, left in self._left.items()}
-
-    def have_come(self, wait: Node) -> bool:
-        """Whether what a node waits for is there."""
-        return all(self._left.get(value, 1.0) <= 0 for value in wait.operands)
-
-
 START, LEADING, OTHER, WAIT = range(4)
 
 
-def _kinds(nodes: Sequence[Node], needs: Sequence[set[int]]) -> tuple[Mapping[int, int], set[int]]:
-    """When each node comes, and which lead to a start, found from the last node on."""
+def _kinds(nodes: Sequence[Node], needs: Sequence[set[int]]) -> Mapping[int, int]:
+    """When each node comes; what leads to a start is found from the last node on."""
     kinds = {index: WAIT if node.op == "wait" else OTHER for index, node in enumerate(nodes)}
     leads: set[int] = set()
     for index in range(len(nodes) - 1, -1, -1):
@@ -188,4 +137,4 @@ def _kinds(nodes: Sequence[Node], needs: Sequence[set[int]]) -> tuple[Mapping[in
             kinds[index] = START
         elif index in leads and kinds[index] is OTHER:
             kinds[index] = LEADING
-    return kinds, leads
+    return kinds

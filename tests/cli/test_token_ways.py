@@ -27,11 +27,9 @@ def test_rows_in_use_are_those_of_even_routing(experts: int, choices: int, ranks
     assert rows["once for each expert"][1] == pytest.approx(float((chosen > 0).sum(1).double().mean()), rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("dispatch", "chunks", "own"), [("alltoall", 2, False), ("allgather", 1, False), ("alltoall", 1, True)]
-)
-def test_what_a_graph_sends(dispatch: str, chunks: int, own: bool) -> None:
-    recipe = Recipe(model="moe-tiny", mesh="ep=4", arch="none", dispatch=dispatch, ep_chunks=chunks, ep_own_first=own)
+@pytest.mark.parametrize(("dispatch", "chunks"), [("alltoall", 2), ("allgather", 1)])
+def test_what_a_graph_sends(dispatch: str, chunks: int) -> None:
+    recipe = Recipe(model="moe-tiny", mesh="ep=4", arch="none", dispatch=dispatch, ep_chunks=chunks)
     module = build_module(recipe).module
     way = next(found for f in module.functions.values() if (found := way_of(module, f)) is not None)
     assert (way.dispatch, way.ranks, way.experts, way.choices) == (dispatch, 4, 8, 2)

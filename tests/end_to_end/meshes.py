@@ -34,7 +34,6 @@ MESH_OPTIONS = (
     "overlap",
     "dispatch",
     "ep_chunks",
-    "ep_own_first",
     "pad_to_capacity",
     "expert_extent",
     "expert_budget",

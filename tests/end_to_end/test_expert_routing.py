@@ -27,7 +27,6 @@ TOKENS = {"1 token": (1, 1), "fewer tokens than experts": (1, 3), "many tokens":
 WAYS: dict[str, dict[str, Any]] = {
     "alltoall": {},
     "allgather": {"dispatch": "allgather"},
-    "own first": {"ep_own_first": True},
     "host": {"expert_extent": "host"},
     "padded": {"pad_to_capacity": True},
 }
@@ -53,7 +52,6 @@ CASES = [
             (MODELS[1], "ep=2", "alltoall", "one hot expert", "many tokens"),
             (MODELS[1], "ep=2", "host", "experts of the other rank alone", "1 token"),
             (MODELS[1], "ep=2,tp=2", "padded", "one hot expert", "many tokens"),
-            (MODELS[1], "ep=2", "own first", "experts of one rank alone", "fewer tokens than experts"),
         ],
     ),
 )

@@ -111,23 +111,6 @@ EXPERTS: list[tuple[str, str, dict[str, Any]]] = [
         "ep=2,tp=2",
         {"ep_chunks": 2, "sequence_parallel": True, **FUSED},
     ),
-    *[
-        ("moe-tiny-losses", mesh, {"ep_own_first": True, **options})
-        for mesh, options in (
-            ("ep=2", {}),
-            ("ep=4", {"recompute": "full"}),
-            ("fsdp=2,ep=fsdp", FUSED),
-            ("ep=2,tp=2", {"sequence_parallel": True, **FUSED}),
-            ("dp=2,fsdp=2,ep=dp*fsdp", {"expert_extent": "host"}),
-            ("ep=2", {"dispatch": "allgather"}),
-            ("ep=4", {"expert_budget": 1.9, "expert_load": True}),
-        )
-    ],
-    ("limited-weight", "ep=2", {"ep_own_first": True}),
-    ("limited-position", "ep=2", {"ep_own_first": True, "expert_bias_rate": 0.01}),
-    ("moe-tiny-grouped", "ep=4", {"ep_own_first": True, **FUSED}),
-    ("hf:gpt-oss", "ep=2", {"ep_own_first": True}),
-    ("hf:deepseek-v3", "ep=2", {"ep_own_first": True}),
     ("moe-tiny-losses", "ep=2,tp=4", {"place": ("*.gate.weight|*.up.weight|*.down.weight: R@tp",)}),
     *[("moe-tiny-grouped", mesh, {}) for mesh in ("ep=2", "ep=4", "ep=2,tp=2", "fsdp=2,tp=2,ep=fsdp")],
     ("moe-tiny-grouped", "ep=2,tp=2", {"sequence_parallel": True, **FUSED}),
@@ -228,7 +211,6 @@ PROCESSES: list[tuple[str, str, dict[str, Any]]] = [
     ("moe-tiny-grouped", "ep=2,tp=2", {"sequence_parallel": True}),
     ("moe-tiny-losses", "fsdp=2,ep=fsdp", {"dispatch": "allgather"}),
     ("moe-tiny-losses", "ep=2", {"expert_extent": "host"}),
-    ("moe-tiny-losses", "ep=2", {"ep_own_first": True}),
     ("limited-weight", "ep=2", {"pad_to_capacity": True}),
     ("hf:gpt-oss", "ep=2", {}),
     ("hf:llama3", "dp=2,fsdp=2", {"overlap": True}),

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
-import pytest
 import torch
 
 from mgraph.compiler import build_module
-from mgraph.errors import MgraphError
 from mgraph.ir.dims import Extent, symbol
 from mgraph.ir.graph import Module
 from mgraph.recipe import Recipe
@@ -48,37 +43,6 @@ def test_chunks_are_parts_of_the_sequences() -> None:
     layer = module.functions["layer.fwd"]
     ops = [node.op for node in layer.nodes]
     assert [ops.count(op) for op in ("split_rows", "join_rows", "moe_dispatch", "expert_send")] == [3, 1, 3, 3]
-
-
-def test_own_tokens_go_nowhere() -> None:
-    """They have a way of their own, of as many rows as there are choices; one rank has no others."""
-    recipe = Recipe(model="moe-tiny", mesh="ep=2", arch="none", ep_own_first=True)
-    layer = build_module(replace(recipe, disable="expert-parallel,overlap-experts")).module.functions["layer.fwd"]
-    (parted,) = [node for node in layer.nodes if node.op == "part_choices"]
-    near, far = [node for node in layer.nodes if node.op == "moe_dispatch"]
-    assert near.operands[1] is parted.results[0] and near.results[0].tensor.shape[0] == 2 * symbol("B") * symbol("S")
-    assert far.results[0].tensor.shape[0] == 2 * symbol("R")
-    (sent,) = [node for node in layer.nodes if node.op == "expert_send"]
-    assert sent.operands[-1] is parted.results[1]
-    layer = build_module(recipe).module.functions["layer.fwd"]
-    own = [node for node in layer.nodes if node.op == "own_choices"]
-    assert len(own) == 2 and [node.op for node in layer.nodes].count("far_choices") == 1
-    alone = build_module(replace(recipe, mesh="ep=1")).module
-    assert not any(node.op == "part_choices" for _, node in alone.walk())
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"ep_chunks": 2}, "a rank's own tokens come first"),
-        ({"mesh": "dp=2"}, "ep_own_first"),
-    ],
-)
-def test_own_first_refuses(options: dict[str, Any], error: str) -> None:
-    given: dict[str, Any] = {"model": "moe-tiny", "mesh": "ep=2", "arch": "none", "ep_own_first": True, **options}
-    with pytest.raises(MgraphError) as caught:
-        build_module(Recipe(**given))
-    assert error in str(caught.value).replace("-", "_") or error in str(caught.value)
 
 
 def test_rows_are_of_a_ragged_dim() -> None:

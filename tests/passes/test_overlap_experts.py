@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -54,31 +52,6 @@ def test_experts_of_one_chunk_run_while_another_is_on_its_way() -> None:
     messages = between(module.functions["layer.bwd"])
     assert ["expert_glu_grad" in ops(m) for m in messages] == [False, True, True, False]
     assert all("gathered_outer" in ops(m) for m in messages[2:])
-
-
-WIDE = """
-from mgraph import models
-
-
-def model():
-    return models.get("moe", "tiny", d_model=2048, d_ff=1024, num_experts=16, top_k=8, vocab_size=64)
-"""
-
-
-def test_own_experts_run_beside_messages_there_and_back(tmp_path: Path) -> None:
-    """What is wide enough for work to take longer than messages; of narrow ones all own work comes first."""
-    (tmp_path / "wide.py").write_text(WIDE, encoding="utf-8")
-    recipe = Recipe(model="moe-tiny", mesh="ep=2", arch="sm_90a", precision="bf16", ep_own_first=True)
-    found = [build_module(replace(recipe, model=m)).module for m in ("moe-tiny", f"{tmp_path}/wide.py:model")]
-    narrow, wide = (module.functions["layer.fwd"] for module in found)
-    there, back = between(narrow)
-    assert {"expert_glu", "moe_combine"} <= ops(there) and not {"expert_glu", "grouped_matmul"} & ops(back)
-    there, back = between(wide)
-    assert "expert_glu" in ops(there) and not {"grouped_matmul", "moe_combine"} & ops(there)
-    assert {"grouped_matmul", "moe_combine"} <= ops(back) and "expert_glu" not in ops(back)
-    there, back = between(found[1].functions["layer.bwd"])
-    assert "expert_glu_grad" in ops(there) and "gathered_outer" not in ops(there)
-    assert [node.op for node in back].count("gathered_outer") == 6
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

@@ -39,12 +39,9 @@ def two_ranks() -> Iterator[mesh.Mesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("dispatch", "chunks", "own"),
-    [("alltoall", 1, False), ("alltoall", 2, False), ("allgather", 1, False), ("alltoall", 1, True)],
-)
+@pytest.mark.parametrize(("dispatch", "chunks"), [("alltoall", 1), ("alltoall", 2), ("allgather", 1)])
 def test_a_microbatch_sends_what_its_graph_says(
-    dispatch: str, chunks: int, own: bool, two_ranks: mesh.Mesh, tmp_path: Path
+    dispatch: str, chunks: int, two_ranks: mesh.Mesh, tmp_path: Path
 ) -> None:
     recipe = Recipe(
         model="moe-tiny",
@@ -52,7 +49,6 @@ def test_a_microbatch_sends_what_its_graph_says(
         arch="none",
         dispatch=dispatch,
         ep_chunks=chunks,
-        ep_own_first=own,
         output=str(tmp_path / "package"),
     )
     compile_package(recipe)

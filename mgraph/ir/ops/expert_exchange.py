@@ -4,7 +4,7 @@ Shapes: T tokens of a rank, K experts a token, N width, n ranks that share E exp
 r·E/n on), R rows that a rank receives. A token is sent once to each rank that has any of its experts, however many of
 them: with its row go its weights and the numbers of its experts, and what comes back is one row, the weighted sum over
 those experts. `expert_send` and `expert_return` are adjoint, and are the identity on one rank; `expert-parallel`
-replaces them by the other ops and collectives (`part_choices` by `own_choices` and `far_choices`):
+replaces them by the other ops and collectives:
 
     send      places = expert_places(indices)    all_to_all(pack_rows(x, places))
     return    unpack_rows(all_to_all(y), places)
@@ -192,29 +192,8 @@ def _own_choices(indices: Tensor, index: Tensor, *, num_experts: int, ranks: int
     `num_experts`: indices i64[R, K] → i64[R, K], and how many a rank has for those of others. With `used` every row is
     a token's, so that there is none without experts, -1."""
     own = num_experts // ranks
-    local, is_own = _local(indices, index, own)
-    return local.where(is_own, own)
-
-
-def _part_choices(indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
-    """A choice in two: that of experts on the rank that has the token, by their numbers there, and that of all others.
-
-    indices i64[T, K] → own i64[T, K], with how many experts a rank has for one of another rank, and far i64[T, K], with
-    `num_experts` for one of its own. On one rank all experts are its own.
-    """
-    return indices, indices.new_full(indices.shape, num_experts)
-
-
-def _far_choices(indices: Tensor, index: Tensor, *, num_experts: int, ranks: int) -> Tensor:
-    """The experts of other ranks than this one, number `index` (i64[]) of the `ranks` that share `num_experts`:
-    indices i64[T, K] → i64[T, K], with `num_experts` for those of this rank."""
-    return indices.masked_fill(_local(indices, index, num_experts // ranks)[1], num_experts)
-
-
-def _local(indices: Tensor, index: Tensor, own: int) -> tuple[Tensor, Tensor]:
-    """The numbers of experts on rank `index`, which has `own` of them, and which of them it has."""
     local = indices - index * own
-    return local, (local >= 0) & (local < own)
+    return local.where((local >= 0) & (local < own), own)
 
 
 define_op(
@@ -273,21 +252,6 @@ define_op(
     flops=per_element(1),
     bytes=traffic,
     compute_dtype="f32",
-)
-define_op(
-    "part_choices",
-    _part_choices,
-    infer=lambda types, attrs: (types[0], types[0]),
-    attrs={"num_experts": REQUIRED},
-    bytes=traffic,
-)
-define_op(
-    "far_choices",
-    _far_choices,
-    infer=lambda types, attrs: (types[0],),
-    attrs={"num_experts": REQUIRED, "ranks": REQUIRED},
-    flops=per_element(2),
-    bytes=traffic,
 )
 define_op(
     "own_choices",
