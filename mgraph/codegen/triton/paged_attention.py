@@ -47,7 +47,7 @@ FIXED_ROWS, FIXED_RUNS, FIXED_KEYS = 64, 8, 256
 few long sequences, and need more room for their sums."""
 LONG_ROWS = 2048
 """Tables with places for more, all together, are long."""
-SPAN = 32
+SPAN = 128
 """Starts of requests that are looked at at once."""
 JOINED = {"few": (8, 64), "some": (16, 64), "many": (64, 16)}
 """Runs and columns that a program of a single warp, which waits for no other, adds at once: so many that all loads are
@@ -127,6 +127,8 @@ def tunings(problem: PagedAttention) -> dict[str, Tuning]:
     wide = max(_power(problem.width), _power(problem.value_width)) * ITEM_BYTES[problem.dtype]
     least = max(16, _power(problem.heads // problem.groups))
     single = Tuning(least, 64 if wide <= 256 else 32)
+    if wide <= 256 and problem.dtype != "f32":  # so that `per_sm` programs have room
+        single = replace(single, most_registers=128)
     if 0 < problem.window <= 4 * single.keys:  # which begins anywhere: of high tiles it would see little
         single = Tuning(least, 32, num_warps=1)
     if problem.dtype == "f32":
@@ -142,7 +144,11 @@ def tunings(problem: PagedAttention) -> dict[str, Tuning]:
 def fixed_tuning(problem: PagedAttention) -> Tuning:
     """One tile for single tokens and for chunks."""
     single = tunings(problem)["single"]
-    return single if problem.dtype == "f32" else replace(single, rows=max(FIXED_ROWS, single.rows), num_warps=4)
+    return (
+        single
+        if problem.dtype == "f32"
+        else replace(single, rows=max(FIXED_ROWS, single.rows), num_warps=4, most_registers=0)
+    )
 
 
 def forward(name: str, problem: PagedAttention, ways: Mapping[str, Tuning] | None = None) -> KernelSpec:
