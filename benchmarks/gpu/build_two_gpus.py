@@ -46,7 +46,8 @@ def main() -> None:
                 model=f"{training_models.__file__}:{name}",
                 mesh=axes,
                 precision="fp32" if options.small else "bf16",
-                max_norm=0.0,  # as the peers: no clipping, no decay
+                max_norm=0.0,  # as the peers: no clipping, no decay, and no look at gradients before the update
+                check_finite="loss",
                 weight_decay=0.0,
                 grad_dtype="param",
                 target="cpu" if options.small else "h100",
