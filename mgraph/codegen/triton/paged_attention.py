@@ -11,8 +11,8 @@ way it is and `splits`, as many as fill the GPU where there are few tiles, follo
 graph of a bucket keeps them. Programs that read the same rows, for other heads, stand beside each other in the grid.
 
 The first R tiles are the first ones of the R requests, so that their loads wait for no search. Of those after them,
-tile R + p belongs to the last request r with starts[r] // tokens <= p: each request may waste one tile, and no table of
-tiles is needed. Tokens of no request give 0.
+T // tokens, tile R + p belongs to the last request r with starts[r] // tokens <= p: some are of no use, and no table of
+tiles is needed. Behind the tokens of the last request its tiles go on, with tokens of no request, which give 0.
 
 With fixed runs (`--batch-invariant`) what a token gives depends on its position alone: one height of tiles, runs that
 begin at multiples of so many keys whatever else there is, and every walk masked. What a token does not see then adds 0
@@ -187,7 +187,7 @@ def forward(name: str, problem: PagedAttention, ways: Mapping[str, Tuning] | Non
                 Launch(
                     f"{name}_{way}",
                     walk,
-                    (problem.groups, "splits", ("add", ("cdiv", "T", _tokens(problem, cut)), "R")),
+                    (problem.groups, "splits", ("add", "R", _whole("T", _tokens(problem, cut)))),
                     cut.num_warps,
                     cut.num_stages,
                     aligned,
@@ -246,6 +246,11 @@ def _dims(problem: PagedAttention, ways: Mapping[str, Tuning]) -> dict[str, Expr
 def _exceeds(number: Expression, bound: Expression) -> Expression:
     """1 if a number is more than the bound, else 0."""
     return ("max", 0, ("min", 1, ("add", number, ("mul", -1, bound))))
+
+
+def _whole(number: Expression, unit: int) -> Expression:
+    """How many whole units a number has."""
+    return ("add", ("cdiv", ("add", number, 1), unit), -1)
 
 
 def _without(number: Expression, less: Expression) -> Expression:
@@ -457,12 +462,15 @@ def _end_lines(problem: PagedAttention, cut: Tuning) -> str:
             total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
             part = part * tl.exp2(top - higher)[:, None]"""
     return f"""if splits == 1:{sink}
+            behind = (request == R - 1) & (token < T) & (row < {tokens * repeat})  # of no request
             out_place = out[:, None] * {problem.value_width} + across[None, :]
-            tl.store(out_ptr + out_place, (part / total[:, None]).to({language}), mask=out_inside)
+            made = tl.where(real[:, None], part / total[:, None], 0.0).to({language})
+            written = (real | behind)[:, None] & (across < {problem.value_width})[None, :]
+            tl.store(out_ptr + out_place, made, mask=written)
         else:
             {sums.replace(chr(10), chr(10) + "    ")}
     elif (request == R - 1) & (splits == 1):  # tokens of no request
-        token = first + end - begin - tl.cdiv(end - begin, {tokens}) * {tokens} + row // {repeat}
+        token = first + row // {repeat}
         out = token.to(tl.int64) * {problem.heads} + head
         nothing = ((token < T) & (row < {tokens * repeat}))[:, None] & (across < {problem.value_width})[None, :]
         zeros = tl.zeros([{cut.rows}, {value_width}], dtype={language})
