@@ -36,7 +36,7 @@ from types import ModuleType
 from typing import Any
 
 from mgraph.codegen.triton.early import HELPER, can_come_early, comes_early, coming_early
-from mgraph.codegen.triton.kernel import KernelSpec, Launch, kernels_text, reference_text
+from mgraph.codegen.triton.kernel import FLAT, KernelSpec, Launch, kernels_text, reference_text
 from mgraph.codegen.triton.triton_cache import PtxAbi, compile_whole
 from mgraph.errors import MgraphError, OptionError
 
@@ -135,10 +135,10 @@ def build_kernels(
 
 
 def without_large(spec: KernelSpec) -> KernelSpec:
-    """The site without ways that not every GPU has the shared memory for."""
+    """The site without the ways, and the forms of loops, that not every GPU has the shared memory for."""
     none = {str(launch.when): 0 for launch in spec.launches if launch.large}
     launches = tuple(launch for launch in spec.launches if not launch.large)
-    return replace(spec, launches=launches, dims={**spec.dims, **none})
+    return replace(spec, source=spec.source.replace(FLAT, ""), launches=launches, dims={**spec.dims, **none})
 
 
 def _jobs(spec: KernelSpec, launch: Launch, archs: Sequence[str]) -> list[_Job]:

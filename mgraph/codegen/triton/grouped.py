@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mgraph.codegen.triton.kernel import (
+    FLAT,
     TRITON_LANGUAGE_DTYPES,
     Expression,
     KernelSpec,
@@ -56,7 +57,8 @@ class Tuning:
     programs               for each multiprocessor; 0: one for each tile
     listed                 whether a launch lists the tiles; else each program looks for its own among the offsets
     described              whether blocks that lie together come by descriptors, whose addresses are the copy engine's
-    flat                   whether a program asks for the first blocks of its next tile before it ends with one
+    flat                   whether a program asks for the first blocks of its next tile before it ends with one, where a
+                           tile is one loop
     """
 
     rows: int
@@ -257,7 +259,8 @@ def {self.function}(offsets_ptr, {self.tiles}_ptr, {self.bound}):
         ]
         head = lines_of(*all_, *before)
         if cut.programs:
-            head += lines_of(all_tiles(f"count * {across}", cut))
+            flat = FLAT * cut.flat
+            head += lines_of(f"for tile in tl.range(tl.program_id(0), count * {across}, tl.num_programs(0){flat}):")
         else:
             head += lines_of("tile = tl.program_id(0)", f"if tile < count * {across}:")
         return head + lines_of(*lines, depth=2)
@@ -275,11 +278,6 @@ def ways(name: str, experts: int, width: int, cuts: Cuts) -> tuple[tuple[Tiles, 
         before = reached
         dims |= tiles.dims
     return found, dims
-
-
-def all_tiles(count: str, cut: Tuning) -> str:
-    """The loop of a program over its tiles."""
-    return f"for tile in tl.range(tl.program_id(0), {count}, tl.num_programs(0){', flatten=True' * cut.flat}):"
 
 
 AS_THEY_LIE = "row.to(tl.int64)"
@@ -391,7 +389,7 @@ def fitting(cuts: Cuts, factors: Sequence[Factor]) -> Cuts:
 
 
 def plain(cut: Tuning) -> Tuning:
-    """The same cut by addresses."""
+    """The same cut by addresses, each tile for itself."""
     return replace(cut, described=False, flat=False)
 
 
@@ -529,7 +527,7 @@ def tuning(problem: Product) -> Tuning:
     cut = Tuning(128, columns, depth_of(problem.inner, 64), 4, 3)
     if columns < 128:
         return cut
-    return replace(cut, num_warps=8, programs=WAVES, described=True, flat=True)
+    return replace(cut, num_warps=8, programs=WAVES, described=True, flat=not problem.second)
 
 
 WAVES = 4

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mgraph.codegen.triton.grouped import EXACT, Tuning, all_tiles, dot, exact_tuning, plain, refusal
+from mgraph.codegen.triton.grouped import EXACT, Tuning, dot, exact_tuning, plain, refusal
 from mgraph.codegen.triton.kernel import (
     TRITON_LANGUAGE_DTYPES,
     Expression,
@@ -71,10 +71,10 @@ def tuning(problem: Outer) -> Tuning:
     if problem.dtype == EXACT:
         return exact_tuning(problem.right, min(64, max(16, power(problem.left))))
     rows, columns = (min(128, max(16, power(width))) for width in (problem.left, problem.right))
-    if problem.taken == "right" and problem.left % 256 == 0:
-        rows = 256
-    elif problem.right % 256 == 0:
+    if problem.taken != "right" and problem.right % 256 == 0:
         columns = 256
+    elif problem.taken != "left" and problem.left % 256 == 0:
+        rows = 256
     if rows * columns < 128 * 128:
         return Tuning(rows, columns, 64, 4, 4)
     return Tuning(rows, columns, 64, 8, 3, described=True)
@@ -194,7 +194,7 @@ def _source(name: str, problem: Outer, cut: Tuning, args: tuple[str, ...]) -> st
         lines.append(f"tl.store({'total' if problem.total else 'y'}_ptr + element, sum_{low}{mask})")
     tiles = problem.experts * along * across
     if cut.programs:
-        loop = lines_of(all_tiles(str(tiles), cut))
+        loop = lines_of(f"for tile in range(tl.program_id(0), {tiles}, tl.num_programs(0)):")
         body = loop + lines_of(*lines, depth=2)
     else:
         body = lines_of("tile = tl.program_id(0)", *lines)

@@ -38,6 +38,9 @@ TRITON_DTYPES = {
 TRITON_LANGUAGE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 """The floats that kernels take, by mgraph's dtype name → the name in Triton's language."""
 
+FLAT = ", flatten=True"
+"""Of a loop over tiles which asks for what the next one needs before it ends with one, which takes shared memory of its
+own."""
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 """Kernels take exponentials and logarithms to the base 2."""
 LOWEST = -3.0e38

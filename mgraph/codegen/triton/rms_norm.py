@@ -120,7 +120,7 @@ def backward_tuning(problem: RmsNorm, tensors: int = 2) -> Tuning:
     way as have room: their bytes, not warps, hide what memory takes."""
     rows = max(1, 2048 // problem.block)
     stage = rows * problem.block * ITEM_BYTES[problem.x] * tensors
-    stages = max(2, min(MOST_STAGES, 1 + ON_THE_WAY // stage))
+    stages = min(MOST_STAGES, 1 + ON_THE_WAY // stage)
     return Tuning(rows, min(16, max(8, rows * problem.block // 256)), stages, programs_per_sm=1)
 
 

@@ -19,11 +19,13 @@ from mgraph.codegen.triton import (
     kernels_text,
     reference_text,
 )
+from mgraph.codegen.triton.aot import build_kernels
 from mgraph.codegen.triton.expert_glu import ExpertGlu
 from mgraph.codegen.triton.expert_sum import ExpertSum
 from mgraph.codegen.triton.glu import Glu
 from mgraph.codegen.triton.grouped import Product, Tuning
 from mgraph.codegen.triton.grouped_outer import Outer
+from mgraph.codegen.triton.kernel import FLAT
 from mgraph.runtime.kernels import evaluate
 from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, Case, interpret
 from tests.codegen.triton.ptx_of import ptx_of
@@ -57,6 +59,7 @@ PRODUCTS = {
     "described": (Product(3, 32, 48, "f16", bias="f32"), replace(DESCRIBED, columns=32, programs=1)),
     "described_sum": (Product(3, 16, 80, "bf16", transposed=True, second=True), replace(DESCRIBED, columns=64)),
     "described_alone": (Product(3, 32, 16, "f16"), replace(DESCRIBED, listed=False)),
+    "flat": (Product(3, 32, 80, "f16"), replace(DESCRIBED, columns=32, programs=2, flat=True)),
 }
 SUMS = {
     "plain": (ExpertSum(Product(3, 32, 48, "f16"), 2), ALONE),
@@ -418,3 +421,13 @@ def test_problems_of_nodes() -> None:
 )
 def test_refusals_name_the_reason(node: int, old: str, new: str, reason: str) -> None:
     assert reason in str(problem_after(node, (old, new)))
+
+
+def test_large_tiles_fit_in_the_shared_memory_of_any_gpu(tmp_path: Path) -> None:
+    """Where a package may be for a GPU with 99 KB, loops ask for nothing ahead; elsewhere they do."""
+    site = grouped.product("large", Product(4, 128, 256, "bf16"))
+    assert FLAT in site.source
+    (entry,) = build_kernels([site], tmp_path, ["sm_86"])
+    assert FLAT not in (tmp_path / "kernels.py").read_text("utf-8")
+    shared = {launch["function"]: max(b["shared"] for b in launch["binaries"]) for launch in entry["launches"]}
+    assert 64 * 1024 < shared["large_128"] <= 99 * 1024 and max(shared.values()) <= 99 * 1024

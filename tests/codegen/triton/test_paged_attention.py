@@ -196,7 +196,9 @@ def test_problem_of_a_node() -> None:
     (node,) = module_of(GRAPH).functions["f"].nodes
     assert node.op == "paged_attention"
     assert paged_attention.problem_of(node) == PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125)
-    assert paged_attention.tunings(PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125))["single"] == Tuning(16, 64, most_registers=128)
+    assert paged_attention.tunings(PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125))["single"] == Tuning(
+        16, 64, most_registers=128
+    )
     fixed = PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125, run=256)
     assert paged_attention.fixed_problem_of(node) == fixed
     mixed = module_of(GRAPH.replace("%k: bf16", "%k: f32")).functions["f"].nodes[0]
