@@ -152,8 +152,8 @@ def _transformers(shape: Shape, weights: Mapping[str, Tensor], device: torch.dev
         model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             made, attn_implementation="sdpa", dtype=torch.float32, **experts
         )
-    given = {name: tensor.to(device) for name, tensor in weights.items()}
-    model.load_state_dict(_packed(config, given))
+    parameters = [name for name, _ in shape.make_empty().named_parameters()]
+    model.load_state_dict(_packed(config, {name: weights[name].to(device) for name in parameters}))
     return model.train()
 
 

@@ -7,7 +7,7 @@ and gradients in bf16 and AdamW on f32 masters, which are the weights before the
 not train as eager bf16 does, within that one's rounding noise (`training_gate.py`), is not timed. Then the seconds of a
 step: the median over blocks of steps, with no wait for the GPU within one, as in a run. `fraction` is the model's
 floating-point operations per second over the rate of a bf16 product of 8192^3. `until_first_step` is in seconds, from
-making the model on. Exit status 1 on any complaint.
+making the model on, in a process that has trained others before. Exit status 1 on any complaint.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ class Packaged:
         self._package.call("microbatch", self._state, *batch)
         return self._package.call("finish", self._state, self._lr)["loss"]
 
-    def gradients(self, batch: Batch) -> dict[str, Tensor]:
+    def gradients(self, batch: Batch) -> training_gate.Gradients:
         """The gradients of the mean loss; those of the state are of the sum over all tokens, and stay there."""
         self._package.call("microbatch", self._state, *batch)
         found = {name: self._state.get(f"{name}.grad") for name in self._of_kind("param")}
         return {name: grad.float() / batch[1].numel() for name, grad in found.items() if grad is not None}
 
     def restart(self, weights: training_gate.Weights) -> None:
-        """Begin again, from these weights."""
-        of = {name: name for name in self._of_kind("param")}
-        of |= {name: name.removesuffix(".master") for name in self._of_kind("master")}
-        kept = self._of_kind("buffer")
-        for name, tensor in self._state.items():
-            if name in of:
-                tensor.copy_(weights[of[name]])
-            elif name not in kept:
+        """Begin again, from these weights and buffers."""
+        for spec in self._package.state_specs:
+            tensor = self._state[spec.name]
+            if spec.kind in ("param", "master", "buffer"):
+                tensor.copy_(weights[spec.name.removesuffix(".master")])
+            elif spec.kind == "scalar":
+                tensor.copy_(create_state([spec], 0, tensor.device)[spec.name])
+            else:
                 tensor.zero_()
 
     def _of_kind(self, kind: str) -> set[str]:
@@ -76,8 +76,10 @@ class Packaged:
 
 def drawn(path: Path, device: torch.device) -> dict[str, Tensor]:
     """The parameters of a package as they are drawn, in f32, and its buffers, on the CPU."""
-    specs = [spec for spec in load_package(path, device.type).state_specs if spec.kind in ("master", "buffer")]
-    return {name.removesuffix(".master"): t.cpu() for name, t in create_state(specs, 0, device).items()}
+    specs = load_package(path, device.type).state_specs
+    wide = {spec.name.removesuffix(".master") for spec in specs if spec.kind == "master"}
+    taken = [s for s in specs if s.kind in ("master", "buffer") or (s.kind == "param" and s.name not in wide)]
+    return {name.removesuffix(".master"): t.cpu() for name, t in create_state(taken, 0, device).items()}
 
 
 def losses_of(step: peers.Step, batches: Sequence[Batch]) -> list[float]:
@@ -140,7 +142,7 @@ def compare(
     device, shape = rows.gpu(), SHAPES[name]
     batches = shape.batches(0, BATCHES, device)
     weights = drawn(path, device)
-    gate = None if options.unchecked else training_gate.reference(shape, weights, device)
+    gate = None if options.unchecked else Gate(name, training_gate.reference(shape, weights, device), weights)
     makers: dict[str, Callable[[], peers.Step]] = {OURS: lambda: Packaged(path, device)}
     if options.tune_products:
         makers[TUNED] = lambda: Packaged(path, device, tuned=True)
@@ -153,14 +155,17 @@ def compare(
         try:
             held, begun = torch.cuda.memory_allocated(), time.perf_counter()
             step = make()
-            step(batches[0]).item()
+            losses = [float(step(batches[0]))]
             started = time.perf_counter() - begun
-            judged = near(step, gate, weights, f"{name}, {variant}")
-            if not judged.get("is_near", True):
-                complaints.append(f"{name}, {variant}: is further from f32 than eager bf16 is")
-                continue
+            judged: dict[str, Any] = {}
+            if gate is not None and isinstance(step, Packaged):
+                judged = gate.judge(variant, step, batches[0])
+                losses = [float(step(batches[0]))]  # from the start again
+                if not judged["is_near"]:
+                    complaints.append(f"{name}, {variant}: is further from f32 than eager bf16 is")
+                    continue
             torch.cuda.reset_peak_memory_stats()
-            losses = losses_of(step, batches)
+            losses += losses_of(step, batches[1:])
             seconds, peak = timed(step, batches, options.steps), torch.cuda.max_memory_allocated() - held
         except Exception as error:  # a peer that does not run is a result, and the others go on
             complaints.append(f"{name}, {variant}: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
@@ -178,21 +183,27 @@ def compare(
     return complaints
 
 
-def near(
-    step: peers.Step, gate: training_gate.Reference | None, weights: dict[str, Tensor], who: str
-) -> dict[str, Any]:
-    """How near to f32 a step of ours is, which then begins again; nothing of peers."""
-    if gate is None or not isinstance(step, Packaged):
-        return {}
-    judged = gate.judge(step, weights)
-    step.restart(weights)
-    print(
-        f"{who}: from f32, and eager bf16: losses {judged['distance_from_f32']:.2e}, "
-        f"{judged['distance_of_eager']:.2e}; gradients {judged['gradient_distance_from_f32']:.3e}, "
-        f"{judged['gradient_distance_of_eager']:.3e}",
-        flush=True,
-    )
-    return judged
+class Gate:
+    """Says of each variant of a package how near to f32 it trains. Of a whole batch, whose products are those that are
+    tuned, the gradients of variants are compared with each other: f32 would not fit."""
+
+    def __init__(self, name: str, reference: training_gate.Reference, weights: dict[str, Tensor]) -> None:
+        self._name, self._reference, self._weights = name, reference, weights
+        self._whole: training_gate.Gradients = {}
+
+    def judge(self, variant: str, step: Packaged, batch: Batch) -> dict[str, Any]:
+        """What `training_gate` says, and what it has of a whole batch. The step has started again by then."""
+        judged = self._reference.judge(step, self._weights)
+        step.restart(self._weights)
+        whole = {name: grad.to("cpu", torch.bfloat16) for name, grad in step.gradients(batch).items()}
+        step.restart(self._weights)
+        if self._whole:
+            worst, _ = self._reference.farthest(whole, self._whole)
+            judged["gradients_times_eager_of_a_batch"] = worst
+            judged["is_near"] &= worst <= training_gate.MOST_NOISE
+        self._whole = self._whole or whole
+        print(f"{self._name}, {variant}: {judged}", flush=True)
+        return judged
 
 
 def peers_of(shape: Shape, weights: dict[str, Tensor], device: torch.device) -> dict[str, Callable[[], peers.Step]]:

@@ -2,8 +2,9 @@
 
 Losses of steps that follow one another wander apart by chance once some loss jumps, whatever the rounding. So there are
 several streams of batches, each trained from the same weights, and what is compared is the median over all of their
-steps of |loss / loss in f32 - 1|. The gradients of one batch, all in one vector, wander nowhere: their distance from
-those in f32, relative to these, is compared as well, and bound more tightly.
+steps of |loss / loss in f32 - 1|; besides, no loss may be far off. Gradients wander nowhere: those of one batch, of the
+first sequences of all streams, are compared parameter by parameter, by the norm of the difference from those in f32,
+relative to these. What counts is how many times as far as eager bf16's they are where that is worst.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ from torch import Tensor
 from benchmarks.gpu import peers
 from benchmarks.gpu.training_models import Batch, Shape
 
-STREAMS, STEPS, LENGTH = 4, 8, 1024
+STREAMS, STEPS, LENGTH = 8, 8, 1024
 """Streams, steps of each, and tokens of a batch: f32 has no fused attention for grouped heads, and whole batches would
 not fit."""
-MOST_NOISE, MOST_GRADIENT_NOISE = 1.5, 1.1
-"""How many times as far from f32 as those of eager bf16 losses and gradients may be."""
+MOST_NOISE = 2.0
+"""How many times as far from f32 as those of eager bf16 losses may be, and the gradient of any parameter."""
+FARTHEST = 0.2
+"""No loss may differ from that in f32 by more; those of eager bf16 differ by up to 0.04 once they have wandered."""
 
 Weights = Mapping[str, Tensor]
+Gradients = dict[str, Tensor]
+Losses = list[list[float]]
+"""Of each step of each stream."""
 
 
 class Judged(Protocol):
@@ -36,15 +42,11 @@ class Judged(Protocol):
     def __call__(self, batch: Batch) -> Tensor:
         """Train a step; the loss."""
 
-    def gradients(self, batch: Batch) -> dict[str, Tensor]:
+    def gradients(self, batch: Batch) -> Gradients:
         """The gradients of the mean loss, with no update."""
 
     def restart(self, weights: Weights) -> None:
         """Begin again, from these weights."""
-
-
-Losses = list[list[float]]
-"""Of each step of each stream."""
 
 
 @dataclass(frozen=True)
@@ -53,29 +55,37 @@ class Reference:
 
     streams: list[list[Batch]]
     losses: Losses
-    gradients: dict[str, Tensor]
+    gradients: Gradients
     noise: float
-    gradient_noise: float
+    gradient_noise: dict[str, float]
 
     def judge(self, trained: Judged, weights: Weights) -> dict[str, Any]:
-        """How far losses and gradients are from f32, beside eager bf16; `is_near`: whether near enough."""
-        here = next(iter(self.streams[0][0])).device
-        weights = {name: tensor.to(here) for name, tensor in weights.items()}
+        """How far losses are from f32, beside eager bf16's; by how many times that one's distance gradients are, where
+        that is worst; `is_near`: whether near enough."""
+        first = together(self.streams)
+        weights = {name: tensor.to(first[0].device) for name, tensor in weights.items()}
         trained.restart(weights)
-        gradient = gradient_distance(trained.gradients(self.streams[0][0]), self.gradients)
+        worst, where = self.farthest(trained.gradients(first), self.gradients)
         losses: Losses = []
         for stream in self.streams:
             trained.restart(weights)
             losses.append([float(trained(batch)) for batch in stream])
-        off = distance(losses, self.losses)
-        near = off <= MOST_NOISE * self.noise and gradient <= MOST_GRADIENT_NOISE * self.gradient_noise
+        off = apart(losses, self.losses)
+        middle, most = statistics.median(off), max(off)
         return {
-            "distance_from_f32": off,
+            "distance_from_f32": middle,
             "distance_of_eager": self.noise,
-            "gradient_distance_from_f32": gradient,
-            "gradient_distance_of_eager": self.gradient_noise,
-            "is_near": near,
+            "gradients_times_eager": worst,
+            "farthest_gradient": where,
+            "is_near": middle <= MOST_NOISE * self.noise and most <= FARTHEST and worst <= MOST_NOISE,
         }
+
+    def farthest(self, found: Gradients, wanted: Gradients) -> tuple[float, str]:
+        """By how many times the distance of eager bf16 from f32 a gradient is off, at most, and whose it is. One that
+        eager has exactly right counts by the median of all."""
+        usual = statistics.median(self.gradient_noise.values())
+        times = {n: off / (self.gradient_noise[n] or usual) for n, off in distances(found, wanted).items()}
+        return max((value, name) for name, value in times.items())
 
 
 def reference(shape: Shape, weights: Weights, device: torch.device) -> Reference:
@@ -88,16 +98,24 @@ def reference(shape: Shape, weights: Weights, device: torch.device) -> Reference
     here = {name: tensor.to(device) for name, tensor in weights.items()}
     exact = _trained(lambda: peers.plain(shape, here, torch.float32, device, ""), streams)
     low = _trained(lambda: peers.plain(shape, here, torch.bfloat16, device, ""), streams)
-    return Reference(streams, exact[0], exact[1], distance(low[0], exact[0]), gradient_distance(low[1], exact[1]))
+    noise = statistics.median(apart(low[0], exact[0]))
+    return Reference(streams, exact[0], exact[1], noise, distances(low[1], exact[1]))
 
 
-def _trained(make: Callable[[], peers.Trained], streams: list[list[Batch]]) -> tuple[Losses, dict[str, Tensor]]:
-    """Losses, and the gradients of the first batch, on the CPU."""
+def together(streams: list[list[Batch]]) -> Batch:
+    """The first batches of all streams as one."""
+    tokens, labels = zip(*(stream[0] for stream in streams), strict=True)
+    return torch.cat(tokens), torch.cat(labels)
+
+
+def _trained(make: Callable[[], peers.Trained], streams: list[list[Batch]]) -> tuple[Losses, Gradients]:
+    """Losses, and the gradients of the first batches, on the CPU."""
     losses: Losses = []
-    gradients: dict[str, Tensor] = {}
+    gradients: Gradients = {}
     for stream in streams:
         trained = make()
-        gradients = gradients or {n: grad.float().cpu() for n, grad in trained.gradients(stream[0]).items()}
+        if not gradients:
+            gradients = {n: grad.float().cpu() for n, grad in trained.gradients(together(streams)).items()}
         losses.append([float(trained(batch)) for batch in stream])
         del trained
         gc.collect()
@@ -105,18 +123,19 @@ def _trained(make: Callable[[], peers.Trained], streams: list[list[Batch]]) -> t
     return losses, gradients
 
 
-def distance(found: Losses, exact: Losses) -> float:
-    """The median of the relative differences."""
+def apart(found: Losses, exact: Losses) -> list[float]:
+    """The relative differences of all losses; infinite where one is no number."""
     pairs = [pair for streams in zip(found, exact, strict=True) for pair in zip(*streams, strict=True)]
-    return statistics.median(abs(a / b - 1) for a, b in pairs)
+    return [abs(a / b - 1) if math.isfinite(a) else math.inf for a, b in pairs]
 
 
-def gradient_distance(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """The norm of the difference of all gradients, relative to that of the exact ones, which lie anywhere."""
-    assert found.keys() == exact.keys(), f"gradients of {sorted(found.keys() ^ exact.keys())} are missing on one side"
-    squares = total = 0.0
+def distances(found: Gradients, wanted: Gradients) -> dict[str, float]:
+    """The norm of the difference of each gradient, relative to that of the wanted one, which may be elsewhere; infinite
+    where it is no number."""
+    assert found.keys() == wanted.keys(), f"gradients of {sorted(found.keys() ^ wanted.keys())} are missing on one side"
+    made = {}
     for name, grad in found.items():
-        wanted = exact[name].to(grad.device)
-        squares += float((grad.float() - wanted).square().sum())
-        total += float(wanted.square().sum())
-    return math.sqrt(squares / total)
+        exact = wanted[name].to(grad.device).float()
+        off = float((grad.float() - exact).norm() / exact.norm().clamp(min=1e-30))
+        made[name] = off if math.isfinite(off) else math.inf
+    return made
