@@ -34,6 +34,7 @@ FAMILIES = (
     "append",
     "attention",
     "embedding",
+    "exchange",
     "experts",
     "few_rows",
     "glu",
