@@ -22,9 +22,11 @@ from mgraph.codegen.triton.expert_sum import ExpertSum
 from mgraph.codegen.triton.glu import Glu
 from mgraph.codegen.triton.grouped import Product, Tuning
 from mgraph.codegen.triton.grouped_outer import Outer
+from mgraph.codegen.triton.moe_order import Order
 from mgraph.codegen.triton.moe_route import Router
 from mgraph.codegen.triton.moe_rows import MoeRows
-from mgraph.ir.ops import moe, route
+from mgraph.ir.ops import experts, moe, route
+from mgraph.ir.types import DType
 from mgraph.runtime import v1 as rt
 
 grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
@@ -138,6 +140,25 @@ def router_grad_case(tokens: int) -> Case:
     )
 
 
+def order_case(tokens: int, problem: Order) -> Case:
+    """K8: order and offsets of given choices, some of which, where there are `others`, are of no expert."""
+
+    def inputs(device: torch.device) -> tuple[Tensor, ...]:
+        least = -1 if problem.others else 0
+        size = (tokens, problem.choices)
+        return (torch.randint(least, problem.experts + problem.others, size, device=device),)
+
+    return Case(
+        id=f"K8-order-{tokens}",
+        workload=f"order of {problem.choices} of {problem.experts} experts for each of {tokens} tokens",
+        spec=moe_order.order("order", problem),
+        inputs=inputs,
+        reference=partial(moe.moe_order, num_experts=problem.experts, others=problem.others),
+        bytes=16 * tokens * problem.choices,
+        bound=0.0,
+    )
+
+
 def units_case(name: str, layer: Layer, cut: Tuning | None = None) -> Case:
     """K9: gates, ups and what is activated, of rows taken from tokens."""
 
@@ -211,6 +232,28 @@ def product_case(id_: str, layer: Layer, problem: Product, cut: Tuning | None = 
     )
 
 
+def sum_case(id_: str, layer: Layer, problem: ExpertSum, cut: Tuning | None = None) -> Case:
+    """K9: what experts give, weighed and summed by token; where it is `ended`, one token in four has no expert."""
+
+    def inputs(device: torch.device) -> tuple[Tensor, ...]:
+        weights, indices = rt.moe_route(layer.logits(device), top_k=layer.choices, renormalize=True)
+        if problem.ended:
+            indices[-layer.tokens // 4 :] = layer.experts
+        order, offsets = rt.moe_order(indices, num_experts=layer.experts, others=problem.ended)
+        return layer.normal(device, layer.rows, layer.inner), layer.weights(device)[2], weights, order, offsets
+
+    return Case(
+        id=id_,
+        workload=f"{layer}, {problem}",
+        spec=expert_sum.build("sum", problem, () if cut is None else ((0, cut),)),
+        inputs=inputs,
+        reference=lambda *given: (experts.expert_sum(*given, dtype=DType.F64, ended=problem.ended),),
+        bytes=2 * (layer.rows * layer.inner + layer.tokens * layer.width)
+        + int(2 * layer.read * layer.width * layer.inner),
+        flops=layer.product,
+    )
+
+
 def units_grad_case(name: str, layer: Layer, cut: Tuning | None = None) -> Case:
     """K10: gradients of units and weights."""
 
@@ -254,17 +297,20 @@ def outer_case(id_: str, layer: Layer, problem: Outer, cut: Tuning | None = None
             for side, width in widths.items()
         ]
         total = layer.normal(device, layer.experts, problem.left, problem.right)
-        return total, *sides, order, offsets
+        return total, *sides, *([order] if problem.taken else []), offsets
 
-    def reference(total: Tensor, left: Tensor, right: Tensor, order: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+    def rows(left: Tensor, right: Tensor, *order: Tensor) -> Sequence[Tensor]:
         sides = {"left": left, "right": right}
-        sides[problem.taken] = sides[problem.taken][order // layer.choices]
-        return (total + moe.grouped_outer(sides["left"], sides["right"], offsets),)
+        if problem.taken:
+            sides[problem.taken] = sides[problem.taken][order[0] // layer.choices]
+        return sides["left"], sides["right"]
 
-    def form(total: Tensor, left: Tensor, right: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
-        sides = {"left": left, "right": right}
-        sides[problem.taken] = sides[problem.taken][order // layer.choices]
-        return total.add_(grouped_mm(sides["left"].t(), sides["right"], offs=offsets))
+    def reference(total: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        return (total + moe.grouped_outer(*rows(*given[:-1]), given[-1]),)
+
+    def form(total: Tensor, *given: Tensor) -> Tensor:
+        left, right = rows(*given[:-1])
+        return total.add_(grouped_mm(left.t(), right, offs=given[-1]))
 
     return Case(
         id=id_,

@@ -1,5 +1,5 @@
 """Cases of gated units (K3): forward and backward of gate and up apart, as the halves of a packed projection, and as
-its columns in turns."""
+its columns in turns; and of the squared ReLU."""
 
 from __future__ import annotations
 
@@ -143,6 +143,31 @@ def joined_case(name: str, shape: Shape, problem: Glu) -> Case:
         bytes=5 * 2 * torch.Size(shape).numel(),
         bound=3e-3,
     )
+
+
+def relu_cases(name: str, shape: Shape) -> list[Case]:
+    """The squared ReLU, which has no gate, forward and backward."""
+    problem, elements = _problem(shape, "squared_relu"), torch.Size(shape).numel()
+    forward = Case(
+        id=f"K3-forward-{name}",
+        workload=_workload(problem, shape, False),
+        spec=glu.forward("squared_relu", problem),
+        inputs=inputs(shape, 1, packed=False),
+        reference=lambda x: (functional.relu(x).square(),),
+        bytes=2 * 2 * elements,
+        bound=3e-3,
+    )
+    return [
+        forward,
+        replace(
+            forward,
+            id=f"K3-backward-{name}",
+            spec=glu.backward("squared_relu_grad", problem),
+            inputs=inputs(shape, 2, packed=False),
+            reference=lambda dy, x: (2 * dy * functional.relu(x),),
+            bytes=3 * 2 * elements,
+        ),
+    ]
 
 
 def _workload(problem: Glu, shape: Shape, packed: bool) -> str:
