@@ -5,13 +5,15 @@
 Compiles the kernels and makes inputs and references on the CPU, into DIRECTORY (`--prepare`: only that, on any
 machine); then one process under each tool launches every kernel once and compares. Each tensor is an allocation of its
 own that ends where the tensor does, and what torch launches is left out. A row of results says how many errors or
-hazards were found, what the tool said (`summary`) and how many `seconds` it took. Exit status 1 on any finding.
+hazards were found, what the tool said (`summary`), how many `seconds` it took and which Triton the binaries are of
+(`built_by`). Exit status 1 on any finding.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import json
 import os
 import re
@@ -31,6 +33,9 @@ from mgraph.errors import MgraphError
 from mgraph.runtime import kernels as runtime
 
 CASE = "case.pt"
+BUILT_BY = "built_by.txt"
+"""Names the Triton that compiled the kernels, which may be another than that of the machine with the GPU; written last.
+"""
 SUMMARY = re.compile(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", re.MULTILINE)
 CLEAN = ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
 """What the tools say at the end of a run in which they found nothing."""
@@ -47,6 +52,20 @@ def prepare(directory: Path) -> None:
         inputs = case.inputs(torch.device("cpu"))
         expected = [t.float() if t.is_floating_point() else t for t in flat(case.reference(*wide(inputs)))]
         torch.save((case.spec.name, inputs, expected, case.bound), place / CASE)
+    (directory / BUILT_BY).write_text(f"triton {importlib.metadata.version('triton')}\n", encoding="utf-8")
+
+
+def prepared(directory: Path) -> list[Path]:
+    """The directories of the cases, in their order."""
+    return sorted(case.parent for case in directory.glob(f"*/{CASE}"))
+
+
+def built_by(directory: Path) -> str:
+    """The Triton that compiled the kernels. Raises MgraphError where not all of them were."""
+    file = directory / BUILT_BY
+    if not file.is_file():
+        raise MgraphError(f"not all kernels are prepared: no {BUILT_BY}", str(directory), "--prepare a new directory")
+    return file.read_text(encoding="utf-8").strip()
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -63,7 +82,7 @@ def launch(directory: Path) -> int:
     device = rows.gpu()
     runtime.set_device(device, strict=True)
     wrong = 0
-    for place in sorted(directory.iterdir()):
+    for place in prepared(directory):
         name, inputs, expected, bound = torch.load(place / CASE)
         site = getattr(runtime.kernels(place / "step.py"), name)
         found = moved(site(*moved(inputs, device)), torch.device("cpu"))
@@ -74,8 +93,8 @@ def launch(directory: Path) -> int:
     return wrong
 
 
-def check(directory: Path, tool: str) -> tuple[dict[str, Any], str]:
-    """A row of results, and what the tool and the process said."""
+def check(directory: Path, tool: str, built: str) -> tuple[dict[str, Any], str]:
+    """A row of results, and what the tool and the process said; `built`: by which Triton the binaries are."""
     begin = time.perf_counter()
     done = subprocess.run(
         [
@@ -90,11 +109,12 @@ def check(directory: Path, tool: str) -> tuple[dict[str, Any], str]:
     summary = SUMMARY.findall(said)
     last = summary[-1] if summary else "none"
     clean = done.returncode == 0 and last in CLEAN
-    workload = f"{len(list(directory.iterdir()))} kernels on small, awkward inputs"
+    workload = f"{len(prepared(directory))} kernels on small, awkward inputs"
     count = re.search(r"\d+", last)
     findings = max(int(count.group()) if count else 0, int(not clean))
     seconds = round(time.perf_counter() - begin, 1)
-    return rows.row(f"sanitizer-{tool}", workload, findings, "findings", summary=last, seconds=seconds), said
+    about = rows.row(f"sanitizer-{tool}", workload, findings, "findings", summary=last, seconds=seconds, built_by=built)
+    return about, said
 
 
 def main() -> int:
@@ -116,9 +136,10 @@ def main() -> int:
         prepare(options.directory)
     if options.prepare:
         return 0
+    built = built_by(options.directory)
     complaints = 0
     for tool in options.tools:
-        row, said = check(options.directory, tool)
+        row, said = check(options.directory, tool, built)
         print(json.dumps(row), flush=True)
         if row["ours"]:
             complaints += 1
