@@ -8,6 +8,10 @@ from typing import Any
 
 _TABLES = ("dims", "entries", "files", "lines", "mesh")
 _LISTS = ("inputs", "kernels", "providers", "state")
+_FORMS = {str: "text", int: "number", list: "list"}
+_LAUNCH = {str: ("function",), int: ("num_warps", "num_stages"), list: ("args", "grid", "binaries")}
+_BINARY = {str: ("file", "symbol"), int: ("cuda", "alignment", "threads", "shared"), list: ("hidden",)}
+"""What is read of a launch and of a binary, by form."""
 ARCH = re.compile(r"sm_(\d{1,2})(\d)(a?)")
 """An architecture: major and minor version of the GPU, and whether binaries are for exactly that one."""
 
@@ -20,13 +24,22 @@ def damage(manifest: Mapping[str, Any]) -> str | None:
     for name in _LISTS:
         if not _are_tables(manifest.get(name, [])):
             return f"'{name}' of the manifest is no list of tables"
-    for kernel in manifest.get("kernels", []):
-        launches = kernel.get("launches", [])
-        if not _are_tables(launches) or not all(_are_tables(launch.get("binaries", [])) for launch in launches):
-            return f"kernel {kernel.get('name')} of the manifest has launches or binaries that are none"
-        for arch in (str(binary.get("arch")) for launch in launches for binary in launch.get("binaries", [])):
-            if not ARCH.fullmatch(arch):
-                return f"kernel {kernel.get('name')} has a binary for {arch!r}, which is no architecture of GPUs"
+    return next(filter(None, map(_damage_of_kernel, manifest.get("kernels", []))), None)
+
+
+def _damage_of_kernel(kernel: Mapping[str, Any]) -> str | None:
+    """The same of the launches of a kernel."""
+    name, launches = kernel.get("name"), kernel.get("launches", [])
+    if not _are_tables(launches) or not all(_are_tables(launch.get("binaries", [])) for launch in launches):
+        return f"kernel {name} of the manifest has launches or binaries that are none"
+    binaries = [binary for launch in launches for binary in launch.get("binaries", [])]
+    for arch in (str(binary.get("arch")) for binary in binaries):
+        if not ARCH.fullmatch(arch):
+            return f"kernel {name} has a binary for {arch!r}, which is no architecture of GPUs"
+    for what, tables, read in (("launch", launches, _LAUNCH), ("binary", binaries, _BINARY)):
+        for field, form in ((field, form) for form, fields in read.items() for field in fields):
+            if not all(isinstance(table.get(field), form) for table in tables):
+                return f"'{field}' of a {what} of kernel {name} is no {_FORMS[form]}"
     return None
 
 

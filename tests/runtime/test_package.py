@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 
 from mgraph.errors import OptionError, PackageError
 from mgraph.runtime.package import load_package
+from tests.runtime.test_kernels import ENTRY
 
 
 def test_loads_entries_and_state(package_dir: Path) -> None:
@@ -116,6 +117,35 @@ def test_wrong_manifest(make_package: Callable[..., Path], changes: dict[str, ob
         load_package(make_package(**changes), "cpu")
 
 
+@pytest.mark.parametrize(
+    ("launch", "binary", "message"),
+    [
+        ({"args": None}, {}, "'args' of a launch of kernel scale is no list"),
+        ({"grid": 4}, {}, "'grid' of a launch of kernel scale is no list"),
+        ({"function": None}, {}, "'function' of a launch of kernel scale is no text"),
+        ({"binaries": None}, {}, "'binaries' of a launch of kernel scale is no list"),
+        ({}, {"symbol": None}, "'symbol' of a binary of kernel scale is no text"),
+        ({}, {"shared": None}, "'shared' of a binary of kernel scale is no number"),
+        ({}, {"cuda": "12"}, "'cuda' of a binary of kernel scale is no number"),
+        ({}, {"hidden": 0}, "'hidden' of a binary of kernel scale is no list"),
+        ({}, {"arch": None}, "kernel scale has a binary for 'None'"),
+    ],
+)
+def test_damaged_launches(
+    make_package: Callable[..., Path], launch: dict[str, object], binary: dict[str, object], message: str
+) -> None:
+    """Of two launches with two binaries the last lacks a field (None), or has it in another form."""
+    (whole,) = ENTRY["launches"]
+    binaries = [whole["binaries"][0], _present({**whole["binaries"][1], **binary})]
+    launches = [whole, _present({**whole, "binaries": binaries, **launch})]
+    with pytest.raises(PackageError, match=message):
+        load_package(make_package(kernels=[{**ENTRY, "launches": launches}]), "cpu")
+
+
+def _present(fields: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def test_absent_or_damaged_manifest(package_dir: Path) -> None:
     manifest = package_dir / "manifest.json"
     content = json.loads(manifest.read_text())
@@ -166,6 +196,7 @@ sys.meta_path.insert(0, Absent())
 import torch
 from mgraph.runtime import train
 from mgraph.runtime.package import load_package
+from tests.runtime.test_kernels import ENTRY
 from mgraph.runtime.state import create_state
 package = load_package({str(package_dir)!r}, "cpu")
 state = create_state(package.state_specs, 0, "cpu")
