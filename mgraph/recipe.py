@@ -193,7 +193,7 @@ class Recipe:
         "serving the CUDA graphs and the cache",
     )
     batch: int = option(8, "sequences of the microbatch that budgets and providers are chosen for", within=(1, 2**31))
-    seq: int = option(128, "tokens per sequence that budgets and providers are chosen for", within=(1, 2**31))
+    seq: int = option(2048, "tokens per sequence that budgets and providers are chosen for", within=(1, 2**31))
     offload: str = option(
         "",
         "what waits on the host: optimizer (masters and moments), activations, or activations=BYTES of a layer",

@@ -408,8 +408,25 @@ class Trainer:
             self.log.message(
                 "note: --tune-products times kernels in the first step, some 2 s for each shape of a product"
             )
+        if self.mesh.device.type == "cuda" and (note := self._sizes_note()):
+            self.log.message(note)
         if self.package.edited:
             self.log.message(f"note: edited since it was compiled: {some_of(self.package.edited)}")
+
+    def _sizes_note(self) -> str:
+        """What to say where attention's kernels were chosen for batches of other sizes; "" where they were not."""
+        compiled = self.package.manifest.get("fingerprint", {}).get("options", {})
+        chosen = [
+            c for c in self.package.manifest.get("providers", ()) if c["op"].startswith("attention") and c["next"]
+        ]
+        pairs = [(self.options.batch_size, compiled.get("batch")), (self.options.seq_len, compiled.get("seq"))]
+        if not chosen or all(told is None or 1 / 2 < size / told < 2 for size, told in pairs):
+            return ""
+        sizes, told = (" x ".join(str(pair[place]) for pair in pairs) for place in (0, 1))
+        return (
+            f"note: attention's kernels were chosen for batches of {told} tokens; for {sizes} others may be faster: "
+            f"mgraph compile --batch {self.options.batch_size} --seq {self.options.seq_len}"
+        )
 
     def train(self, stop: StopSignal) -> bool:
         """Run the steps that are left; False if a signal ended the run before the last."""

@@ -33,6 +33,8 @@ def main() -> None:
             weight_decay=0.0,
             grad_dtype="param",  # theirs are bf16
             one_microbatch=True,
+            batch=training_models.SHAPES[name].batch,
+            seq=training_models.SHAPES[name].length,
             target="h100",
             output=str(options.directory / name),
         )

@@ -51,6 +51,8 @@ def main() -> None:
                 weight_decay=0.0,
                 grad_dtype="param",
                 target="cpu" if options.small else "h100",
+                batch=training_models.SHAPES[model].batch,
+                seq=training_models.SHAPES[model].length,
                 output=str(options.directory / f"{model}-{mesh}"),
                 **more,
             )
