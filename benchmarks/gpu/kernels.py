@@ -5,8 +5,9 @@
 CASE is a beginning of an id (K5), all without one. Each kernel is compiled as a package has it, launched through the
 package's own runtime and compared with its reference in float64: `error` may be as large as `bound`. Then it and its
 peers are captured in CUDA graphs of several calls, on inputs that do not fit in the L2 cache together, and the median
-time of a call is taken. `fraction` is the least bytes that the work moves, over the time and over what a copy moves on
-this card in this run. A kernel that is wrong has no row. Exit status 1 on any complaint.
+time of a call is taken. `fraction` is of what this card reaches in this run: the least bytes that the work moves over
+what a copy moves, or operations over those of a bf16 product of 8192^3 where these take longer. A kernel that is wrong
+has no row. Exit status 1 on any complaint.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,9 @@ def sets_of(case: Case, device: torch.device) -> list[tuple[Any, ...]]:
     return [first, *(case.inputs(device) for _ in range(count - 1))]
 
 
-def measure(case: Case, device: torch.device, copy: float, with_peers: bool) -> tuple[dict[str, Any], list[str]]:
+def measure(
+    case: Case, device: torch.device, rates: Mapping[str, float], with_peers: bool
+) -> tuple[dict[str, Any], list[str]]:
     """The row of a case, empty where the kernel is wrong, and complaints."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -132,7 +135,9 @@ def measure(case: Case, device: torch.device, copy: float, with_peers: bool) -> 
     sets = sets_of(case, device)
     ours = seconds_of(site, sets)
     more: dict[str, Any] = {"flops_per_second": case.flops / ours} if case.flops else {}
-    more |= {"fraction": case.bytes / ours / copy, "limit": "copy", "copy": copy}
+    least = {"copy": case.bytes / rates["copy"], "matmul": (case.flops or 0) / rates["matmul"]}
+    limit = max(least, key=least.__getitem__)
+    more |= {"fraction": least[limit] / ours, "limit": limit, **rates}
     times: dict[str, float] = {}
     for name, peer in case.peers.items() if with_peers else ():
         try:
@@ -148,7 +153,7 @@ def said(row: dict[str, Any]) -> str:
     """A row in a line."""
     speed = f"{row['flops_per_second'] / 1e12:5.0f} TFLOP/s  " if "flops_per_second" in row else ""
     others = " ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in row.get("peers", {}).items())
-    time = f"{row['ours'] * 1e6:9.1f} us {row['fraction']:5.2f} of copy"
+    time = f"{row['ours'] * 1e6:9.1f} us {row['fraction']:5.2f} of {row['limit']}"
     return f"{row['id']:28} {time}  {speed}error {row['error']:.1e}  {others}"
 
 
@@ -161,8 +166,10 @@ def main() -> int:
     parser.add_argument("--tunings", action="store_true", help="other tunings of the kernels, in place of the cases")
     options = parser.parse_intermixed_args()
     device = rows.gpu()
-    copy = rows.copy_rate(device)
-    print(f"{rows.card()}: copy {copy / 1e12:.2f} TB/s", flush=True)
+    rates = {"copy": rows.copy_rate(device), "matmul": rows.matmul_rate(device)}
+    print(
+        f"{rows.card()}: copy {rates['copy'] / 1e12:.2f} TB/s, matmul {rates['matmul'] / 1e12:.0f} TFLOP/s", flush=True
+    )
     complaints: list[str] = []
     for family in FAMILIES:
         module = importlib.import_module(f"benchmarks.gpu.cases_{family}")
@@ -170,7 +177,7 @@ def main() -> int:
             if options.cases and not case.id.startswith(tuple(options.cases)):
                 continue
             try:
-                row, more = measure(case, device, copy, not options.no_peers)
+                row, more = measure(case, device, rates, not options.no_peers)
             except Exception as error:  # the others go on
                 complaints.append(f"{case.id}: {type(error).__name__}: {str(error).splitlines()[:1]}")
                 continue

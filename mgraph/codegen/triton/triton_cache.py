@@ -71,6 +71,10 @@ def check_elf(data: bytes) -> None:
         raise ValueError(f"its cubin is cut short: {len(data)} bytes, of at least {max(ends)}")
 
 
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, StopIteration)
+"""What Triton raises, or we do, where an entry is not what was written."""
+
+
 def compile_whole(compile: Callable[[], Any], function: str) -> tuple[Any, PtxAbi]:
     """What `compile`, a call of `triton.compile` for the kernel `function`, gives, and what its PTX says.
 
@@ -81,12 +85,12 @@ def compile_whole(compile: Callable[[], Any], function: str) -> tuple[Any, PtxAb
     try:
         try:
             return _checked(compile(), function)
-        except (ValueError, KeyError, TypeError, StopIteration, FileNotFoundError):
+        except (*_DAMAGE, FileNotFoundError):
             # Of the cache, by assumption: compiled anew, which writes over the entry.
             with triton.knobs.compilation.scope():
                 triton.knobs.compilation.always_compile = True
                 return _checked(compile(), function)
-    except ValueError as damage:
+    except _DAMAGE as damage:
         raise MgraphError(
             f"Triton's binary of kernel {function} is damaged, also when it is compiled anew: {damage}",
             where=str(triton.knobs.cache.dir),
