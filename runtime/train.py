@@ -16,7 +16,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,6 +208,19 @@ def _check_inputs(package: Package) -> None:
                     where=str(package.path),
                     hint=HINTS.get(name, "change inputs(B, S) in the model's file, and compile again"),
                 )
+
+
+def sizes_note(manifest: Mapping[str, Any], options: Options) -> str:
+    """What to say where attention's kernels were chosen for batches of other sizes; "" where they were not."""
+    compiled = manifest.get("fingerprint", {}).get("options", {})
+    chosen = [c for c in manifest.get("providers", ()) if c["op"].startswith("attention") and c.get("next")]
+    given, told = (options.batch_size, options.seq_len), (compiled.get("batch"), compiled.get("seq"))
+    if not chosen or None in told or all(1 / 2 < size / other < 2 for size, other in zip(given, told, strict=True)):
+        return ""
+    return (
+        f"note: attention's kernels were chosen for batches of {told[0]} x {told[1]} tokens; for {given[0]} x {given[1]}"
+        f" others may be faster: mgraph compile --batch {given[0]} --seq {given[1]}"
+    )
 
 
 def _directory(options: Options, package: Package) -> Path:
@@ -408,25 +421,10 @@ class Trainer:
             self.log.message(
                 "note: --tune-products times kernels in the first step, some 2 s for each shape of a product"
             )
-        if self.mesh.device.type == "cuda" and (note := self._sizes_note()):
+        if self.mesh.device.type == "cuda" and (note := sizes_note(self.package.manifest, self.options)):
             self.log.message(note)
         if self.package.edited:
             self.log.message(f"note: edited since it was compiled: {some_of(self.package.edited)}")
-
-    def _sizes_note(self) -> str:
-        """What to say where attention's kernels were chosen for batches of other sizes; "" where they were not."""
-        compiled = self.package.manifest.get("fingerprint", {}).get("options", {})
-        chosen = [
-            c for c in self.package.manifest.get("providers", ()) if c["op"].startswith("attention") and c["next"]
-        ]
-        pairs = [(self.options.batch_size, compiled.get("batch")), (self.options.seq_len, compiled.get("seq"))]
-        if not chosen or all(told is None or 1 / 2 < size / told < 2 for size, told in pairs):
-            return ""
-        sizes, told = (" x ".join(str(pair[place]) for pair in pairs) for place in (0, 1))
-        return (
-            f"note: attention's kernels were chosen for batches of {told} tokens; for {sizes} others may be faster: "
-            f"mgraph compile --batch {self.options.batch_size} --seq {self.options.seq_len}"
-        )
 
     def train(self, stop: StopSignal) -> bool:
         """Run the steps that are left; False if a signal ended the run before the last."""

@@ -25,14 +25,14 @@ from mgraph.runtime import train as train_module
 from mgraph.runtime.data import Stream
 from mgraph.runtime.handshake import MeshError
 from mgraph.runtime.mesh import current
-from mgraph.runtime.options import parse
+from mgraph.runtime.options import Options, parse
 from mgraph.runtime.package import load_package
 from mgraph.runtime.schedule import learning_rate
 from mgraph.runtime.serving.beside import find_template, find_tokenizer
 from mgraph.runtime.state import create_state
 from mgraph.runtime.text import load_text
 from mgraph.runtime.tokenizer import ByteTokenizer
-from mgraph.runtime.train import NonFiniteLossError, StopSignal, _problem, main, run
+from mgraph.runtime.train import NonFiniteLossError, StopSignal, _problem, main, run, sizes_note
 
 SMALL = ("--batch-size", "3", "--seq-len", "19", "--warmup", "3", "--lr", "0.02", "--sample-length", "0", "--seed", "5")
 
@@ -556,3 +556,26 @@ def test_a_package_that_writes_gradients_takes_one_microbatch(
     with pytest.raises(OptionError, match="a step of this package has one microbatch on each of 1 ranks"):
         train(package_dir, tmp_path / "run", text_file, "--steps", "2", "--accumulate", "2")
     train(package_dir, tmp_path / "run", text_file, "--steps", "2", "--accumulate", "1")
+
+
+@pytest.mark.parametrize(
+    ("batch", "seq", "op", "said"),
+    [
+        (8, 2048, "attention", ""),
+        (5, 3000, "attention_grad", ""),
+        (1, 2048, "attention", "8 x 2048 tokens; for 1 x 2048 others may be faster"),
+        (8, 8192, "attention_grad", "mgraph compile --batch 8 --seq 8192"),
+        (8, 8192, "linear", ""),
+    ],
+)
+def test_other_sizes_than_providers_were_chosen_for_are_told(batch: int, seq: int, op: str, said: str) -> None:
+    rival = {"provider": "flash", "microseconds": 2.0, "basis": "measured"}
+    manifest = {
+        "fingerprint": {"options": {"batch": 8, "seq": 2048}},
+        "providers": [{"op": op, "provider": "cudnn", "next": rival}],
+    }
+    note = sizes_note(manifest, Options(batch_size=batch, seq_len=seq))
+    assert said in note and bool(note) == bool(said)
+    manifest["providers"] = [{"op": op, "provider": "cudnn", "next": None}]
+    assert not sizes_note(manifest, Options(batch_size=batch, seq_len=seq))
+    assert not sizes_note({}, Options(batch_size=batch, seq_len=seq))
