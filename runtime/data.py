@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mgraph import philox
+from mgraph.errors import OptionError
 
 IGNORED = -100
 """A label that no loss counts."""
@@ -151,4 +152,10 @@ def shuffled(count: int, key: philox.Key) -> NDArray[np.int64]:
 
 
 def _stack(rows: list[Row]) -> Batch:
-    return {name: torch.stack([row[name] for row in rows]) for name in INPUTS}
+    try:
+        return {name: torch.stack([row[name] for row in rows]) for name in INPUTS}
+    except RuntimeError as error:
+        if "allocate" not in str(error):
+            raise
+        what = f"there is no memory for a batch of {len(rows)} sequences"
+        raise OptionError(what, "--batch-size", "fewer, and --accumulate microbatches a step") from error

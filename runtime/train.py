@@ -218,7 +218,7 @@ def sizes_note(manifest: Mapping[str, Any], options: Options) -> str:
     if not chosen or None in told or all(1 / 2 < size / other < 2 for size, other in zip(given, told, strict=True)):
         return ""
     return (
-        f"note: attention's kernels were chosen for batches of {told[0]} x {told[1]} tokens; for {given[0]} x {given[1]}"
+        f"note: attention's kernels were chosen for {told[0]} x {told[1]} tokens; for {given[0]} x {given[1]}"
         f" others may be faster: mgraph compile --batch {given[0]} --seq {given[1]}"
     )
 

@@ -24,6 +24,7 @@ import torch
 import torch._functorch.config
 from torch.nn import functional
 
+from benchmarks.gpu import rows
 from mgraph.runtime import kernels as runtime
 
 GATE_SHAPES: list[tuple[int, ...]] = [(1,), (3,), (2, 5), (1031,)]
@@ -220,7 +221,7 @@ def main() -> int:
     parser.add_argument("results", type=Path, nargs="?", help="where to write the results as JSON")
     options = parser.parse_args()
     torch.manual_seed(0)
-    runtime.set_device("cuda", strict=True)
+    runtime.set_device(rows.gpu(), strict=True)
     begin = time.perf_counter()
     sites = runtime.kernels(options.directory / "step.py")
     print(f"{torch.cuda.get_device_name()}: {len(sites.providers)} sites bound in {time.perf_counter() - begin:.2f} s")

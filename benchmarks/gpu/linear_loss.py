@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.kernels import error_of
-from benchmarks.gpu.rows import append, card, row
+from benchmarks.gpu.rows import append, card, gpu, row
 from mgraph.codegen.triton import cross_entropy
 from mgraph.codegen.triton.aot import build_kernels
 from mgraph.ir.graph import Value
@@ -213,7 +213,7 @@ def main() -> int:
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
-    device = torch.device("cpu" if options.small else "cuda")
+    device = torch.device("cpu") if options.small else gpu()
     sizes = Sizes(256, 32, 512, 103) if options.small else Sizes()
     variants, missing = variants_of(sizes, options.budgets, not options.no_peers, device)
     print("\n".join(missing), flush=True)

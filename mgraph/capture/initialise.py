@@ -53,7 +53,7 @@ def _run(factory: Callable[[], Any], where: str) -> nn.Module:
         module = factory()
     except MgraphError:
         raise
-    except Exception as error:  # whatever the user's constructor raises is theirs to see
+    except (Exception, SystemExit) as error:  # whatever the user's constructor raises is theirs to see
         frame = error_frame(error)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(

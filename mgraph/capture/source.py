@@ -138,7 +138,7 @@ def _load(path: Path) -> ModuleType:
     sys.path.insert(0, folder)
     try:
         found.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises is theirs to see
+    except (Exception, SystemExit) as error:  # whatever the user's file raises is theirs to see
         frame = error_frame(error)
         where = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else str(frame or path)
         raise ModelError(f"'{path}' cannot be imported: {type(error).__name__}: {error}", where) from error
@@ -169,7 +169,11 @@ def _transformers(spec: ModelSpec) -> Source:
         raise ModelError(f"transformers has no model type '{model_type}'", str(path), hint)
 
     def factory() -> Any:
-        config = CONFIG_MAPPING[model_type].from_dict({**settings, "use_cache": False})
+        try:
+            config = CONFIG_MAPPING[model_type].from_dict({**settings, "use_cache": False})
+        except Exception as error:  # its checks raise what they like
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ModelError(f"transformers refuses the configuration: {reason}", str(path), "correct it") from error
         config._experts_implementation = experts.register()
         options = {} if spec.dtype is None else {"dtype": to_torch_dtype(spec.dtype)}
         named = _class_of(transformers, settings, path)

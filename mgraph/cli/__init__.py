@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 from mgraph.errors import GraphError, MgraphError, OptionError, StorageError, did_you_mean
@@ -21,10 +24,14 @@ from mgraph.errors import GraphError, MgraphError, OptionError, StorageError, di
 __all__ = ["main"]
 
 INTERNAL_ERROR, INTERRUPTED = 3, 130
+IMPORTS = "<frozen importlib._bootstrap>"
+"""The file of Python's own functions that import."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (None: that of the process) and return the exit code."""
+    if arguments is None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
@@ -48,6 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _report(error)
         return INTERNAL_ERROR
     return 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """After Ctrl-C. While something is imported the process ends at once: libraries that are half there drop the
+    exception, or raise others."""
+    while frame is not None:
+        if frame.f_code.co_filename == IMPORTS:
+            print("interrupted", file=sys.stderr, flush=True)
+            os._exit(INTERRUPTED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def _run(arguments: list[str]) -> None:

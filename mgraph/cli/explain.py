@@ -20,8 +20,8 @@ from pathlib import Path
 
 from mgraph.cli.history import Histories, binaries, near_miss_line
 from mgraph.cli.modules import ModuleReport, modules_named
-from mgraph.cli.snapshots import Compiled, Snapshot, open_package
-from mgraph.errors import OptionError, did_you_mean
+from mgraph.cli.snapshots import AGAIN, Compiled, Snapshot, open_package
+from mgraph.errors import OptionError, PackageError, did_you_mean
 from mgraph.ir.graph import Function, Node
 from mgraph.ir.opdef import declared_ops
 from mgraph.passes import PASSES
@@ -50,8 +50,11 @@ def overview(package: Compiled) -> list[str]:
 def _fit(package: Compiled) -> list[str]:
     """With a budget of memory: the plan that was chosen, and those that were looked at."""
     file = package.path / "graphs" / "compilation.json"
-    noted: dict[str, list[str]] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return noted.get("fit", [])
+    try:
+        noted = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return [str(line) for line in noted.get("fit", ())]
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise PackageError(f"what was noted of the compilation cannot be read: {error}", str(file), AGAIN) from error
 
 
 def _pass_line(snapshot: Snapshot) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mgraph.ir.graph import Module
     from mgraph.passes.base import Report
 
-_AGAIN = "compile the package again"
+AGAIN = "compile the package again"
 _ENDING = ".mg.gz"
 
 
@@ -37,7 +37,7 @@ class Snapshot:
             return gzip.decompress(self.path.read_bytes()).decode()
         except (OSError, EOFError, ValueError, gzip.zlib.error) as error:  # type: ignore[attr-defined]
             raise PackageError(
-                f"the graph after '{self.name}' cannot be read: {error}", str(self.path), _AGAIN
+                f"the graph after '{self.name}' cannot be read: {error}", str(self.path), AGAIN
             ) from error
 
     @cached_property
@@ -49,7 +49,7 @@ class Snapshot:
             return parse_module(self.text, self.path.name)
         except GraphError as error:
             raise PackageError(
-                f"the graph after '{self.name}' is damaged: {error.message}", error.where or str(self.path), _AGAIN
+                f"the graph after '{self.name}' is damaged: {error.message}", error.where or str(self.path), AGAIN
             ) from error
 
     @cached_property
@@ -106,19 +106,19 @@ def open_package(path: Path) -> Compiled:
     if not path.is_dir():
         raise PackageError("no step package: not a directory", str(path), "mgraph compile MODEL -o DIR writes one")
     if not file.is_file():
-        raise PackageError("not a whole step package: manifest.json, written last, is missing", str(path), _AGAIN)
+        raise PackageError("not a whole step package: manifest.json, written last, is missing", str(path), AGAIN)
     manifest = _read_json(file)
     absent = [key for key in ("schema", "kind", "name", "kernels", "files") if key not in manifest]
     if absent:
-        raise PackageError(f"the manifest lacks {', '.join(absent)}", str(file), _AGAIN)
+        raise PackageError(f"the manifest lacks {', '.join(absent)}", str(file), AGAIN)
     if manifest["schema"] != 1:
         hint = "compile it again with this version, or read it with the version that wrote it"
         raise PackageError(f"the package has schema {manifest['schema']!r}; this mgraph reads 1", str(file), hint)
     if (wrong := damage(manifest)) is not None:
-        raise PackageError(wrong, str(file), _AGAIN)
+        raise PackageError(wrong, str(file), AGAIN)
     snapshots = tuple(map(_snapshot, sorted((path / "graphs").glob("*" + _ENDING))))
     if not snapshots or [s.number for s in snapshots] != list(range(len(snapshots))):
-        raise PackageError("the package lacks graphs of its passes", str(path / "graphs"), _AGAIN)
+        raise PackageError("the package lacks graphs of its passes", str(path / "graphs"), AGAIN)
     _say_what_is_edited(path, manifest["files"])
     return Compiled(path, manifest, snapshots)
 
@@ -132,9 +132,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise PackageError(f"cannot be read: {error}", str(path), _AGAIN) from error
+        raise PackageError(f"cannot be read: {error}", str(path), AGAIN) from error
     if not isinstance(data, dict):
-        raise PackageError("not a JSON object", str(path), _AGAIN)
+        raise PackageError("not a JSON object", str(path), AGAIN)
     return data
 
 

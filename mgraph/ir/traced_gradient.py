@@ -7,7 +7,9 @@ gradient needs its intermediates. Traces are cached by (op, types, attrs).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mgraph.errors import MgraphError
@@ -61,7 +63,7 @@ def _trace(node: Node, cotangents: Sequence[Value | None], needs: Sequence[bool]
     arguments = [shapes.fake(v.tensor).to("meta") for v in (*node.operands, *(c for c in cotangents if c is not None))]
     try:
         # Without the Python dispatcher: torch loses the gradient of nll_loss under it.
-        with shapes.mode:
+        with shapes.mode, _quiet():
             return make_fx(gradient, tracing_mode="real", _allow_non_fake_inputs=True)(*arguments)
     except (RuntimeError, NotImplementedError) as error:
         raise MgraphError(
@@ -69,6 +71,17 @@ def _trace(node: Node, cotangents: Sequence[Value | None], needs: Sequence[bool]
             where=str(node.origin),
             hint="freeze what feeds it, or write the computation with differentiable ops",
         ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch logs of a failure that is told as an error of ours."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was
 
 
 def import_trace(builder: FunctionBuilder, traced: Any, inputs: Sequence[Value]) -> list[Value]:

@@ -39,7 +39,7 @@ def test_unknown_models(text: str, message: str) -> None:
         ("{", "is not JSON"),
         ("[]", "has no model_type"),
         (json.dumps({"model_type": "lama"}), "transformers has no model type 'lama'"),
-        (json.dumps(llama_config(num_attention_heads=5)), "building the model failed"),
+        (json.dumps(llama_config(num_attention_heads=5)), "is not a multiple of the number of attention heads (5)"),
     ],
 )
 def test_wrong_configurations(tmp_path: Path, text: str, message: str) -> None:
@@ -54,6 +54,13 @@ def test_wrong_configurations(tmp_path: Path, text: str, message: str) -> None:
     [
         ("def model(:\n", "model", "cannot be imported: SyntaxError", "user.py:1"),
         ("import nothing_of_this_name\n", "model", "cannot be imported: ModuleNotFoundError", "user.py:1"),
+        ("import sys\nsys.exit(0)\n", "model", "cannot be imported: SystemExit: 0", "user.py:2"),
+        (
+            "import sys\ndef model():\n    sys.exit('bye')\n",
+            "model",
+            "building the model failed: SystemExit: bye",
+            ":3",
+        ),
         ("def model():\n    pass\n", "modle", "'modle' is not a function", "user.py"),
         ("def model():\n    return 3\n", "model", "the factory returned int", "user.py"),
         (

@@ -153,3 +153,11 @@ def test_broken_pipe_and_full_disk(compiled: Path) -> None:
     assert (result.stdout, result.stderr) == ("mgraph-ir 1\n", "")
     result = subprocess.run(["bash", "-c", f"{command} > /dev/full"], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (2, "error: cannot write: the disk is full\n")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"fit": 3}'])
+def test_damaged_notes_of_a_compilation(mgraph: Mgraph, package: Path, text: str) -> None:
+    (package / "graphs" / "compilation.json").write_text(text)
+    run = mgraph("explain", str(package))
+    assert (run.code, run.out) == (2, "")
+    assert "compilation.json" in run.err and "compile the package again" in run.err

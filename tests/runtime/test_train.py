@@ -563,7 +563,7 @@ def test_a_package_that_writes_gradients_takes_one_microbatch(
     [
         (8, 2048, "attention", ""),
         (5, 3000, "attention_grad", ""),
-        (1, 2048, "attention", "8 x 2048 tokens; for 1 x 2048 others may be faster"),
+        (1, 2048, "attention", "chosen for 8 x 2048 tokens; for 1 x 2048 others may be faster"),
         (8, 8192, "attention_grad", "mgraph compile --batch 8 --seq 8192"),
         (8, 8192, "linear", ""),
     ],
