@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mgraph.errors import OptionError
+from mgraph.errors import OptionError, PackageError
 from mgraph.runtime import checkpoint
 from mgraph.runtime.invariant import fixed_shapes
 from mgraph.runtime.mesh import ALONE, Mesh, bind_axes
@@ -248,9 +248,13 @@ def _nothing(sampling: Sampling) -> Sampled:
 
 
 def load_serving(path: Path | str, device: torch.device, strict: bool = False, jit: bool = False) -> Package:
-    """The package at `path`. Raises OptionError for one that is not for serving, or whose mesh no server has."""
+    """The package at `path`. Raises OptionError for one that is not for serving, or whose mesh no server has, and
+    PackageError for a damaged one."""
     loaded = load_package(path, device, strict=strict, jit=jit, cuda_graphs=False, sizes={BLOCKS: 1})
     check_kind(loaded.path, loaded.manifest["kind"])
+    if "step" not in loaded.entries:
+        what, hint = "the package cannot be served: it has no entry 'step'", "mgraph compile MODEL --for serve"
+        raise PackageError(what, where=str(loaded.path), hint=hint)
     others = [axis for axis in shared_axes(loaded.manifest) if axis != "tp"]
     if others:
         problem = f"{loaded.path} is for a mesh with the axis {others[0]}, and ranks share what is served over tp"

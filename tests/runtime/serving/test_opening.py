@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from mgraph.errors import OptionError
+from mgraph.errors import OptionError, PackageError
 from mgraph.runtime.options import flag, read
 from mgraph.runtime.serving import opening, package_stepper
 from mgraph.runtime.serving.llm import LLM
@@ -97,3 +99,11 @@ def test_what_is_asked_of_the_stepper(graphs: bool, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(package_stepper, "PackageStepper", lambda *args, **more: asked.update(more))
     opening.open_stepper(Path("nowhere"), Settings(random_init=True, device="cpu", cuda_graphs=graphs))
     assert asked["cuda_graphs"] is graphs
+
+
+def test_a_package_without_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged = SimpleNamespace(path=Path("p"), manifest={"kind": "serve", "mesh": {}}, entries={})
+    monkeypatch.setattr(package_stepper, "load_package", lambda *_, **__: damaged)
+    with pytest.raises(PackageError, match="no entry 'step'") as caught:
+        package_stepper.load_serving("p", torch.device("cpu"))
+    assert (caught.value.where, caught.value.hint) == ("p", "mgraph compile MODEL --for serve")
