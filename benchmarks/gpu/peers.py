@@ -85,7 +85,8 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 def plain(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, mode: str) -> Trained:
     """The zoo's model, eager (`mode` "") or compiled with a mode of torch.compile; the loss is compiled with it.
     `weights` has parameters, and buffers if need be."""
-    torch._dynamo.reset()
+    if mode:
+        torch._dynamo.reset()
     with torch.device(device):
         model = shape.make()
     for name, parameter in model.named_parameters():
