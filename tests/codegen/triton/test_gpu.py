@@ -1,4 +1,5 @@
-"""Kernels on a GPU. On tensors of more than 2**31 elements: their last rows come out as they do alone, bit for bit.
+"""Kernels on a GPU. On tensors of more than 2**31 elements: their last rows come out as they do alone, bit for bit, or
+as `far_cases.py` says they should.
 Attention and its gradient: every mask and width against float64, on 16-byte boundaries and off them, since the
 interpreter runs the same source, but cannot show what a compiler makes wrong of it.
 """
@@ -9,11 +10,13 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import cases_region
 from mgraph.codegen.triton import (
     KernelSpec,
     attention,
@@ -21,12 +24,14 @@ from mgraph.codegen.triton import (
     build_kernels,
     cross_entropy,
     glu,
+    norm_rope,
     residual_norm,
     rms_norm,
     rope,
 )
 from mgraph.codegen.triton.cross_entropy import CrossEntropy
 from mgraph.codegen.triton.glu import Glu
+from mgraph.codegen.triton.norm_rope import NormRope
 from mgraph.codegen.triton.rms_norm import RmsNorm
 from mgraph.codegen.triton.rope import Rope
 from mgraph.runtime import kernels as runtime
@@ -39,6 +44,9 @@ from tests.codegen.triton.attention_cases import (
     operands_of_gradients,
     results,
 )
+from tests.codegen.triton.far_cases import CASES as FAR
+from tests.codegen.triton.far_cases import check
+from tests.codegen.triton.far_cases import results as results_of
 
 LAST = 3
 """Rows that are compared."""
@@ -77,6 +85,30 @@ def _weighted(rows: list[Tensor]) -> list[Tensor]:
     return [*rows, torch.linspace(0.5, 1.5, rows[0].shape[1], device=rows[0].device, dtype=torch.bfloat16)]
 
 
+def _differentiated(rows: list[Tensor]) -> list[Tensor]:
+    """With weights, and an rstd that is the same for all rows."""
+    return [*_weighted(rows), torch.full((len(rows[0]), 1), 0.75, device=rows[0].device)]
+
+
+def _normed_heads(rows: list[Tensor]) -> list[Tensor]:
+    x, cos, sin = _heads(rows)
+    return [x, torch.linspace(0.5, 1.5, 128, device=x.device, dtype=x.dtype), cos, sin]
+
+
+def _differentiated_heads(rows: list[Tensor]) -> list[Tensor]:
+    dy, x = rows
+    return [_heads([dy])[0], *_normed_heads([x]), torch.full((1, 32, len(x), 1), 0.75, device=x.device)]
+
+
+def _region(rows: list[Tensor]) -> list[Tensor]:
+    """A layer norm with weight and bias."""
+    scale = _weighted(rows)[-1]
+    return [*rows, scale, scale - 1]
+
+
+ROPE = Rope("bf16", "bf16", 128, 128, ("B", "H", "S"), ("", "S"), heads=32)
+REGIONS = {case.id: case.spec for case in cases_region.CASES}
+
 CASES = {
     "cross entropy": Large(
         cross_entropy.forward_backward("loss", CrossEntropy(128256, "bf16")), 16800, 128256, 1, _labelled
@@ -85,13 +117,19 @@ CASES = {
     "gated unit's gradient": Large(glu.backward("unit_grad", Glu(14336, 1, "bf16", "silu")), 150_000, 14336, 3, list),
     "norm": Large(rms_norm.forward("norm", _norm(4096)), 530_000, 4096, 1, _weighted),
     "norm of a sum": Large(residual_norm.forward("sum_norm", _norm(4096)), 530_000, 4096, 2, _weighted),
-    "rotary": Large(
-        rope.rotate("rotary", Rope("bf16", "bf16", 128, 128, ("B", "H", "S"), ("", "S"), heads=32)),
-        530_000,
-        4096,
-        1,
-        _heads,
+    "norm's gradient": Large(rms_norm.backward("norm_grad", _norm(4096)), 530_000, 4096, 2, _differentiated),
+    "gradient of a norm of a sum": Large(
+        residual_norm.backward("sum_norm_grad", _norm(4096)), 530_000, 4096, 3, _differentiated
     ),
+    "rotary": Large(rope.rotate("rotary", ROPE), 530_000, 4096, 1, _heads),
+    "norm and rotary": Large(
+        norm_rope.forward("norm_rotary", NormRope(_norm(128), ROPE)), 530_000, 4096, 1, _normed_heads
+    ),
+    "gradient of norm and rotary": Large(
+        norm_rope.backward("norm_rotary_grad", NormRope(_norm(128), ROPE)), 530_000, 4096, 2, _differentiated_heads
+    ),
+    "region": Large(REGIONS["region-layer-norm"], 530_000, 4096, 1, _region),
+    "region of three": Large(REGIONS["region-three"], 530_000, 4096, 3, list),
 }
 
 
@@ -102,26 +140,48 @@ def by_rows(made: Tensor, rows: int) -> Tensor | None:
     return made[rows - LAST :].clone() if made.dim() and len(made) == rows else None
 
 
+def check_last_rows(among: Any, alone: Any, rows: int) -> None:
+    """What a site gives for the last of so many rows is what it gives for them alone. A weight's gradient, to which the
+    other rows, of zeros, add nothing, is summed in another order."""
+    pairs = list(zip(*(made if isinstance(made, tuple) else (made,) for made in (among, alone)), strict=True))
+    compared = [(by_rows(whole, rows), by_rows(part, LAST)) for whole, part in pairs]
+    found = [pair for pair in compared if pair[0] is not None and pair[1] is not None]
+    assert found and all(torch.equal(whole, part) for whole, part in found if whole is not None and part is not None)
+    for whole, part in pairs:
+        if whole.dim() == 1 and whole.shape == part.shape:
+            torch.testing.assert_close(whole, part)
+
+
+def bound(spec: KernelSpec, directory: Path) -> Callable[..., Any]:
+    """A site, built for this GPU."""
+    entries = build_kernels([spec], directory, ["sm_90a"])
+    (directory / "manifest.json").write_text(json.dumps({"kernels": entries}))
+    runtime.set_device("cuda", strict=True)
+    site: Callable[..., Any] = getattr(runtime.kernels(directory / "step.py"), spec.name)
+    return site
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_last_rows(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    (tmp_path / "manifest.json").write_text(json.dumps({"kernels": build_kernels([case.spec], tmp_path, ["sm_90a"])}))
-    runtime.set_device("cuda", strict=True)
-    site = getattr(runtime.kernels(tmp_path / "step.py"), case.spec.name)
+    site = bound(case.spec, tmp_path)
     large = [torch.zeros(case.rows, case.columns, device="cuda", dtype=torch.bfloat16) for _ in range(case.count)]
     assert large[0].numel() > 2**31
     for tensor in large:
         tensor[-LAST:].normal_()
-    small = [tensor[-LAST:].clone() for tensor in large]
-    alone = site(*case.inputs(small))
-    among = site(*case.inputs(large))
-    pairs = [
-        (by_rows(whole, case.rows), by_rows(part, LAST))
-        for whole, part in zip(*(r if isinstance(r, tuple) else (r,) for r in (among, alone)), strict=True)
-    ]
-    compared = [(found, wanted) for found, wanted in pairs if found is not None and wanted is not None]
-    assert compared and all(torch.equal(found, wanted) for found, wanted in compared)
+    alone = site(*case.inputs([tensor[-LAST:].clone() for tensor in large]))
+    check_last_rows(site(*case.inputs(large)), alone, case.rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAR)
+def test_far_ends(name: str, tmp_path: Path) -> None:
+    build, large, _ = FAR[name]
+    case = build(*large)
+    inputs, wanted = case.draw(torch.device("cuda"))
+    made = bound(case.spec, tmp_path)(*inputs)
+    check(case, results_of(case, inputs, made), wanted)
 
 
 @pytest.mark.gpu
