@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from mgraph.compiler import compile_package
 from mgraph.recipe import Recipe
+from mgraph.runtime import attention
 from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.package import Package, load_package
 from mgraph.runtime.pieces import Tape
@@ -85,32 +87,81 @@ def test_a_gpu_trains_as_the_cpu_does(case: str, tmp_path: Path) -> None:
         assert relative(found_trained[parameter], expected, least=1e-3) <= bound, parameter
 
 
+Found = list[dict[str, torch.Tensor]]
+"""Tensors by name, after one step or after each."""
+CUDNN: dict[str, Any] = {"precision": "bf16", "provider": ("attention=cudnn",)}
+
+
+def differing(one: Found, other: Found) -> list[str]:
+    """Names of what is not the same to the bit."""
+    pairs = zip(one, other, strict=True)
+    return [name for left, right in pairs for name in left if not torch.equal(left[name], right[name])]
+
+
+def check_graphs(run: Callable[[bool], Found], cudnn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `run` gives with graphs is bit for bit what it gives without, by deterministic algorithms, or as packages
+    run, by attention of `cudnn`: then if launches give the same twice, else there is nothing to compare with."""
+    if not cudnn:
+        torch.use_deterministic_algorithms(True)
+        try:
+            launched, replayed = run(False), run(True)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert not differing(launched, replayed)
+        return
+    called: list[str] = []
+    for way in ("forward", "backward"):
+        monkeypatch.setattr(attention._CUDNN, way, _noting(called, way, getattr(attention._CUDNN, way)))
+    runs = []
+    for cuda_graphs in (False, False, True):
+        called.clear()
+        runs.append(run(cuda_graphs))
+        assert {*called} == {"forward", "backward"}, "cuDNN did not run"
+    launched, again, replayed = runs
+    if names := differing(launched, again):
+        pytest.skip(f"launched twice by cuDNN's attention from one state, {names[0]} is not the same to the bit")
+    assert not differing(launched, replayed)
+
+
+def _noting(called: list[str], way: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which adds `way` to what was called."""
+
+    def noted(*given: Any) -> Any:
+        called.append(way)
+        return function(*given)
+
+    return noted
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ["bf16", "dropout, layer_norm", "recompute"])
-def test_cuda_graphs_do_what_their_kernels_do(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "cudnn"),
+    [("bf16", False), ("dropout, layer_norm", False), ("recompute", False), ("bf16", True), ("recompute", True)],
+)
+def test_cuda_graphs_do_what_their_kernels_do(
+    case: str, cudnn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Six steps replayed, with dropout that differs from step to step, are bit for bit those launched one by one."""
     name, options = BUILDS[case]
+    options = {**options, **(CUDNN if cudnn else {})}
     spec = name if name in ZOO else write_config(name, tmp_path / name)
     compilation = compile_package(Recipe(model=spec, output=str(tmp_path / "package"), arch="sm_90a", **options))
     assert compilation.package is not None
-    states = []
-    torch.use_deterministic_algorithms(True)
-    try:
-        for cuda_graphs in (False, True):
-            package = load_package(compilation.package, "cuda", cuda_graphs=cuda_graphs)
-            state = create_state(package.state_specs, 3, "cuda")
-            for step in range(6):
-                for name, value in {"rng.step": step, "rng.sample": 0}.items():
-                    if name in state:
-                        state[name].fill_(value)
-                package.call("microbatch", state, *(tensor.cuda() for tensor in inputs(package, step)))
-                package.call("finish", state, torch.tensor(1e-3, device="cuda"))
-            states.append({name: tensor.cpu() for name, tensor in state.items()})
-            assert (sum(held is not None for held in package.graphs._held.values()) == 2) is cuda_graphs
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for name, tensor in states[0].items():
-        assert torch.equal(tensor, states[1][name]), name
+    path = compilation.package
+
+    def run(cuda_graphs: bool) -> Found:
+        package = load_package(path, "cuda", cuda_graphs=cuda_graphs)
+        state = create_state(package.state_specs, 3, "cuda")
+        for step in range(6):
+            for name, value in {"rng.step": step, "rng.sample": 0}.items():
+                if name in state:
+                    state[name].fill_(value)
+            package.call("microbatch", state, *(tensor.cuda() for tensor in inputs(package, step)))
+            package.call("finish", state, torch.tensor(1e-3, device="cuda"))
+        assert (sum(held is not None for held in package.graphs._held.values()) == 2) is cuda_graphs
+        return [{name: tensor.cpu() for name, tensor in state.items()}]
+
+    check_graphs(run, cudnn, monkeypatch)
 
 
 PIECES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -134,40 +185,47 @@ PIECES: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", PIECES)
-def test_graphs_of_layers_do_what_their_kernels_do(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "cudnn"),
+    [
+        *((case, False) for case in PIECES),
+        ("rows that the host reads", True),
+        ("in chunks, computed again", True),
+        ("layers, bf16, computed again", True),
+    ],
+)
+def test_graphs_of_layers_do_what_their_kernels_do(
+    case: str, cudnn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Losses, gradients and state of six steps of two microbatches, in two lengths, are bit for bit those without.
 
     Of two ranks that share experts one is run by itself: what it sends comes back as what the other sent.
     """
     name, options, count = PIECES[case]
+    options = {**options, **(CUDNN if cudnn else {})}
     spec = name if name in ZOO else write_config(name, tmp_path / name)
     compilation = compile_package(Recipe(model=spec, output=str(tmp_path / "package"), arch="sm_90a", **options))
     assert compilation.package is not None
-    runs = []
-    torch.use_deterministic_algorithms(True)
-    try:
-        for cuda_graphs in (False, True):
-            package = load_package(compilation.package, "cuda", cuda_graphs=cuda_graphs)
-            axes = {"ep": 2} if "ep" in options.get("mesh", "") else {}
-            lone = Mesh(0, 2 if axes else 1, torch.device("cuda"), axes)
-            state = create_state(package.state_specs, 3, "cuda", mesh=lone)
-            found: list[dict[str, torch.Tensor]] = []
-            for step in range(6):
-                for sample in range(2):
-                    for name, value in {"rng.step": step, "rng.sample": sample}.items():
-                        if name in state:
-                            state[name].fill_(value)
-                    given = [tensor.cuda() for tensor in inputs(package, 2 * step + sample)]
-                    given = [tensor[:, : 14 if step % 2 else 20].contiguous() for tensor in given]
-                    outputs = package.call("microbatch", state, *given)
-                    found.append({name: tensor.cpu().clone() for name, tensor in (state | outputs).items()})
-                package.call("finish", state, torch.tensor(1e-3, device="cuda"))
-            tapes = [held for held in package.graphs._held.values() if isinstance(held, Tape)]
-            assert [len(tape._pieces) for tape in tapes] == ([count, count] if cuda_graphs else [])
-            runs.append(found)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for launched, replayed in zip(*runs, strict=True):
-        for name, tensor in launched.items():
-            assert torch.equal(tensor, replayed[name]), name
+    path = compilation.package
+
+    def run(cuda_graphs: bool) -> Found:
+        package = load_package(path, "cuda", cuda_graphs=cuda_graphs)
+        axes = {"ep": 2} if "ep" in options.get("mesh", "") else {}
+        lone = Mesh(0, 2 if axes else 1, torch.device("cuda"), axes)
+        state = create_state(package.state_specs, 3, "cuda", mesh=lone)
+        found: Found = []
+        for step in range(6):
+            for sample in range(2):
+                for name, value in {"rng.step": step, "rng.sample": sample}.items():
+                    if name in state:
+                        state[name].fill_(value)
+                given = [tensor.cuda() for tensor in inputs(package, 2 * step + sample)]
+                given = [tensor[:, : 14 if step % 2 else 20].contiguous() for tensor in given]
+                outputs = package.call("microbatch", state, *given)
+                found.append({name: tensor.cpu().clone() for name, tensor in (state | outputs).items()})
+            package.call("finish", state, torch.tensor(1e-3, device="cuda"))
+        tapes = [held for held in package.graphs._held.values() if isinstance(held, Tape)]
+        assert [len(tape._pieces) for tape in tapes] == ([count, count] if cuda_graphs else [])
+        return found
+
+    check_graphs(run, cudnn, monkeypatch)
