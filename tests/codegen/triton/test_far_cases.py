@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -53,3 +57,19 @@ def test_last_rows_in_the_interpreter(tmp_path: Path) -> None:
     made = [results for results, _ in interpret([case.spec for case in large], calls, tmp_path)]
     for among, alone in zip(made[::2], made[1::2], strict=True):
         check_last_rows(among, alone, 9)
+
+
+@pytest.mark.skipif(BROKEN_INTERPRETER, reason="the interpreter cannot run with this NumPy")
+def test_no_offset_of_rows_and_experts_leaves_32_bits(tmp_path: Path) -> None:
+    """Some programs of each launch on the large tensors: a product that should have been made of 64 bits fails."""
+    assert not overflowing(tmp_path, ["gated unit", "gated unit's gradient", "norm", "products, few rows", "append"])
+
+
+def overflowing(directory: Path, names: list[str]) -> dict[str, str]:
+    """Cases that fail, and how."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(Path(__file__).with_name("interpret_far.py")), str(directory), *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    failed: dict[str, str] = json.loads((directory / "failed.json").read_text())
+    return failed
