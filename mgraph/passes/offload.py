@@ -69,7 +69,7 @@ class Offload(Pass):
     activations: bool = False
     optimizer: bool = False
     batch: int = 8
-    seq: int = 128
+    seq: int = 2048
     limit: int = 0
     chunk: int = 2**30
     values: tuple[str, ...] = ()

@@ -39,7 +39,7 @@ class Recompute(Pass):
     mode: str = "none"
     budget: int = 0
     batch: int = 8
-    seq: int = 128
+    seq: int = 2048
     values: tuple[str, ...] = ()
 
     name: ClassVar[str] = "recompute"

@@ -25,7 +25,7 @@ def test_the_reduction_of_a_package(mgraph: Mgraph, compiled: Path) -> None:
     run = mgraph("collectives", compiled)
     (line,) = (line for line in run.out.splitlines() if "all_reduce" in line)
     assert line.split()[:6] == ["1", "1", "all_reduce", "dp", "*", str(gradients + 4 + 8)]
-    assert "finish: 1 collective\n" in run.out and "at B=8, S=128" in run.out
+    assert "finish: 1 collective\n" in run.out and "at B=8, S=2048" in run.out
     (found,) = json.loads(mgraph("collectives", compiled, "--format", "json").out)
     assert (found["entry"], found["first"], found["last"], found["times"]) == ("finish", 1, 1, 1)
     assert (found["kind"], found["axis"], found["evaluated"]) == ("all_reduce", "dp", gradients + 4 + 8)

@@ -42,7 +42,7 @@ def test_state_is_that_of_the_manifest(forecast: Any, compiled: Path) -> None:
 
 def test_sizes_are_the_recipe_s_or_as_given(forecast: Any) -> None:
     own, given = forecast(), forecast("--batch-size", "3", "--seq-len", "65")
-    assert own["sizes"] == {"B": 8, "S": 128} and given["sizes"] == {"B": 3, "S": 65}
+    assert own["sizes"] == {"B": 8, "S": 2048} and given["sizes"] == {"B": 3, "S": 65}
     assert own["entries"]["microbatch"]["peak"] > 3 * given["entries"]["microbatch"]["peak"]
     assert own["state"] == given["state"]
     for found in (own, given):
@@ -63,7 +63,7 @@ def test_tensors_with_their_lines(mgraph: Mgraph, forecast: Any, compiled: Path)
     assert section[2].startswith(size_text(first["bytes"])) and section[2].endswith(first["source"])
     assert first["source"].startswith("models/")
     assert section[4] == f"… and {len(found['alive']['tensors']) - 2} more (--limit)"
-    assert "one rank of dp=1; B=8, S=128" in text
+    assert "one rank of dp=1; B=8, S=2048" in text
 
 
 def test_functions_keep_what_the_backward_needs(forecast: Any) -> None:
