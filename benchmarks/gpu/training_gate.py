@@ -118,8 +118,9 @@ def _trained(make: Callable[[], peers.Trained], streams: list[list[Batch]]) -> t
             gradients = {n: grad.float().cpu() for n, grad in trained.gradients(together(streams)).items()}
         losses.append([float(trained(batch)) for batch in stream])
         del trained
-        gc.collect()
-        torch.cuda.empty_cache()
+        if stream[0][0].is_cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
     return losses, gradients
 
 
