@@ -389,7 +389,7 @@ def fitting(cuts: Cuts, factors: Sequence[Factor]) -> Cuts:
 
 
 def plain(cut: Tuning) -> Tuning:
-    """The same cut by addresses, each tile for itself."""
+    """The same cut by addresses, asking for nothing ahead."""
     return replace(cut, described=False, flat=False)
 
 

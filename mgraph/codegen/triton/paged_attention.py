@@ -144,11 +144,9 @@ def tunings(problem: PagedAttention) -> dict[str, Tuning]:
 def fixed_tuning(problem: PagedAttention) -> Tuning:
     """One tile for single tokens and for chunks."""
     single = tunings(problem)["single"]
-    return (
-        single
-        if problem.dtype == "f32"
-        else replace(single, rows=max(FIXED_ROWS, single.rows), num_warps=4, most_registers=0)
-    )
+    if problem.dtype == "f32":
+        return single
+    return replace(single, rows=max(FIXED_ROWS, single.rows), num_warps=4, most_registers=0)
 
 
 def forward(name: str, problem: PagedAttention, ways: Mapping[str, Tuning] | None = None) -> KernelSpec:
