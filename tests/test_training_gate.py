@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +34,17 @@ def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     )
     compile_package(recipe)
     return directory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fewer_streams() -> Iterator[None]:
+    """Half of what GPUs are given; and a thread, whatever ran before: small products are slow on many."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_gate, "STREAMS", 4)
+        yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
