@@ -18,7 +18,7 @@ from typing import Any
 from mgraph.adapters import parse_adapter
 from mgraph.capture import CaptureReport, CheckpointForm, ModelSpec, capture_with_report
 from mgraph.codegen.kernel_sites import kernel_sites
-from mgraph.codegen.package import PackageInfo, check_target, emit_package
+from mgraph.codegen.package import PackageInfo, check_target, emit_package, what_is_there
 from mgraph.codegen.profile import Profile, read_profile
 from mgraph.codegen.providers import parse_providers
 from mgraph.codegen.triton.builder import KernelBuilder
@@ -310,7 +310,11 @@ def compile_package(
     With `force`, files of an existing package that a person edited are kept as `*.edited` instead of refused. Raises
     the `MgraphError` of the stage that fails.
     """
-    check_target(recipe.directory.absolute(), force=force)
+    target = recipe.directory.absolute()
+    check_target(target, force=force)
+    there = what_is_there(target)
+    if there not in ("", f"{recipe.model} --for {recipe.purpose}"):
+        say(f"note: takes the place of the package of {there}")
     # What is wrong with either is said before the capture.
     profile, providers = read_profile(recipe.profile_name), parse_providers(recipe.provider)
     with KernelBuilder(recipe.archs) as builder:

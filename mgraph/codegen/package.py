@@ -215,6 +215,15 @@ def _edited_files(target: Path) -> list[str]:
     return [name for name in present if now[name] != listed[name]]
 
 
+def what_is_there(target: Path) -> str:
+    """What the package at `target` was compiled from and for; "" where there is none, or none that says so."""
+    try:
+        options = json.loads((target / MANIFEST).read_text(encoding="utf-8"))["fingerprint"]["options"]
+        return f"{options['model']} --for {options['purpose']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def _keep_edited(target: Path, temporary: Path, edited: Sequence[str]) -> None:
     """Carry edited files over under another name, with those that an earlier compilation kept."""
     if not target.is_dir():

@@ -195,3 +195,13 @@ def test_other_directory_is_not_overwritten(mgraph: Mgraph, tmp_path: Path) -> N
     (tmp_path / "notes.txt").write_text("mine")
     assert mgraph("compile", "dense-tiny", "--arch", "none", "-o", tmp_path).code == 2
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_package_of_another_model_is_replaced_with_a_word(mgraph: Mgraph, tmp_path: Path) -> None:
+    target = str(tmp_path / "package")
+    first = mgraph("compile", "dense-tiny", "--arch", "none", "-o", target)
+    again = mgraph("compile", "dense-tiny", "--arch", "none", "-o", target)
+    served = mgraph("compile", "dense-tiny", "--for", "serve", "--arch", "none", "-o", target)
+    assert (first.code, again.code, served.code) == (0, 0, 0)
+    assert "takes the place" not in first.err + again.err
+    assert "note: takes the place of the package of dense-tiny --for train\n" in served.err
