@@ -135,7 +135,7 @@ def measure(
     sets = sets_of(case, device)
     ours = seconds_of(site, sets)
     more: dict[str, Any] = {"flops_per_second": case.flops / ours} if case.flops else {}
-    least = {"copy": case.bytes / rates["copy"], "matmul": (case.flops or 0) / rates["matmul"]}
+    least = {"copy": case.bytes / rates["copy"], "matmul": case.flops / rates["matmul"]}
     limit = max(least, key=least.__getitem__)
     more |= {"fraction": least[limit] / ours, "limit": limit, **rates}
     times: dict[str, float] = {}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import sys
 import time
@@ -123,29 +124,25 @@ def run(directory: Path, file: Path | None) -> None:
     """A line per model, size and way; exit code 1 where a state differs from that of launches that repeat theirs."""
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     wrong = []
-    for deterministic in (True, False):
+    for deterministic, model, (batch, length) in itertools.product((True, False), WAYS, SIZES):
         torch.use_deterministic_algorithms(deterministic)
         by = "deterministic" if deterministic else "as packages run"
-        for model, ways in WAYS.items():
-            for batch, length in SIZES:
-                found = {way: measured(directory / name, on, batch, length) for way, (name, on) in ways.items()}
-                expected = found["launches"][2]
-                again = (
-                    expected if deterministic else measured(directory / ways["launches"][0], False, batch, length)[2]
-                )
-                repeats = not differs(again, expected)
-                workload = f"{model}, 8 layers of width 512, B{batch} S{length} bf16"
-                for way, (seconds, peak, state) in found.items():
-                    same = not differs(state, expected)
-                    wrong += [f"{workload} {way} {by}"] if repeats and not same else []
-                    said = "the same" if same else "DIFFERS" if repeats else "differs, as launches do from each other"
-                    told = f"{seconds * 1e3:8.3f} ms, {peak / 2**20:6.0f} MiB  {said}"
-                    print(f"{workload:48} {by:15} {way:9} {told}", flush=True)
-                    if file is not None and same and way != "launches":
-                        peers = {"launches": found["launches"][0]}
-                        named = way if deterministic else f"{way}, {by}"
-                        made = rows.row("graphs", workload, seconds, "seconds", peers, variant=named, peak_bytes=peak)
-                        rows.append(file, made)
+        ways = WAYS[model]
+        found = {way: measured(directory / name, on, batch, length) for way, (name, on) in ways.items()}
+        launched, _, expected = found["launches"]
+        again = directory / ways["launches"][0]
+        repeats = deterministic or not differs(measured(again, False, batch, length)[2], expected)
+        workload = f"{model}, 8 layers of width 512, B{batch} S{length} bf16"
+        for way, (seconds, peak, state) in found.items():
+            same = not differs(state, expected)
+            wrong += [f"{workload} {way} {by}"] if repeats and not same else []
+            said = "the same" if same else "DIFFERS" if repeats else "differs, as launches do from each other"
+            told = f"{seconds * 1e3:8.3f} ms, {peak / 2**20:6.0f} MiB  {said}"
+            print(f"{workload:48} {by:15} {way:9} {told}", flush=True)
+            if file is not None and same and way != "launches":
+                named, peers = way if deterministic else f"{way}, {by}", {"launches": launched}
+                made = rows.row("graphs", workload, seconds, "seconds", peers, variant=named, peak_bytes=peak)
+                rows.append(file, made)
     sys.exit(bool(wrong))
 
 

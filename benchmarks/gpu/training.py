@@ -160,10 +160,10 @@ def compare(
             judged: dict[str, Any] = {}
             if gate is not None and isinstance(step, Packaged):
                 judged = gate.judge(variant, step, batches[0])
-                losses = [float(step(batches[0]))]  # from the start again
                 if not judged["is_near"]:
                     complaints.append(f"{name}, {variant}: is further from f32 than eager bf16 is")
                     continue
+                losses = [float(step(batches[0]))]  # from the start again
             torch.cuda.reset_peak_memory_stats()
             losses += losses_of(step, batches[1:])
             seconds, peak = timed(step, batches, options.steps), torch.cuda.max_memory_allocated() - held

@@ -47,10 +47,10 @@ def run(model: str, sizes: Mapping[str, int], precision: str, base: str, output:
     path = Path(output)
     if path.suffix != ".json" or not path.absolute().parent.is_dir():
         raise OptionError(f"cannot write the profile {path}", "--output", "NAME.json in a directory that exists")
-    if not (Path(model) / "manifest.json").is_file():  # before it says that there is no GPU
-        Recipe(model=model, precision=precision)
-        resolve(ModelSpec(model))
     if not torch.cuda.is_available():
+        if not (Path(model) / "manifest.json").is_file():  # what is wrong with it is said first
+            Recipe(model=model, precision=precision)
+            resolve(ModelSpec(model))
         hint = "run it on the machine with the GPU; mgraph compile --profile takes the file on any other"
         raise OptionError("mgraph tune measures on a GPU, and torch sees none", "mgraph tune", hint)
     device = torch.device("cuda", torch.cuda.current_device())

@@ -519,6 +519,11 @@ def problem_of(node: Node) -> Product | str:
     return Product(experts, inner, width, rows.tensor.dtype.text, transposed, second, bias or "")
 
 
+WAVES = 4
+"""Programs on a multiprocessor, one after the other, that take large tiles by turns: each makes its descriptors once.
+They are several, as one that has to wait, for communication that is on its multiprocessor, would end far too late."""
+
+
 def tuning(problem: Product) -> Tuning:
     """128 by 256, the largest tile whose sum 8 warps have in registers, three steps of 64 on the way by descriptors."""
     if problem.dtype == EXACT:
@@ -528,11 +533,6 @@ def tuning(problem: Product) -> Tuning:
     if columns < 128:
         return cut
     return replace(cut, num_warps=8, programs=WAVES, described=True, flat=not problem.second)
-
-
-WAVES = 4
-"""Programs on a multiprocessor, one after the other, that take large tiles by turns: each makes its descriptors once.
-They are several, as one that has to wait, for communication that is on its multiprocessor, would end far too late."""
 
 
 def exact_tuning(width: int, rows: int = 64) -> Tuning:

@@ -144,9 +144,9 @@ def check_last_rows(among: Any, alone: Any, rows: int) -> None:
     """What a site gives for the last of so many rows is what it gives for them alone. A weight's gradient, to which the
     other rows, of zeros, add nothing, is summed in another order."""
     pairs = list(zip(*(made if isinstance(made, tuple) else (made,) for made in (among, alone)), strict=True))
-    compared = [(by_rows(whole, rows), by_rows(part, LAST)) for whole, part in pairs]
-    found = [pair for pair in compared if pair[0] is not None and pair[1] is not None]
-    assert found and all(torch.equal(whole, part) for whole, part in found if whole is not None and part is not None)
+    of_rows = ((by_rows(whole, rows), by_rows(part, LAST)) for whole, part in pairs)
+    compared = [(found, wanted) for found, wanted in of_rows if found is not None and wanted is not None]
+    assert compared and all(torch.equal(found, wanted) for found, wanted in compared)
     for whole, part in pairs:
         if whole.dim() == 1 and whole.shape == part.shape:
             torch.testing.assert_close(whole, part)
