@@ -150,7 +150,7 @@ def pipeline_text(recipe: Recipe) -> str:
     schedule += "overlap-gradients," if recipe.overlap else ""
     schedule += "write-gradients," if recipe.one_microbatch else ""
     schedule += "dce,join-products," if recipe.archs else ""
-    fuse, squares = (FUSE, "fuse-squares,") if recipe.archs else ("", "")
+    fuse, update = (FUSE, "overlap-update,fuse-squares,") if recipe.archs else ("", "")
     replayed = recipe.archs and recipe.cuda_graphs != "off"
     graphs = "," + print_spec("cuda-graphs", {"layers": recipe.cuda_graphs == "layers"}) if replayed else ""
     if recipe.loss_budget:
@@ -160,7 +160,7 @@ def pipeline_text(recipe: Recipe) -> str:
     if recipe.offloaded:
         options: dict[str, OptionValue] = {"batch": recipe.batch, "seq": recipe.seq, "limit": recipe.offload_limit}
         away = print_spec("offload", {**dict.fromkeys(recipe.offloaded, True), **options}) + ","
-    return f"{NORMALIZE},{RAISE},{derive},{shard}{fuse}{schedule}cse,dce,{away}{squares}in-place{graphs}"
+    return f"{NORMALIZE},{RAISE},{derive},{shard}{fuse}{schedule}cse,dce,{away}{update}in-place{graphs}"
 
 
 def _sharding(recipe: Recipe, axis: str) -> str:

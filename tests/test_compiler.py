@@ -17,7 +17,7 @@ def test_pipelines_of_both_purposes() -> None:
     )
     for target, rest in (
         ("cpu", "cse,dce,in-place"),
-        ("h100", f"{FUSE}{REGIONS}dce,join-products,cse,dce,fuse-squares,in-place,cuda-graphs"),
+        ("h100", f"{FUSE}{REGIONS}dce,join-products,cse,dce,overlap-update,fuse-squares,in-place,cuda-graphs"),
     ):
         recipe = Recipe(model="m", mesh="dp=2", recompute="full", target=target)
         assert print_pipeline(pipeline_of(recipe)) == common + rest

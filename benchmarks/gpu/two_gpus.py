@@ -6,12 +6,14 @@ PACKAGES is what `benchmarks.gpu.build_two_gpus` made. Every variant trains the 
 parameters and gradients in bf16 and AdamW on f32 masters (`--small`: all in f32). Its losses must agree with those of
 one GPU that trains on the batches of both ranks (2 % in bf16, 1e-4 in f32). `alone` trains each GPU on its own batch,
 in steps as long as those of the ranks that share: what a GPU does by itself. Then the median seconds of a step over
-blocks of steps, tokens/s in all, the share of the time in which communication runs and no computation does (from the
-kernels that the profiler saw), and peak memory. For experts that ranks share there are also the seconds of one
-microbatch, beside those of one GPU that has all experts: as many rows go through experts on each, so what is more is
-the way of the tokens. Each of ours is a row that is added to RESULTS, `run` the same for what ran together; its peers
-are those that share the same (experts': all), its `fraction` the speed of one of its GPUs over one `alone`. `--only`
-takes beginnings of variants. Exit status 1 on any complaint.
+blocks of steps, and with experts again after `--settled` more steps: routers that are as they were drawn send most
+tokens to a few experts, so that one rank waits for the other in every layer (`early_seconds`, `early_exposed`), and
+some 40 steps later they no longer do (`seconds`). From then, tokens/s in all, the share of the time in which
+communication runs and no computation does (from the kernels that the profiler saw), and peak memory. For experts that
+ranks share there are also the seconds of one microbatch, beside those of one GPU that has all experts: as many rows go
+through experts on each, so what is more is the way of the tokens. Each of ours is a row that is added to RESULTS, `run`
+the same for what ran together; its peers are those that share the same (experts': all), its `fraction` the speed of one
+of its GPUs over one `alone`. `--only` takes beginnings of variants. Exit status 1 on any complaint.
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ class Measured:
 
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    early_seconds: float | None = None
+    early_exposed: float | None = None
     tokens_per_second: float = 0.0
     exposed: float | None = None
     peak_bytes: int = 0
@@ -208,13 +212,26 @@ def _covered(spans: Iterable[tuple[int, int]]) -> int:
     return total
 
 
-def measure(shape: Shape, found: Measured, step: Step, steps: int, device: torch.device) -> None:
-    """Train the checked steps, then time more of them."""
+def measure(shape: Shape, found: Measured, step: Step, options: argparse.Namespace, device: torch.device) -> None:
+    """Train the checked steps, then time more of them, and again once routers have settled."""
     world = dist.get_world_size()
     batches = [shape.batches(rank, CHECKED, device) for rank in range(world)]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     found.losses = [float(step(batches, index)) for index in range(CHECKED)]
+    found.seconds = seconds_of_a_step(step, batches, options.steps, device)
+    if options.settled and shape.make_empty().config.num_experts:
+        found.early_exposed = exposed_share(lambda: step(batches, 0), device)
+        for index in range(options.settled):
+            step(batches, index % CHECKED)
+        found.early_seconds, found.seconds = found.seconds, seconds_of_a_step(step, batches, options.steps, device)
+    found.tokens_per_second = world * shape.batch * shape.length / found.seconds
+    found.peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    found.exposed = exposed_share(lambda: step(batches, 0), device)
+
+
+def seconds_of_a_step(step: Step, batches: Sequence[Sequence[Batch]], steps: int, device: torch.device) -> float:
+    """The median over blocks of steps."""
     taken = []
     for _ in range(0, steps, BLOCK):
         dist.barrier()
@@ -224,10 +241,7 @@ def measure(shape: Shape, found: Measured, step: Step, steps: int, device: torch
             step(batches, index % CHECKED)
         _synchronize(device)
         taken.append((time.perf_counter() - begun) / BLOCK)
-    found.seconds = statistics.median(taken)
-    found.tokens_per_second = world * shape.batch * shape.length / found.seconds
-    found.peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    found.exposed = exposed_share(lambda: step(batches, 0), device)
+    return statistics.median(taken)
 
 
 def microbatch_seconds(run: Callable[[Batch], Any], batch: Batch, device: torch.device) -> float:
@@ -310,6 +324,8 @@ def judged(
         exposed = "" if found.exposed is None else f"  exposed {found.exposed:.1%}"
         if found.microbatch_seconds:
             exposed += f"  microbatch {found.microbatch_seconds * 1e3:.1f} ms"
+        if found.early_seconds:
+            exposed += f"  early {found.early_seconds * 1e3:.1f} ms"
         print(
             f"{name:6} {variant:20} {found.seconds * 1e3:9.1f} ms {found.tokens_per_second:12,.0f} tokens/s"
             f"{exposed}  peak {found.peak_bytes / 2**30:.1f} GiB  losses within {worst:.1e}",
@@ -333,7 +349,7 @@ def compare(
             continue
         seen = Measured()
         try:
-            measure(shape, seen, make(), options.steps, device)
+            measure(shape, seen, make(), options, device)
             if (run := timed.pop(variant, None)) is not None and variant.startswith(("one", "ep")):
                 seen.microbatch_seconds = microbatch_seconds(run, shape.batches(rank, 1, device)[0], device)
             run = None  # it holds a state
@@ -357,6 +373,7 @@ def main() -> int:
     parser.add_argument("models", nargs="*", default=["dense", "moe"])
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--settled", type=int, default=40, help="steps before models with experts are timed again")
     parser.add_argument("--only", default="", help="comma-separated beginnings of variants")
     parser.add_argument("--eager", action="store_true", help="leave out the compiled peers")
     options = parser.parse_intermixed_args()

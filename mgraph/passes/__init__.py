@@ -63,6 +63,7 @@ PASSES: dict[str, str] = {
     "write-gradients": "mgraph.passes.write_gradients:WriteGradients",
     "join-products": "mgraph.passes.join_products:JoinProducts",
     "offload": "mgraph.passes.offload:Offload",
+    "overlap-update": "mgraph.passes.overlap_update:OverlapUpdate",
     "fuse-squares": "mgraph.passes.fuse_squares:FuseSquares",
     "in-place": "mgraph.passes.in_place:InPlace",
     "cuda-graphs": "mgraph.passes.cuda_graphs:CudaGraphs",
