@@ -22,12 +22,12 @@ import argparse
 import datetime
 import gc
 import os
-import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -300,8 +300,10 @@ def variants(
             yield text, lambda m=make, c=compiled: peer(m, compiled=c)  # type: ignore[misc]
 
 
-def write(results: Path, run: str, name: str, workload: str, found: Mapping[str, Measured]) -> None:
-    """Add a row for each of ours, beside its peers."""
+def write(results: Path, begin: int, run: str, name: str, workload: str, found: Mapping[str, Measured]) -> None:
+    """A row for each of ours, beside its peers, in place of what the file has from `begin` on."""
+    with results.open("ab") as file:
+        file.truncate(begin)
     for variant, seen in found.items():
         if variant not in ("one", *OURS):
             continue
@@ -337,9 +339,14 @@ def judged(
 
 
 def compare(
-    name: str, shape: Shape, options: argparse.Namespace, device: torch.device, found: dict[str, Measured]
+    name: str,
+    shape: Shape,
+    options: argparse.Namespace,
+    device: torch.device,
+    keep: Callable[[Mapping[str, Measured]], None],
 ) -> list[str]:
-    """Put what is measured of a model into `found`, each variant as soon as it is there; complaints."""
+    """Measure a model and `keep` what there is after each variant, as a time limit may end it all; complaints."""
+    found: dict[str, Measured] = {}
     complaints: list[str] = []
     rank = dist.get_rank()
     timed: dict[str, Callable[[Batch], Any]] = {}
@@ -357,6 +364,8 @@ def compare(
             complaints.append(f"{name}, {variant}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
             continue
         found[variant] = seen
+        if rank == 0:
+            keep(found)
         expected = next(iter(found.values())).losses
         complaints += judged(name, variant, seen, expected, 1e-4 if options.small else 2e-2, rank == 0)
         gc.collect()
@@ -377,7 +386,6 @@ def main() -> int:
     parser.add_argument("--only", default="", help="comma-separated beginnings of variants")
     parser.add_argument("--eager", action="store_true", help="leave out the compiled peers")
     options = parser.parse_intermixed_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is measured then is written
     if "RANK" not in os.environ:
         parser.error("it is two processes: torchrun --nproc-per-node 2 -m benchmarks.gpu.two_gpus ...")
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -389,14 +397,11 @@ def main() -> int:
     complaints: list[str] = []
     for name in options.models:
         shape = SHAPES[f"small-{name}" if options.small else name]
-        found: dict[str, Measured] = {}
-        try:
-            complaints += compare(name, shape, options, device, found)
-        finally:
-            if rank == 0:
-                dtype = "f32" if options.small else "bf16"
-                workload = f"{name} B{shape.batch} S{shape.length} {dtype}, {dist.get_world_size()} GPUs"
-                write(options.results, begun, name, workload, found)
+        dtype = "f32" if options.small else "bf16"
+        workload = f"{name} B{shape.batch} S{shape.length} {dtype}, {dist.get_world_size()} GPUs"
+        begin = options.results.stat().st_size if options.results.exists() else 0
+        keep = partial(write, options.results, begin, begun, name, workload)
+        complaints += compare(name, shape, options, device, keep)
     if rank == 0:
         print("\n".join(complaints) or "all losses agree", flush=True)
     dist.destroy_process_group()
