@@ -21,6 +21,7 @@ from mgraph.cli.kernel_times import Times, step_times
 from mgraph.cli.memory import wanted_sizes
 from mgraph.cli.snapshots import Compiled, open_package
 from mgraph.cli.table import table
+from mgraph.codegen.liveness import ADDING
 from mgraph.codegen.package import PROFILE
 from mgraph.codegen.prepare import called
 from mgraph.codegen.profile import Profile, read_profile
@@ -38,7 +39,7 @@ TWIN = "twin"
 """Who runs a kernel site on the CPU: its function of reference.py."""
 STEP = ("microbatch", "finish")
 """The entries that a step of training calls, each once here."""
-_IDLE = VIEWS | {"call", "pick", "unpack", "pack", "wait"}
+_IDLE = VIEWS | {"joined", "call", "pick", "unpack", "pack", "wait"}
 
 
 @dataclass(frozen=True)
@@ -150,9 +151,9 @@ def forecast(package: Compiled, profile: Profile, given: Mapping[str, int], entr
     found = []
     for name, count in calls.items():
         function = module.functions[name]
-        for node, part, total in _working(function, bool(numbers), numbers):
-            choice = providers.choice(part, total)
-            line = _line(function, node, part, choice, chosen, profile, total)
+        for node, part, totals in _working(function, bool(numbers), numbers):
+            choice = providers.choice(part, totals[0] if totals else None)
+            line = _line(function, node, part, choice, chosen, profile, totals)
             if line.provider == NCCL and line.microseconds is not None:
                 line = replace(line, microseconds=round(line.microseconds * _sent(module, node), 3))
             found.append(replace(line, calls=count, step_line=numbers.get((name, node.id))))
@@ -183,19 +184,19 @@ def call_counts(module: Module, entries: Iterable[str]) -> dict[str, int]:
 
 def _working(
     function: Function, known: bool, numbers: Mapping[tuple[str, str], int]
-) -> Iterator[tuple[Node, Node, Value | None]]:
-    """Nodes that do something; a product that is added to a total as it is made stands with the sum as one node."""
+) -> Iterator[tuple[Node, Node, Sequence[Value]]]:
+    """Nodes that do something; a product that is added to totals as it is made stands with the sum as one node."""
     makers = function.producers()
     absorbed: dict[Node, Node] = {}
     for node in function.nodes:
-        part = makers.get(node.operands[1]) if node.op == "accumulate_" else None
+        part = makers.get(node.operands[-1]) if node.op in ADDING else None
         if part is not None and len(part.results) == 1 and absorbable(part, node.operands[0]):
             apart = (function.name, part.id) in numbers if known else False
             absorbed |= {} if apart else {node: part}
     for node in function.nodes:
         if node.op not in _IDLE and node not in absorbed.values():
             part = absorbed.get(node, node)
-            yield node, part, node.operands[0] if part is not node else None
+            yield node, part, node.operands[:-1] if part is not node else ()
 
 
 def _line(
@@ -205,18 +206,18 @@ def _line(
     choice: Choice,
     chosen: Mapping[tuple[str, str], str],
     profile: Profile,
-    total: Value | None,
+    totals: Sequence[Value],
 ) -> Line:
     provider = chosen.get((function.name, part.id), choice.chosen.provider)
     instance = choice.instance
-    if total is not None:  # the result is never written, the total is read and written
-        instance = replace(instance, bytes=instance.bytes + _bytes(total, instance.bytes))
+    if totals:  # the result is never written, the totals are read and written
+        instance = replace(instance, bytes=instance.bytes + sum(_bytes(total, instance.bytes) for total in totals))
     time = profile.time(instance, provider)
     other = next((c for c in choice.candidates if c.provider != provider), None)
     return Line(
         function.name,
         node.id,
-        part.op.removesuffix("_") + (" +=" if total is not None else ""),
+        part.op.removesuffix("_") + " +=" * bool(totals),
         1,
         provider,
         round(time.microseconds, 3),

@@ -18,7 +18,7 @@ gradients, to clip or to see whether they are finite, waits for all of them: the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -50,9 +50,10 @@ class OverlapUpdate(Pass):
 
     def run(self, module: Module, report: Report) -> Module:
         """Rewrite every function that sums gradients and updates; a module without is returned as it is."""
+        alone = {axis.name for axis in module.mesh if axis.size == 1}
         for function in module.functions.values():
             updates = [node for node in function.nodes if node.op == UPDATE and not node.attrs.get("sums")]
-            ends = [end for end in _ends(function) if not _gradients(updates).isdisjoint(end.results)]
+            ends = [end for end in _ends(function, alone) if not _gradients(updates).isdisjoint(end.results)]
             if ends and (plan := _Plan(function, updates, ends, self.bucket)).is_possible(report):
                 module = module.with_function(replace(function, nodes=tuple(plan.nodes(self.name))))
                 waiting = sum(len(message) for message in plan.messages)
@@ -61,9 +62,9 @@ class OverlapUpdate(Pass):
         return module
 
 
-def _ends(function: Function) -> Iterator[Node]:
-    """The ends of sums over ranks."""
-    starts = {node.results: node for node in function.nodes if node.op in SUMMED}
+def _ends(function: Function, alone: Container[str]) -> Iterator[Node]:
+    """The ends of sums over ranks, but for axes of one rank."""
+    starts = {n.results for n in function.nodes if n.op in SUMMED and n.attrs["axis"] not in alone}
     return (node for node in function.nodes if node.op == "wait" and node.operands in starts)
 
 

@@ -119,6 +119,23 @@ def test_the_manifest_and_the_tables_agree(mgraph: Mgraph, for_gpu: Path) -> Non
     assert text.index("@layer.bwd") < text.index("@layer.fwd") and "in all" in text
 
 
+def test_joined_weights_cost_nothing_and_their_sums_are_products(mgraph: Mgraph, for_gpu: Path) -> None:
+    """A view of state is not written; what a product adds to several gradients is read with it once."""
+    module = open_package(for_gpu).snapshots[-1].module
+    backward = {node.id: node for node in module.functions["layer.bwd"].nodes}
+    assert {"joined", "accumulate_joined_"} <= {node.op for node in backward.values()}
+    nodes = json.loads(mgraph("kernels", for_gpu, "--format", "json").out)["nodes"]
+    lines = {line["node"]: line for line in nodes if line["function"] == "layer.bwd"}
+    assert not any(line["op"].startswith(("joined", "accumulate_joined")) for line in lines.values())
+    sums = [node for node in backward.values() if node.op == "accumulate_joined_"]
+    for node in sums:
+        *totals, part = node.operands
+        product = next(n for n in backward.values() if part in n.results)
+        assert lines[node.id]["op"] == "aten.mm.default +=" and product.id not in lines
+        widths = [int(str(total.tensor.numel)) * total.tensor.dtype.bits // 8 for total in totals]
+        assert lines[node.id]["bytes"] > sum(widths)
+
+
 def test_the_profile_goes_with_the_package(mgraph: Mgraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of another directory, which later has other times, and then is gone."""
     monkeypatch.chdir(tmp_path)
