@@ -6,8 +6,9 @@ CASE is a beginning of an id (K5), all without one. Each kernel is compiled as a
 package's own runtime and compared with its reference in float64: `error` may be as large as `bound`. Then it and its
 peers are captured in CUDA graphs of several calls, on inputs that do not fit in the L2 cache together, and the median
 time of a call is taken. `fraction` is of what this card reaches in this run: the least bytes that the work moves over
-what a copy moves, or operations over those of a bf16 product of 8192^3 where these take longer. A kernel that is wrong
-has no row. Exit status 1 on any complaint.
+what a copy moves, or operations over those of a bf16 product of 8192^3 where these take longer; `reading_seconds` is
+what a kernel takes that reads as many bytes and does nothing else, where these are few. A kernel that is wrong has no
+row. Exit status 1 on any complaint.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from benchmarks.gpu import rows
 from benchmarks.gpu.kernel_case import Case
+from benchmarks.gpu.reading import BELOW, reading_seconds
 from mgraph.codegen.triton.aot import Binaries, build_kernels
 from mgraph.runtime import kernels as runtime
 
@@ -138,6 +140,8 @@ def measure(
     least = {"copy": case.bytes / rates["copy"], "matmul": case.flops / rates["matmul"]}
     limit = max(least, key=least.__getitem__)
     more |= {"fraction": least[limit] / ours, "limit": limit, **rates}
+    if limit == "copy" and case.bytes < BELOW:
+        more["reading_seconds"] = reading_seconds(case.bytes, device)
     times: dict[str, float] = {}
     for name, peer in case.peers.items() if with_peers else ():
         try:
@@ -154,6 +158,8 @@ def said(row: dict[str, Any]) -> str:
     speed = f"{row['flops_per_second'] / 1e12:5.0f} TFLOP/s  " if "flops_per_second" in row else ""
     others = " ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in row.get("peers", {}).items())
     time = f"{row['ours'] * 1e6:9.1f} us {row['fraction']:5.2f} of {row['limit']}"
+    if "reading_seconds" in row:
+        speed += f"reading {row['reading_seconds'] * 1e6:.1f}  "
     return f"{row['id']:28} {time}  {speed}error {row['error']:.1e}  {others}"
 
 
