@@ -350,7 +350,7 @@ def compare(
     complaints: list[str] = []
     rank = dist.get_rank()
     timed: dict[str, Callable[[Batch], Any]] = {}
-    forms = (False,) if options.eager else (False, True)
+    forms = [compiled for compiled, left_out in ((False, options.compiled), (True, options.eager)) if not left_out]
     for variant, make in variants(name, shape, options.packages, device, forms, timed):
         if variant != "one" and not variant.startswith(tuple(options.only.split(","))):
             continue
@@ -385,6 +385,7 @@ def main() -> int:
     parser.add_argument("--settled", type=int, default=40, help="steps before models with experts are timed again")
     parser.add_argument("--only", default="", help="comma-separated beginnings of variants")
     parser.add_argument("--eager", action="store_true", help="leave out the compiled peers")
+    parser.add_argument("--compiled", action="store_true", help="leave out the eager peers")
     options = parser.parse_intermixed_args()
     if "RANK" not in os.environ:
         parser.error("it is two processes: torchrun --nproc-per-node 2 -m benchmarks.gpu.two_gpus ...")
