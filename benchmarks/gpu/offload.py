@@ -1,11 +1,11 @@
-"""Offloading on a GPU: the same losses and gradients bit for bit, memory as predicted, and what it costs.
+"""Offloading and recomputation on a GPU: the same losses and gradients bit for bit, memory as predicted, what it costs.
 
-python3 -m benchmarks.gpu.offload build DIRECTORY      needs no GPU
-python3 -m benchmarks.gpu.offload run DIRECTORY        under a minute
+python3 -m benchmarks.gpu.offload build DIRECTORY                  needs no GPU
+python3 -m benchmarks.gpu.offload run DIRECTORY RESULTS.jsonl      under a minute
 
 Each variant of the dense model of 0.9 B parameters takes a few steps on the same batches, with CUDA graphs from the
-second on. A row says seconds a step, the measured peak beside the predicted one, and whether all losses, gradients
-and norms equal those of the package without offloading.
+second on. A row says seconds a step beside those of the package as it is (`plain`), the measured peak beside the
+predicted one, and whether all losses, gradients and norms equal those of that package. Exit status 1 where they do not.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "some": {"offload": "activations=150MiB"},
     "activations": {"offload": "activations"},
     "optimizer": {"offload": "optimizer"},
+    "recompute": {"recompute": "full"},
+    "budget": {"memory_budget": "20GiB"},
     "all": {"offload": "activations,optimizer", "recompute": "full"},
 }
 MODEL = "dense"
@@ -63,8 +65,8 @@ def build(directory: Path) -> None:
     (directory / PREDICTED).write_text(json.dumps(predicted), encoding="utf-8")
 
 
-def measured(path: Path, device: torch.device) -> tuple[dict[str, Any], list[Tensor]]:
-    """Seconds and bytes of a package, and what is to be equal: losses, norms and the last gradients, on the host."""
+def measured(path: Path, device: torch.device) -> tuple[float, int, list[Tensor]]:
+    """Seconds and peak bytes of a package, and what is to be equal, on the host: losses, norms, the last gradients."""
     package = load_package(path, device)
     torch.cuda.reset_peak_memory_stats()
     state = create_state(package.state_specs, 0, device)
@@ -81,39 +83,50 @@ def measured(path: Path, device: torch.device) -> tuple[dict[str, Any], list[Ten
         found += [given["loss"], given["grad_norm"]]
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - begun) / (STEPS - 2)
-    return {"seconds": seconds, "peak": torch.cuda.max_memory_allocated()}, [tensor.cpu() for tensor in found]
+    return seconds, torch.cuda.max_memory_allocated(), [tensor.cpu() for tensor in found]
 
 
-def run(directory: Path) -> None:
-    """A line per variant; exit code 1 where results differ."""
+def run(directory: Path, results: Path) -> bool:
+    """A row per variant; whether all give the same."""
     device = rows.gpu()
     predicted = json.loads((directory / PREDICTED).read_text(encoding="utf-8"))
+    shape = training_models.SHAPES[MODEL]
+    workload = f"{MODEL} B{shape.batch} S{shape.length} bf16"
     expected: list[Tensor] = []
-    wrong = []
+    plain: dict[str, float] = {}
+    right = True
     for name in VARIANTS:
         gc.collect()
         torch.cuda.empty_cache()
-        row, found = measured(directory / name, device)
+        seconds, peak, found = measured(directory / name, device)
         expected = expected or found
         same = all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-        wrong += [] if same else [name]
-        peak, foretold = row["peak"] / 2**30, predicted[name] / 2**30
+        right &= same
+        more = {"variant": name, "peak_bytes": peak, "predicted_bytes": predicted[name], "same": same}
+        rows.append(results, rows.row("offload", workload, seconds, "seconds", plain, **more))
+        plain = plain or {name: seconds}
         print(
-            f"{name:12} {row['seconds'] * 1e3:8.1f} ms  peak {peak:6.2f} GiB, predicted {foretold:6.2f} "
-            f"({foretold / peak - 1:+.1%})  {'the same' if same else 'DIFFERS'}",
+            f"{name:12} {seconds * 1e3:8.1f} ms  peak {peak / 2**30:6.2f} GiB, "
+            f"{predicted[name] / peak - 1:+.1%} predicted  {'the same' if same else 'DIFFERS'}",
             flush=True,
         )
-    sys.exit(bool(wrong))
+    return right
 
 
-def main() -> None:
+def main() -> int:
     """`build` or `run`, with a directory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("build", "run"))
     parser.add_argument("directory", type=Path)
+    parser.add_argument("results", type=Path, nargs="?")
     options = parser.parse_args()
-    {"build": build, "run": run}[options.what](options.directory)
+    if options.what == "build":
+        build(options.directory)
+        return 0
+    if options.results is None:
+        parser.error("run wants RESULTS.jsonl")
+    return int(not run(options.directory, options.results))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
