@@ -183,6 +183,13 @@ class Product:
         return made
 
 
+def version() -> int:
+    """That of the library: major, minor and patch in a number."""
+    library, _ = _library(torch.cuda.current_device())
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    return int(library.cublasLtGetVersion())
+
+
 def sum_of(total: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
     """total [M, N] + left [M, K] @ right [K, N] in memory of its own: one pass over the total, as the product is
     written, where torch first copies it. None where the library is not asked for such a sum, or has no kernel."""

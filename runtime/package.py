@@ -34,6 +34,7 @@ from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.poison import Poison
 from mgraph.runtime.ranges import CALLED, compiled, range_of
 from mgraph.runtime.shards import Factors, Share, Split, share_of
+from mgraph.runtime.kept_products import KeptProducts
 from mgraph.runtime.tuned_products import TUNED, TunedProducts, tuned_entry
 from mgraph.step_order import order_text, read_step_order
 
@@ -276,7 +277,7 @@ def load_package(
         )
     kernels.set_device(device, strict=strict, jit=jit)
     module = _execute(path / "step.py", ranges)
-    entries, products = {}, TunedProducts()
+    entries, products = {}, TunedProducts(KeptProducts(path) if tuned else None)
     for name in manifest["entries"]:
         function = getattr(module, name, None)
         if not callable(function):

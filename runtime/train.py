@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mgraph import philox
 from mgraph.errors import MgraphError, OptionError, PackageError, some_of
-from mgraph.runtime import checkpoint, dropout, mesh, v1
+from mgraph.runtime import checkpoint, dropout, kept_products, mesh, v1
 from mgraph.runtime.corpus import load_corpus
 from mgraph.runtime.data import INPUTS, Batch, Corpus, Position, Stream, validation_batches, whole_rows
 from mgraph.runtime.expert_load import LOADS, OVERRUN, OVERRUNS, expert_loads, overrun_text
@@ -419,7 +419,8 @@ class Trainer:
             self.log.message(f"nothing is left to train: saved at step {self.step}, --steps {self.options.steps}")
         if self.options.tune_products:
             self.log.message(
-                "note: --tune-products times kernels in the first step, some 2 s for each shape of a product"
+                "note: --tune-products times kernels in the first step, some 2 s for each shape of a product that "
+                f"{self.package.path / kept_products.FILE} has no choice for yet"
             )
         if self.mesh.device.type == "cuda" and (note := sizes_note(self.package.manifest, self.options)):
             self.log.message(note)

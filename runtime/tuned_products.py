@@ -8,7 +8,8 @@ of them, and what would run otherwise, over and over, each for long enough that 
 others of this shape, in CUDA graphs, too. A candidate must give what torch gives, within roundings. While a graph is
 captured nothing is timed: what is not known then runs as in torch.
 
-Times differ from run to run, and so may choices: two runs with tuned products agree within roundings, not bit by bit.
+Times differ from run to run, and so may choices. So they are kept beside the package (`kept_products.py`): a later run
+on such a machine takes them, after one look at what each gives, and times nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgraph.runtime import cublas_lt
 from mgraph.runtime.cublas_lt import Product, Shape
+from mgraph.runtime.kept_products import KeptProducts
 
 _aten: Any = torch.ops.aten
 TIMES, KEPT = 2, 8
@@ -50,10 +52,11 @@ Timer = Callable[[Callable[[], Any], int], float]
 
 class TunedProducts(TorchDispatchMode):
     """Runs products by what is fastest; `chosen` says by which candidate, None where torch's own choice is, and `sums`
-    by which one a product is added to a residual."""
+    by which one a product is added to a residual. Choices that are `kept` are taken."""
 
-    def __init__(self, timer: Timer | None = None) -> None:
+    def __init__(self, kept: KeptProducts | None = None, timer: Timer | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.kept = kept
         self._runs: dict[Shape, Run | None] = {}
         self._timer = timer or _seconds
         self.chosen: dict[Shape, int | None] = {}
@@ -96,7 +99,7 @@ class TunedProducts(TorchDispatchMode):
     def tune(self, shape: Shape, product: Product, left: Tensor, right: Tensor) -> Run | None:
         """The fastest kernel of a product on these operands, if it is faster than what torch takes."""
         want = left.new_empty(shape.rows, shape.columns)
-        index = self._fastest(product, lambda: torch.mm(left, right, out=want), want, left, right)
+        index = self._choice(shape, product, lambda: torch.mm(left, right, out=want), want, left, right)
         self.chosen[shape] = index
         return None if index is None else lambda a, b, to: product.run(index, a, b, to)
 
@@ -108,11 +111,12 @@ class TunedProducts(TorchDispatchMode):
                 return 0
             want = torch.empty_like(total)
             first = functools.partial(product.run, 0, left, right, want, total)
-            self.sums[shape] = self._fastest(product.widened(), first, want, left, right, total) or 0
+            self.sums[shape] = self._choice(shape, product.widened(), first, want, left, right, total) or 0
         return self.sums[shape]
 
-    def _fastest(
+    def _choice(
         self,
+        shape: Shape,
         product: Product,
         usual: Callable[[], Any],
         want: Tensor,
@@ -120,7 +124,8 @@ class TunedProducts(TorchDispatchMode):
         right: Tensor,
         added: Tensor | None = None,
     ) -> int | None:
-        """The kernel that is faster than the usual run, which writes over `want`; None where that is as fast."""
+        """The kernel that is kept or found to be faster than the usual run, which writes over `want`; None where that
+        is as fast."""
         out = torch.empty_like(want)
         usual()
         bounds = CLOSE * float(_norm(want)), MOST * float(want.abs().max())
@@ -129,8 +134,21 @@ class TunedProducts(TorchDispatchMode):
             ran = product.run(index, left, right, out.fill_(math.nan), added)
             return ran and float(_norm(out - want)) <= bounds[0] and float((out - want).abs().max()) <= bounds[1]
 
-        every = {i: functools.partial(product.run, i, left, right, out, added) for i in range(product.count)}
-        quick = {index: self._timer(run, TIMES) for index, run in every.items() if run()}
+        summed = added is not None
+        known, index = self.kept.of(shape, summed) if self.kept else (False, None)
+        if known and (index is None or (index < product.count and agrees(index))):
+            return index
+        runs = [functools.partial(product.run, i, left, right, out, added) for i in range(product.count)]
+        index = self._fastest(usual, runs, agrees)
+        if self.kept:
+            self.kept.keep(shape, summed, index)
+        return index
+
+    def _fastest(
+        self, usual: Callable[[], Any], every: Sequence[Callable[[], bool]], agrees: Callable[[int], bool]
+    ) -> int | None:
+        """The number of the run that agrees and is faster than the usual one; None where that is as fast."""
+        quick = {index: self._timer(run, TIMES) for index, run in enumerate(every) if run()}
         kept: list[int] = list(itertools.islice(filter(agrees, sorted(quick, key=quick.__getitem__)), KEPT))
         calls = {index: _calls(SPAN, quick[index]) for index in kept}
         taken: dict[int, list[float]] = {index: [] for index in kept}
@@ -153,7 +171,10 @@ def tuned_entry(entry: Callable[..., tuple[Tensor, ...]], products: TunedProduct
 
     def run(*arguments: Any) -> tuple[Tensor, ...]:
         with products:
-            return entry(*arguments)
+            made = entry(*arguments)
+        if products.kept:
+            products.kept.write()
+        return made
 
     return run
 

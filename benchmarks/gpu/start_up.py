@@ -1,12 +1,13 @@
 """From the start of a process to the end of its first training step, by phases.
 
     python3 -m benchmarks.gpu.start_up PACKAGE RESULTS.jsonl [--batch-size 1] [--seq-len 8192] [--cold]
-                                       [--plain | --compiled]
+                                       [--plain | --compiled | --tuned]
 
 Runs the package's own trainer in a process of its own, on the text that comes with Python, until the loss of the first
 step has been read, and says how long each phase took on the host; nothing waits for the GPU between them but where the
 trainer does. `--cold` first lets the system forget the files of torch and of the CUDA libraries that it has read;
-`--plain` leaves out what the trainer does ahead in threads. `--compiled` starts the same model of `training_models`,
+`--plain` leaves out what the trainer does ahead in threads. `--tuned` has the trainer tune products: `choosing` or by
+choices that were kept. `--compiled` starts the same model of `training_models`,
 drawn on the GPU, under torch.compile instead; `--cold` then empties that one's cache, too.
 """
 
@@ -29,9 +30,9 @@ from unittest import mock
 
 STARTED, REPORT = "START_UP_STARTED", "START_UP_REPORT"
 """In the environment of the process that is measured: seconds of the clock at its start, and where it writes to."""
-
-
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+PRODUCTS = "products.json"
+"""The choices of a package, as `kept_products.py` names them, which would import torch."""
 
 
 class Phases:
@@ -179,23 +180,32 @@ def main() -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--plain", action="store_true")
     how.add_argument("--compiled", action="store_true")
+    how.add_argument("--tuned", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("/tmp/start_up"))
     options = parser.parse_args()
     sizes = ["--batch-size", options.batch_size, "--seq-len", options.seq_len]
     if REPORT in os.environ and options.compiled:
         train_compiled(options.package.name, int(options.batch_size), int(options.seq_len))
     elif REPORT in os.environ:
-        train_package(options.package, [*sizes, "--steps", "2", "--out", str(options.out)], plain=options.plain)
+        given = [*sizes, "--steps", "2", "--out", str(options.out), *["--tune-products"] * options.tuned]
+        train_package(options.package, given, plain=options.plain)
     if not has_gpu():
         raise SystemExit("error: this measures on a GPU, and there is none\n  try: the machine with the GPU")
     report = options.out.with_suffix(".json")
     if options.cold:
         forget()
         shutil.rmtree(cache_of(report), ignore_errors=True)
-    same = [*sizes, "--out", str(options.out), *["--plain"] * options.plain, *["--compiled"] * options.compiled]
+    same = [
+        *sizes,
+        "--out",
+        str(options.out),
+        *(f"--{way}" for way in ("plain", "compiled", "tuned") if getattr(options, way)),
+    ]
+    kept = (options.package / PRODUCTS).is_file()
     seconds = measured([str(options.package), str(options.results), *same], report)
     workload = f"{options.package.name} B{options.batch_size} S{options.seq_len}"
     variant = ("cold" if options.cold else "warm") + ", plain" * options.plain + ", torch.compile" * options.compiled
+    variant += f", tuned, {'kept' if kept else 'choosing'}" * options.tuned
     from benchmarks.gpu import rows  # not before: torch is among what is measured
 
     total = sum(seconds.values())

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from mgraph.compiler import compile_package
-from mgraph.errors import OptionError
+from mgraph.errors import OptionError, PackageError
 from mgraph.recipe import Recipe
 from mgraph.runtime import cublas_lt, kernels, package, tuned_products
 from mgraph.runtime.cublas_lt import Lie, Product, Shape
+from mgraph.runtime.kept_products import KeptProducts
 from mgraph.runtime.tuned_products import TunedProducts, tuned_entry
 
 
@@ -39,7 +40,9 @@ class Kernels:
         return True
 
 
-def tuned(kernels: Kernels, seconds: dict[int, float], usual: float) -> tuple[TunedProducts, Any]:
+def tuned(
+    kernels: Kernels, seconds: dict[int, float], usual: float, kept: KeptProducts | None = None
+) -> tuple[TunedProducts, Any]:
     """Tuning with a clock by which kernel i takes seconds[i] and torch the usual."""
 
     def timer(run: Callable[[], Any], calls: int) -> float:
@@ -47,14 +50,16 @@ def tuned(kernels: Kernels, seconds: dict[int, float], usual: float) -> tuple[Tu
         run()
         return seconds[kernels.ran[-1]] if len(kernels.ran) > before else usual
 
-    return tuned_by(timer, kernels)
+    return tuned_by(timer, kernels, kept)
 
 
-def tuned_by(timer: tuned_products.Timer, kernels: Kernels) -> tuple[TunedProducts, Any]:
+def tuned_by(
+    timer: tuned_products.Timer, kernels: Kernels, kept: KeptProducts | None = None
+) -> tuple[TunedProducts, Any]:
     """Tuning of a product by these kernels and this clock."""
     generator = torch.Generator().manual_seed(0)
     left, right = torch.randn(6, 4, generator=generator), torch.randn(4, 5, generator=generator)
-    modes = TunedProducts(timer)
+    modes = TunedProducts(kept, timer)
     shape = Shape(6, 5, 4, Lie(False, 4), Lie(False, 5), torch.float32)
     run = modes.tune(shape, cast(Product, kernels), left, right)
     return modes, run
@@ -102,12 +107,93 @@ def test_what_is_not_taken(kernels: Kernels, usual: float, chosen: int | None) -
     assert list(modes.chosen.values()) == [chosen] and (run is None) == (chosen is None)
 
 
+CLOCK = {0: 3.0, 1: 1.0, 2: 2.0}
+
+
+def kept_in(directory: Path, machine: str = "a GPU") -> KeptProducts:
+    return KeptProducts(directory, lambda: machine)
+
+
+def never(run: Callable[[], Any], calls: int) -> float:
+    raise AssertionError("nothing is to be timed")
+
+
+@pytest.mark.parametrize(("usual", "chosen"), [(4.0, 1), (0.5, None)])
+def test_choices_are_kept(tmp_path: Path, usual: float, chosen: int | None) -> None:
+    """A later run takes them, torch's own too, and times nothing; what runs once is looked at once."""
+    first = kept_in(tmp_path)
+    modes, _ = tuned(Kernels(), CLOCK, usual, first)
+    assert list(modes.chosen.values()) == [chosen] and not (tmp_path / "products.json").exists()
+    first.write()
+    again, run = tuned_by(never, kernels := Kernels(), kept_in(tmp_path))
+    assert again.chosen == modes.chosen and (run is None) == (chosen is None)
+    assert kernels.ran == ([] if chosen is None else [chosen])
+    shape = next(iter(again.chosen))
+    assert kept_in(tmp_path).of(shape, summed=False) == (True, chosen)
+    assert kept_in(tmp_path).of(shape, summed=True) == (False, None), "a sum is another product"
+
+
+@pytest.mark.parametrize("why", ["another machine", "it is wrong", "it refuses", "no such kernel"])
+def test_choices_that_do_not_hold_are_made_again(tmp_path: Path, why: str) -> None:
+    first = kept_in(tmp_path)
+    modes, _ = tuned(Kernels(), CLOCK | {1: 9.0} if why == "no such kernel" else CLOCK, 4.0, first)
+    first.write()
+    kernels = Kernels(wrong=1 if why == "it is wrong" else -1, refuses=1 if why == "it refuses" else -1)
+    if why == "no such kernel":
+        assert list(modes.chosen.values()) == [2]
+        kernels.count = 2
+    later = kept_in(tmp_path, "another" if why == "another machine" else "a GPU")
+    modes, _ = tuned(kernels, {0: 2.5, 1: 1.0, 2: 2.0}, 4.0, later)
+    assert list(modes.chosen.values()) == [{"it is wrong": 2, "it refuses": 2}.get(why, 1)]
+
+
+def test_sums_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned_products, "LEAST_WORK", 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    kernels, total = Kernels(), torch.ones(6, 5)
+    shape = Shape(6, 5, 4, Lie(False, 4), Lie(False, 5), torch.float32)
+    given = shape, cast(Product, kernels), total, torch.ones(6, 4), torch.ones(4, 5)
+    first = TunedProducts(kept_in(tmp_path), lambda run, calls: (run(), CLOCK[kernels.ran[-1]])[1])
+    assert first.kept and first.kernel_of_sum(*given) == 1
+    first.kept.write()
+    assert TunedProducts(kept_in(tmp_path), never).kernel_of_sum(*given) == 1
+
+
+def test_who_writes_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank, with what others have written meanwhile; and nobody where nothing can be written."""
+    shapes = [Shape(n, 5, 4, Lie(False, 4), Lie(True, 4), torch.bfloat16) for n in (1, 2, 3)]
+    one, two = kept_in(tmp_path), kept_in(tmp_path)
+    for kept, shape, index in ((one, shapes[0], 7), (two, shapes[1], None)):
+        kept.keep(shape, False, index)
+        kept.write()
+    monkeypatch.setenv("RANK", "1")
+    other = kept_in(tmp_path)
+    other.keep(shapes[2], False, 1)
+    other.write()
+    there = kept_in(tmp_path)
+    assert [there.of(shape, False) for shape in shapes] == [(True, 7), (True, None), (False, None)]
+    assert [file.name for file in tmp_path.iterdir()] == ["products.json"]
+    monkeypatch.setenv("RANK", "0")
+    nowhere = kept_in(tmp_path / "gone")
+    nowhere.keep(shapes[0], False, 1)
+    nowhere.write()
+    assert not (tmp_path / "gone").exists() and nowhere.of(shapes[0], False) == (True, 1)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a GPU": 3}', '{"a GPU": {"x": "1"}}', '{"a GPU": {"x": -1}}'])
+def test_damaged_choices(tmp_path: Path, text: str) -> None:
+    (tmp_path / "products.json").write_text(text, encoding="utf-8")
+    with pytest.raises(PackageError, match="cannot be read") as caught:
+        kept_in(tmp_path)
+    assert "products.json" in str(caught.value) and "delete the file" in str(caught.value)
+
+
 def test_sums_ask_while_it_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is slower than the first, or wrong, is not taken; a shape is timed once, and small ones never."""
     monkeypatch.setattr(tuned_products, "LEAST_WORK", 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     kernels, before = Kernels(wrong=1), cublas_lt.kernel_of_sum
-    modes = TunedProducts(lambda run, calls: (run(), {0: 3.0, 1: 1.0, 2: 2.0}[kernels.ran[-1]])[1])
+    modes = TunedProducts(timer=lambda run, calls: (run(), {0: 3.0, 1: 1.0, 2: 2.0}[kernels.ran[-1]])[1])
     total, left, right = torch.ones(6, 5), torch.ones(6, 4), torch.ones(4, 5)
     given = Shape(6, 5, 4, Lie(False, 4), Lie(False, 5), torch.float32), cast(Product, kernels), total, left, right
     assert cublas_lt.kernel_of_sum(*given) == 0 and not kernels.ran
