@@ -56,8 +56,9 @@ class OverlapUpdate(Pass):
             ends = [end for end in _ends(function, alone) if not _gradients(updates).isdisjoint(end.results)]
             if ends and (plan := _Plan(function, updates, ends, self.bucket)).is_possible(report):
                 module = module.with_function(replace(function, nodes=tuple(plan.nodes(self.name))))
-                waiting = sum(len(message) for message in plan.messages)
-                detail = f"{waiting} gradients in {len(plan.messages)} messages, {len(plan.own)} that are not summed"
+                counted = f"{len(plan.messages)} message" + "s" * (len(plan.messages) > 1)
+                summed = sum(map(len, plan.messages))
+                detail = f"{summed} gradients in {counted}, {len(plan.own)} that are not summed"
                 report.match(function.name, ends[0].id, detail)
         return module
 
