@@ -31,7 +31,8 @@ from typing import ClassVar
 
 from mgraph.errors import PassError, did_you_mean
 from mgraph.ir.builder import FunctionBuilder
-from mgraph.ir.graph import Entry, Module, Origin, Phase, State, StateKind, Value
+from mgraph.ir.graph import Entry, Module, Node, Origin, Phase, State, StateKind, Value
+from mgraph.ir.opdef import op_def
 from mgraph.ir.types import DType, TensorType
 from mgraph.parameter_groups import assign
 from mgraph.passes.autodiff import CLEAN_STEPS, COUNT_TOTAL, LOSS_SCALE, LOSS_TOTAL, accumulator_states
@@ -41,6 +42,8 @@ from mgraph.passes.differentiation import gradient_type
 STEP, SKIPPED = "step", "skipped"
 OPTIMIZERS = ("adamw", "adam")
 CHECKED = ("gradients", "loss")
+SCALARS = 4
+"""The last operands of an update: rate, scale, number of the update, and whether it is one."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,12 @@ class AdamW(Pass):
         names = [f"new_{s.name.replace('.', '_')}" for s in targets]
         results = builder.emit("adamw", operands, attrs, types=[s.type for s in targets], names=names)
         return dict(zip((s.name for s in targets), results, strict=True))
+
+
+def gradients_of(update: Node) -> tuple[Value, ...]:
+    """The gradients that a node `adamw` reads."""
+    end = len(update.operands) - SCALARS
+    return update.operands[end - op_def("adamw").complete(update.attrs)["n"] : end]
 
 
 def _moments(param: State) -> tuple[State, State]:

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from mgraph.ir.builder import FunctionBuilder, rebuild
 from mgraph.ir.graph import Function, Module, Node, Value
-from mgraph.ir.opdef import op_def
+from mgraph.passes.adamw import gradients_of
 from mgraph.passes.base import Pass, Report, Stage, Tier
 
 UPDATE = "adamw"
@@ -46,15 +46,9 @@ class FuseSquares(Pass):
         return module
 
 
-def _gradients(update: Node) -> tuple[Value, ...]:
-    attrs = op_def(UPDATE).complete(update.attrs)
-    end = len(update.operands) - 4  # rate, scale, number of the update, and whether it is one
-    return update.operands[end - attrs["n"] : end]
-
-
 def _had_late(function: Function, updates: Sequence[Node], report: Report) -> list[Node]:
     """The sums that updates can give: of gradients that they read, each in one sum, and that none of them needs."""
-    left = Counter(value for update in updates if not update.attrs.get("sums") for value in _gradients(update))
+    left = Counter(value for update in updates if not update.attrs.get("sums") for value in gradients_of(update))
     found = []
     for node in function.nodes:
         if node.op not in SUMS:
@@ -67,7 +61,7 @@ def _had_late(function: Function, updates: Sequence[Node], report: Report) -> li
         else:
             found.append(node)
             left -= Counter(node.operands)
-            names = [u.id for u in updates if {*node.operands} & {*_gradients(u)}]
+            names = [u.id for u in updates if {*node.operands} & {*gradients_of(u)}]
             report.match(function.name, node.id, f"given by {', '.join(names)}", [node.id], names)
             continue
         report.near_miss(function.name, node.id, node.op, guard, detail)
@@ -94,7 +88,7 @@ class _Fused:
 
     def _given(self, update: Node) -> list[Node]:
         """The sums that an update adds to."""
-        gradients = {*_gradients(update)}
+        gradients = {*gradients_of(update)}
         return [node for node in self._sums if not gradients.isdisjoint(node.operands)]
 
     def rewritten(self) -> Function:
@@ -124,11 +118,11 @@ class _Fused:
         given = self._given(update)
         numbers = {gradient: number for number, total in enumerate(given) for gradient in total.operands}
         for total in given:
-            alone = total.op == "square_sum" and {*total.operands} <= {*_gradients(update)}
+            alone = total.op == "square_sum" and {*total.operands} <= {*gradients_of(update)}
             made = total.result if alone else Value(builder.fresh("squares"), total.result.type)
             self._parts[total].append(made)
         results = (*update.results, *(self._parts[total][-1] for total in given))
-        attrs = {**update.attrs, "sums": tuple(numbers.get(gradient, -1) for gradient in _gradients(update))}
+        attrs = {**update.attrs, "sums": tuple(numbers.get(gradient, -1) for gradient in gradients_of(update))}
         return replace(update, results=results, attrs=attrs, made_by=self._made_by)
 
     def _join(self, builder: FunctionBuilder, total: Node) -> None:

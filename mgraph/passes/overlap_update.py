@@ -26,11 +26,10 @@ from mgraph.ir.dims import evaluate
 from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.ir.opdef import op_def
 from mgraph.ir.ops.cost import value_bytes
+from mgraph.passes.adamw import SCALARS, gradients_of
 from mgraph.passes.base import Pass, Report, Stage, Tier
 
 UPDATE = "adamw"
-SCALARS = 4
-"""The last operands of an update: rate, scale, number of the update, and whether it is one."""
 MOST = 8
 SUMMED = ("all_reduce_start", "reduce_scatter_start")
 
@@ -69,14 +68,8 @@ def _ends(function: Function, alone: Container[str]) -> Iterator[Node]:
     return (node for node in function.nodes if node.op == "wait" and node.operands in starts)
 
 
-def _of(update: Node) -> tuple[Value, ...]:
-    """The gradients that an update reads."""
-    end = len(update.operands) - SCALARS
-    return update.operands[end - op_def(UPDATE).complete(update.attrs)["n"] : end]
-
-
 def _gradients(updates: Iterable[Node]) -> set[Value]:
-    return {gradient for update in updates for gradient in _of(update)}
+    return {gradient for update in updates for gradient in gradients_of(update)}
 
 
 class _Plan:
@@ -132,7 +125,7 @@ class _Plan:
     def _updated(self, gradients: Iterable[Value], made_by: str) -> Iterator[Node]:
         """The updates of the parameters with these gradients."""
         for update in self._updates:
-            places = [place for place, gradient in enumerate(_of(update)) if gradient in set(gradients)]
+            places = [place for place, gradient in enumerate(gradients_of(update)) if gradient in set(gradients)]
             attrs = op_def(UPDATE).complete(update.attrs)
             count, scalars = attrs["n"], update.operands[-SCALARS:]
             if not places:
