@@ -193,8 +193,8 @@ class Options(Settings):
     tune_products: bool = field(
         default=False,
         metadata=about(
-            "time cuBLAS's kernels in the first step, some 2 s a product, and take the fastest; rounds otherwise. The package "
-            "keeps the choices, for later runs on such a machine"
+            "time cuBLAS's kernels in the first step, some 2 s a product, and take the fastest; rounds otherwise. The "
+            "package keeps the choices, for later runs on such a machine"
         ),
     )
 

@@ -30,11 +30,11 @@ from mgraph.errors import MgraphError, OptionError, PackageError, some_of
 from mgraph.manifest_form import damage
 from mgraph.runtime import kernels, poison
 from mgraph.runtime.graphs import EntryGraphs
+from mgraph.runtime.kept_products import KeptProducts
 from mgraph.runtime.mesh import Mesh
 from mgraph.runtime.poison import Poison
 from mgraph.runtime.ranges import CALLED, compiled, range_of
 from mgraph.runtime.shards import Factors, Share, Split, share_of
-from mgraph.runtime.kept_products import KeptProducts
 from mgraph.runtime.tuned_products import TUNED, TunedProducts, tuned_entry
 from mgraph.step_order import order_text, read_step_order
 

@@ -237,7 +237,10 @@ class Engine:
             self._before = {row.request.number: at for at, row in enumerate(rows) if row.target < 0}
             pending = self.stepper.run(batch, sampling)
         except Exception as error:  # of the model, its kernels, the device: whatever it is, others go on
-            return self._fail_step(error, works)
+            before: list[Delta] = []
+            while self._under_way:  # steps that did not fail, whose requests go on if they are not in this one
+                before += self._take_in()
+            return before + self._fail_step(error, works)
         self._under_way.append(_UnderWay(works, rows, pending))
         return []
 

@@ -44,7 +44,7 @@ BLOCKS, LONGEST = "P", "S"
 MAX_TOKENS, MAX_REQUESTS = 2048, 128
 """Of a step, where nothing else is asked for."""
 MEMORY_PART = 0.9
-"""How much of the free memory the cache takes where no number of blocks is given."""
+"""How much of what is free beside steps and graphs the cache takes where no number of blocks is given."""
 CPU_CACHE = 2**30
 """Bytes of the cache on the CPU where no number of blocks is given, at most."""
 
@@ -101,7 +101,8 @@ class PackageStepper:
         self.num_blocks = 0
         if cache_bytes and not num_blocks:
             num_blocks = max(1 + len(self.windows), cache_bytes // self.block_bytes)
-        num_blocks = num_blocks or min(mesh.gather(self._blocks_that_fit(self.block_bytes)))
+        if not num_blocks:
+            num_blocks = min(mesh.gather(mesh.together(lambda: self._blocks_that_fit(self.block_bytes))))
         mesh.together(lambda: self.resize(num_blocks))
         if batch_invariant:
             self._prove_invariant()
@@ -139,17 +140,32 @@ class PackageStepper:
         return StepGraphs(self._call, self._sample, buckets, *sizes, self.device, capture, *more)
 
     def _blocks_that_fit(self, block_bytes: int) -> int:
-        """As many as memory and the package's budget allow, and no more than all requests of a step can use."""
+        """As many as memory and the package's budget allow, and no more than all requests of a step can use. Raises
+        OptionError where there is no room for any beside what a step needs."""
         # One token of each request at a time, and beyond that what a step brings.
         wanted = 1 + self.max_requests * most_blocks(self.windows, self.block_size, self.max_length, 1)
         wanted += sum(w is not None for w in self.windows) * -(-self.max_tokens // self.block_size)
         plan = self.package.manifest.get("graph_plan", {})
         if plan.get("budget"):
             wanted = min(wanted, plan["memory"]["blocks"])
-        free = int(MEMORY_PART * free_bytes(self.device))
+        there, beside = free_bytes(self.device), self._beside_the_cache(plan.get("memory", {}))
+        left = int(MEMORY_PART * (there - beside))
         if self.device.type != "cuda":
-            free = min(free, CPU_CACHE)
-        return max(1 + len(self.windows), min(wanted, free // block_bytes))
+            left = min(left, CPU_CACHE)
+        least = 1 + len(self.windows)
+        if left < least * block_bytes:
+            raise OptionError(
+                f"{size_text(there)} are free beside the weights: steps and their graphs need {size_text(beside)}, and "
+                f"the cache {size_text(least * block_bytes)} at least",
+                hint="ranks of tp, a package with a smaller --max-length, or num_blocks or cache_memory as you will",
+            )
+        return min(wanted, left // block_bytes)
+
+    def _beside_the_cache(self, planned: Mapping[str, int]) -> int:
+        """Bytes of the largest step, of logits and of graphs, by the package's plan."""
+        names = ("steps", "logits", *["pool"] * self._captures)
+        graphs = planned.get("graph", 0) * planned.get("graphs", 0) * self._captures
+        return sum(planned.get(name, 0) for name in names) + graphs
 
     @property
     def launches(self) -> Mapping[str, int]:

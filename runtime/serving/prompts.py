@@ -128,7 +128,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _is_token(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def _plain_list(value: Any) -> Any:

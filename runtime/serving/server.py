@@ -38,8 +38,8 @@ PAGE = Path(__file__).with_name("page.html")
 
 SHUTTING_DOWN = "the server is shutting down"
 
-_LONG = 16 * 2**10  # bytes of a body, whose tokens take milliseconds
-_THREADS = 8  # that make tokens of long bodies
+_LONG = 16 * 2**10  # bytes of a body that is read in milliseconds
+_THREADS = 8  # that read long bodies
 _SHOWN = 200  # characters of what is wrong in a body
 
 
@@ -53,7 +53,7 @@ class Serving:
     api_key: str = ""
     max_queue: int = 1024
     """Sequences that may be under way."""
-    max_body: int = 16 * 2**20
+    max_body: int = 4 * 2**20
     """Bytes of a request."""
     requests: int = 0
     """HTTP requests that are under way: their bodies have come, and they are being answered."""
@@ -147,25 +147,34 @@ class _Server:
         self.serving = serving
         self._apart = Apart(_THREADS)
 
-    async def _read(self, request: Request, raw: bytes, work: Callable[[], T]) -> T:
-        """What a body asks for, in tokens; of a long one a thread makes them, so that everyone else is answered. A
-        client that goes away is not waited for."""
+    async def _asked(self, request: Request, kind: type[B], ask: Callable[[B], T]) -> T:
+        """What a body asks for, in tokens. Of a long one a thread makes it, so that everyone else is answered
+        meanwhile; a client that goes away is not waited for. Raises what `_answering` answers."""
+        raw = await self._body(request)
+
+        def work() -> T:
+            try:
+                body = kind.model_validate(_json(raw))
+            except ValidationError as error:
+                raise refusal(error, kind) from error
+            self._check_model(getattr(body, "model", None))
+            return ask(body)
+
         return await until_disconnect(request, self._apart(work)) if len(raw) > _LONG else work()
 
     @_answering
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        raw, body = await self._body(request, CompletionRequest)
-        params, given = body.params(), body.prompts()
         engine, tokenizer = self.serving.engine, self.serving.engine.tokenizer
 
-        def read() -> tuple[list[Input], list[Echo]]:
+        def ask(body: CompletionRequest) -> tuple[CompletionRequest, SamplingParams, list[Input], list[Echo]]:
+            params, given = body.params(), body.prompts()
             ids = [read_prompt(engine, one) for one in given]
             for prompt in ids:  # before they are made text of
                 engine.check(prompt.ids, params, prompt.field)
-            return ids, [Echo.of(tokenizer, one) if body.echo else Echo() for one in given]
+            return body, params, ids, [Echo.of(tokenizer, one) if body.echo else Echo() for one in given]
 
-        prompts, echoes = await self._read(request, raw, read)
+        body, params, prompts, echoes = await self._asked(request, CompletionRequest, ask)
         exchange = await self._begin(prompts, params)
         heading = Heading(self.serving.model, chat=False)
         special = not params.skip_special_tokens
@@ -180,17 +189,16 @@ class _Server:
     @_answering
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        raw, body = await self._body(request, ChatRequest)
-        params = body.params()
         engine, template = self.serving.engine, self.serving.template
-        messages = [message.model_dump(exclude_unset=True) for message in body.messages]
 
-        def read() -> Input:
+        def ask(body: ChatRequest) -> tuple[ChatRequest, SamplingParams, Input]:
+            params = body.params()
+            messages = [message.model_dump(exclude_unset=True) for message in body.messages]
             prompt = read_chat(engine, template, messages, variables=body.chat_template_kwargs)
             engine.check(prompt.ids, params, prompt.field)
-            return prompt
+            return body, params, prompt
 
-        prompt = await self._read(request, raw, read)
+        body, params, prompt = await self._asked(request, ChatRequest, ask)
         exchange = await self._begin([prompt], params)
         heading, choices = Heading(self.serving.model, chat=True), Chats(engine.tokenizer)
         if body.stream:
@@ -248,19 +256,13 @@ class _Server:
             message = f"the model '{name}' does not exist; '{self.serving.model}' is served"
             raise _Refused(404, message, "invalid_request_error", "model", "model_not_found")
 
-    async def _body(self, request: Request, kind: type[B]) -> tuple[bytes, B]:
-        """The body, as it came and checked. Raises what `_answering` answers."""
+    async def _body(self, request: Request) -> bytes:
+        """The body as it came. Raises what `_answering` answers."""
         trouble = self.serving.trouble
         if trouble is not None:
             raise _unavailable(trouble)
         # A client that takes its time over the body does not hold up a server that drains.
-        raw = await unless(self.serving.stopping.wait(), self._raw(request), _unavailable(SHUTTING_DOWN))
-        try:
-            body = kind.model_validate(_json(raw))
-        except ValidationError as error:
-            raise refusal(error, kind) from error
-        self._check_model(getattr(body, "model", None))
-        return raw, body
+        return await unless(self.serving.stopping.wait(), self._raw(request), _unavailable(SHUTTING_DOWN))
 
     async def _raw(self, request: Request) -> bytes:
         raw = bytearray()
@@ -303,7 +305,8 @@ def _json(raw: bytes) -> Any:
     """A body's JSON. Raises RequestError for anything that is not, what Python would take beyond it included."""
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_no_number)
-        json.dumps(value, ensure_ascii=False).encode("utf-8")  # halves of surrogate pairs are no text
+        if rb"\u" in raw:  # halves of surrogate pairs are no text
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {str(error)[:_SHOWN]}") from error
     return value

@@ -84,7 +84,8 @@ def choose(row: NDArray[np.float64], sampling: Sampling, at: int) -> int:
 class FakeStepper:
     """See above. Each group of layers sees a window of the last tokens.
 
-    `asynchronous` only delays the results and takes unknown tokens. `failing` are steps that fail."""
+    `asynchronous` only delays the results and takes unknown tokens. `failing` are steps that fail, `refused` those that
+    cannot be launched."""
 
     def __init__(
         self,
@@ -98,6 +99,7 @@ class FakeStepper:
         asynchronous: bool = False,
         logits: Logits | None = None,
         failing: Sequence[int] = (),
+        refused: Sequence[int] = (),
         seconds: float = 0.0,
         windows: Sequence[int | None] = (None,),
     ) -> None:
@@ -106,7 +108,7 @@ class FakeStepper:
         self.max_tokens, self.max_requests, self.vocab_size = max_tokens, max_requests, vocab_size
         self.asynchronous = asynchronous
         self.logits = _of_last(logits or hashed_logits(vocab_size), windows)
-        self.failing, self.seconds = set(failing), seconds
+        self.failing, self.refused, self.seconds = set(failing), set(refused), seconds
         self.steps, self.computed = 0, 0
         self.cache = np.full((num_blocks * block_size, 3), EMPTY)  # token, position, group of layers
         self._last: list[int] = []
@@ -118,6 +120,8 @@ class FakeStepper:
     def run(self, batch: Batch, sampling: Sampling) -> Pending:
         self.steps += 1
         self.check(batch, sampling)
+        if self.steps in self.refused:
+            raise RuntimeError("no memory to launch it")
         tokens = np.array([t if t >= 0 else self._last[-1 - t] for t in batch.tokens.tolist()])
         for group, slots in enumerate(batch.slots):
             self.cache[slots] = np.stack([tokens, batch.positions, np.full_like(tokens, group)], 1)

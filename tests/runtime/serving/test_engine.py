@@ -332,6 +332,25 @@ def test_a_failed_step_ends_its_requests_alone(windows: Sequence[int | None], as
     assert run_all(engine)[again, 0].tokens == alone(stepper.logits, [0] * 9, SamplingParams(), 9)[0]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_step_that_cannot_be_launched_ends_its_requests_alone(asynchronous: bool) -> None:
+    """The last token of another request is still under way then, and comes."""
+    stepper = FakeStepper(asynchronous=asynchronous, refused=[3], num_blocks=40)
+    engine = Engine(stepper)
+    greedy = SamplingParams(temperature=0, max_tokens=2)
+    whole, found = engine.submit([1, 2], greedy), dict[tuple[int, int], Gathered]()
+    for _ in range(2):
+        gather(engine.step(), found)
+    lost = engine.submit([5, 6, 7], greedy)
+    while engine.unfinished:
+        gather(engine.step(), found)
+        engine.scheduler.check()
+    assert found[whole, 0].tokens == alone(stepper.logits, [1, 2], greedy, 2)[0]
+    assert found[whole, 0].ends[0].finish_reason == "length"
+    assert found[lost, 0].ends[0].finish_reason == "error" and "no memory" in (found[lost, 0].ends[0].error or "")
+    given_back(engine)
+
+
 def test_an_engine_whose_steps_fail_is_dead() -> None:
     engine = Engine(FakeStepper(failing=range(100), max_requests=1))
     groups = [engine.submit([at], SamplingParams()) for at in range(5)]

@@ -167,6 +167,14 @@ def test_a_port_that_is_taken() -> None:
         assert address(six).startswith("http://[::1]:")
 
 
+def test_answers_are_sent_at_once() -> None:
+    """A connection does not wait for the client's word of the part before."""
+    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        connection, _ = listening.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_prompt_whose_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     options = read(ServeOptions, ["--random-init", "--prompt", "x", "--max-new-tokens", "3"], "serve", "")
     for failing in ((), (1,)):

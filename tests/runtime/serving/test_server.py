@@ -18,6 +18,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from mgraph.runtime.serving import server
 from mgraph.runtime.serving.parameters import SamplingParams
 from mgraph.runtime.serving.server import Serving
 from mgraph.runtime.tokenizer import ByteTokenizer
@@ -481,6 +482,30 @@ def test_a_long_text_keeps_nobody_waiting(path: str, body: Any) -> None:
         started = time.monotonic()
         assert exchange(address, "GET", "/health")[0] == 200 and time.monotonic() - started < 0.5
         assert not long.done() and long.result()[0] == 400
+
+
+def test_a_long_body_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while it is read, nor while it is checked."""
+    read = server._json
+
+    def slowly(raw: bytes) -> Any:
+        time.sleep(len(raw) > 50_000)
+        return read(raw)
+
+    monkeypatch.setattr(server, "_json", slowly)
+    with running(serving()) as address, ThreadPoolExecutor(1) as thread:
+        long = thread.submit(post, address, "/v1/completions", {"prompt": [1] * 60_000})
+        time.sleep(0.2)
+        started = time.monotonic()
+        assert exchange(address, "GET", "/health")[0] == 200 and time.monotonic() - started < 0.5
+        assert not long.done() and long.result()[0] == 400
+
+
+@pytest.mark.parametrize(("text", "code"), [(r"\ud83d\ude00", 200), (r"\ud83d", 400), (r"\\ud83d", 200)])
+def test_halves_of_surrogate_pairs_are_no_text(text: str, code: int) -> None:
+    raw = f'{{"prompt": "a", "max_tokens": 1, "user": "{text}"}}'.encode()
+    with running(serving()) as address:
+        assert exchange(address, "POST", "/v1/completions", raw)[0] == code
 
 
 def test_a_text_that_can_only_be_too_long_is_not_made_tokens_of() -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mgraph.compiler import compile_package
+from mgraph.errors import OptionError
 from mgraph.recipe import Recipe
 from mgraph.runtime.handshake import MeshError
 from mgraph.runtime.serving import package_stepper
@@ -194,9 +195,19 @@ def test_the_plan_is_in_the_package(package: Path) -> None:
 
 
 def test_the_cache_takes_no_more_than_is_free(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package_stepper, "free_bytes", lambda device: 2**20)
+    """Beside it there is room for the largest step and its logits, and with graphs for these; else it says so."""
+    planned = json.loads((package / "manifest.json").read_text())["graph_plan"]["memory"]
+    beside = planned["steps"] + planned["logits"]
+    monkeypatch.setattr(package_stepper, "free_bytes", lambda device: beside + 2**20)
     stepper = PackageStepper(package)
     assert stepper.num_blocks == int(0.9 * 2**20) // stepper.block_bytes
+    stepper._captures = True
+    with_graphs = beside + planned["pool"] + planned["graph"] * planned["graphs"]
+    assert stepper._beside_the_cache(planned) == with_graphs > beside > 0
+    monkeypatch.setattr(package_stepper, "free_bytes", lambda device: beside)
+    with pytest.raises(OptionError, match="free beside the weights: steps and their graphs need"):
+        PackageStepper(package)
+    assert PackageStepper(package, num_blocks=3).num_blocks == 3
 
 
 def test_a_server_of_few_requests_has_graphs_of_every_kind(package: Path) -> None:
