@@ -6,17 +6,14 @@ are touched.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
 from benchmarks.gpu import cases_adamw
-from mgraph.codegen.triton import KernelSpec, adamw, embedding_grad, expert_glu, grouped, grouped_outer
+from mgraph.codegen.triton import adamw, embedding_grad, expert_glu, grouped, grouped_outer
 from mgraph.codegen.triton import paged_attention as paged
 from mgraph.codegen.triton import rope_append as append
 from mgraph.codegen.triton.adamw import AdamW
@@ -28,43 +25,10 @@ from mgraph.codegen.triton.grouped_outer import Outer
 from mgraph.codegen.triton.paged_attention import PagedAttention
 from mgraph.codegen.triton.rms_norm import RmsNorm
 from mgraph.codegen.triton.rope_append import RopeAppend
+from tests.codegen.triton import far_layer_cases
+from tests.codegen.triton.far_case import END, Drawn, Far, far
 from tests.codegen.triton.test_rope_append import exact, given
 from tests.ir.ops.paged_cases import expected, ragged
-
-END = 64
-"""Rows that hold anything."""
-
-Drawn = tuple[tuple[Any, ...], list[Tensor]]
-
-
-@dataclass(frozen=True)
-class Far:
-    """A site; on a device its inputs, and what the last rows of its results are, by a reference; which inputs count as
-    results behind those, as it writes into them; and a bound of the error of each, relative."""
-
-    spec: KernelSpec
-    draw: Callable[[torch.device], Drawn]
-    written: tuple[int, ...] = ()
-    bound: float = 2e-2
-
-
-def far(
-    *shape: int,
-    device: torch.device,
-    last: int = END,
-    dtype: torch.dtype = torch.bfloat16,
-    scale: float = 1.0,
-    shift: int = 0,
-) -> Tensor:
-    """Zeros, but for the last rows; so many elements behind a 16-byte boundary."""
-    count = math.prod(shape) + shift
-    if device.type == "cpu":
-        flat = torch.from_numpy(numpy.zeros(count * dtype.itemsize, numpy.uint8)).view(dtype)
-    else:
-        flat = torch.zeros(count, dtype=dtype, device=device)
-    made = flat[shift:].view(shape)
-    made[-last:].normal_().mul_(scale)
-    return made
 
 
 def ends(experts: int, rows: int, device: torch.device) -> Tensor:
@@ -240,18 +204,6 @@ CASES: dict[str, tuple[Callable[..., Far], tuple[Any, ...], tuple[Any, ...]]] = 
     "attention, a token, long": (attention, (131_200, 1, 300, 4096), (60, 1, 60, 4096)),
     "attention, chunks": (attention, (131_200, 40, 300, 512), (60, 5, 60, 512)),
     "append": (appended, (2_100_000,), (40,)),
+    **far_layer_cases.CASES,
 }
 """How each case is made, its sizes on a GPU, and small ones."""
-
-
-def results(case: Far, inputs: tuple[Any, ...], made: Any) -> list[Tensor]:
-    """What is compared with what is wanted, of all rows."""
-    found = [*(made if isinstance(made, tuple) else (made,)), *(inputs[place] for place in case.written)]
-    return [tensor[0] if isinstance(tensor, list) else tensor for tensor in found]
-
-
-def check(case: Far, found: list[Tensor], wanted: list[Tensor]) -> None:
-    """The last rows of each result."""
-    for tensor, want in zip(found, wanted, strict=True):
-        want = want.double().cpu()
-        assert want.any() and float((tensor[-len(want) :].double().cpu() - want).norm() / want.norm()) <= case.bound

@@ -21,7 +21,8 @@ import torch
 
 from mgraph.codegen.triton import KernelSpec, build_kernels
 from mgraph.runtime import kernels as runtime
-from tests.codegen.triton import far_cases
+from tests.codegen.triton.far_case import far
+from tests.codegen.triton.far_cases import CASES as FAR
 from tests.codegen.triton.interpret_cases import Interpreter, multiply_bf16
 from tests.codegen.triton.test_gpu import CASES, LAST
 
@@ -56,12 +57,12 @@ def run_some(self: Any, *given: Any, **options: Any) -> None:
 
 def drawn(name: str) -> tuple[KernelSpec, tuple[Any, ...]]:
     """A site and its large inputs."""
-    if name in far_cases.CASES:
-        build, large, _ = far_cases.CASES[name]
+    if name in FAR:
+        build, large, _ = FAR[name]
         case = build(*large)
         return case.spec, case.draw(CPU)[0]
     of_rows = CASES[name]
-    tensors = [far_cases.far(of_rows.rows, of_rows.columns, device=CPU, last=LAST) for _ in range(of_rows.count)]
+    tensors = [far(of_rows.rows, of_rows.columns, device=CPU, last=LAST) for _ in range(of_rows.count)]
     return of_rows.spec, tuple(of_rows.inputs(tensors))
 
 

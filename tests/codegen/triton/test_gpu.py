@@ -44,9 +44,9 @@ from tests.codegen.triton.attention_cases import (
     operands_of_gradients,
     results,
 )
+from tests.codegen.triton.far_case import check
+from tests.codegen.triton.far_case import results as results_of
 from tests.codegen.triton.far_cases import CASES as FAR
-from tests.codegen.triton.far_cases import check
-from tests.codegen.triton.far_cases import results as results_of
 
 LAST = 3
 """Rows that are compared."""
