@@ -58,6 +58,19 @@ def reference(decayed: int) -> Callable[..., tuple[list[Tensor], ...]]:
     return update
 
 
+def with_sums(decayed: int) -> Callable[..., tuple[Any, ...]]:
+    """The same, and the sum of the squares of the gradients of those that decay, and of the others."""
+
+    def update(*operands: Any) -> tuple[Any, ...]:
+        grads = operands[-5]
+        sums = [
+            torch.stack([grad.square().sum() for grad in part]).sum() for part in (grads[:decayed], grads[decayed:])
+        ]
+        return *reference(decayed)(*operands), torch.stack(sums)
+
+    return update
+
+
 def peer(decayed: int, *, scaled: bool) -> Callable[..., None]:
     """torch's fused optimizer on the weights, one call a group, and a copy of all masters into the params. `scaled`: it
     is handed the scale, as a loss scaler does, and writes the scaled gradients back."""
@@ -86,20 +99,23 @@ def peer(decayed: int, *, scaled: bool) -> Callable[..., None]:
     return run
 
 
-def case(name: str, decayed: Sequence[Shape], others: Sequence[Shape], *, masters: bool) -> Case:
-    """The update of parameters of these shapes; `masters`: they are f32 masters of bf16 params."""
+def case(name: str, decayed: Sequence[Shape], others: Sequence[Shape], *, masters: bool, sums: bool = False) -> Case:
+    """The update of parameters of these shapes; `masters`: they are f32 masters of bf16 params; `sums`: it gives the
+    sums of the squares of the gradients of those that decay, and of the others, which its peers do not."""
     shapes = [*decayed, *others]
     groups = tuple((decay, 1.0, len(part)) for decay, part in ((DECAY, decayed), (0.0, others)) if part)
-    problem = AdamW(groups, "f32", "f32", "bf16" if masters else "", *BETAS, EPS)
+    problem = AdamW(groups, "f32", "f32", "bf16" if masters else "", *BETAS, EPS, sums=(0, 1) if sums else ())
     elements = sum(torch.Size(shape).numel() for shape in shapes)
     kind = "f32 masters of bf16 params" if masters else "f32 params"
+    peers = {"fused": peer(len(decayed), scaled=False), "fused, scaling": peer(len(decayed), scaled=True)}
     return Case(
         id=f"AdamW-{name}",
-        workload=f"AdamW on {elements / 1e6:.0f}M {kind} in {len(shapes)} tensors, f32 gradients, two decays",
+        workload=f"AdamW on {elements / 1e6:.0f}M {kind} in {len(shapes)} tensors, f32 gradients, two decays"
+        + ", sums of squares" * sums,
         spec=adamw.build(f"adamw_{name.replace('-', '_').replace('.', '_')}", problem),
         inputs=inputs(shapes, masters),
-        reference=reference(len(decayed)),
-        peers={"fused": peer(len(decayed), scaled=False), "fused, scaling": peer(len(decayed), scaled=True)},
+        reference=(with_sums if sums else reference)(len(decayed)),
+        peers={} if sums else peers,
         bytes=elements * (7 * 4 + 2 * masters),
         bound=3e-3 if masters else 1e-6,  # a bf16 param is the master, rounded
     )

@@ -46,6 +46,7 @@ SUM = ExpertSum(experts.down_of(LAYER), LAYER.choices)
 WINDOWED = Attention("bf16", 64, 64, 0.125, True, 48, more=(("sinks", "bf16"),))
 NARROW = Attention("bf16", 80, 16, 80**-0.5, True)
 PAGED = replace(paged.LLAMA_8B, heads=8, groups=2)
+SOFTCAP = Attention("bf16", 64, 64, 0.125, True, softcap=3.0)
 DOCUMENTS = Attention("bf16", 128, 128, 128**-0.5, True, more=(("segments", "i64"),))
 FEW = rope._problem(1)
 TURNS = Glu(1368, 1, "bf16", "silu", spaced=True)
@@ -100,10 +101,12 @@ def rms_norm_case(rows: int, size: int) -> Case:
 
 CASES = [
     adamw.case("small", *adamw.decoder_shapes(1, 66, 30, 133, 101), masters=True),
+    adamw.case("small-sums", *adamw.decoder_shapes(1, 66, 30, 133, 101), masters=True, sums=True),
     adamw.norm_case("small", [(37, 130), (7,), (1001,)]),
     append.case("append", append.LLAMA_8B, 3, 19),
     append.case("append-norm", append.QWEN3_8B, 5, 19),
     *attention.cases("window", "sinks and window 48", WINDOWED, attention.Sizes(1, 4, 2, 201)),
+    *attention.cases("softcap", "softcap 3", SOFTCAP, attention.Sizes(1, 4, 2, 145)),
     *attention.cases("documents", "documents", DOCUMENTS, attention.Sizes(2, 4, 2, 130, 40)),
     *attention.cases("narrow", "narrow values", NARROW, attention.Sizes(1, 4, 2, 77)),
     embedding.case(133, 61, 136),
