@@ -365,11 +365,15 @@ def _source(name: str, problem: Attention, cut: Tuning, args: tuple[str, ...], d
         f"sum = tl.dot(weight.to(tl.{dtype}), v, sum * shrink[:, None])",
         "peak = above",
     ]
+    contiguous = (
+        f"out_stride_1, out_stride_2 = tl.zeros([], tl.int64) + S * {width}, {width}",
+        "out_stride_0 = H * out_stride_1",
+    )
     end = [
         "sum = sum / tl.where(total == 0.0, 1.0, total)[:, None]",
         f"lse = (peak + tl.log2(total)) * {LN2!r}",
         "tl.store(lse_ptr + (batch * H + head) * S + row, lse, mask=row < S)",
-        "" if like_q else f"out_stride_0, out_stride_1, out_stride_2 = H * S * {width}, S * {width}, {width}",
+        *(() if like_q else contiguous),
         *out.lines(),
         *out.write(first, "row < S", f"sum.to(tl.{dtype})"),
     ]

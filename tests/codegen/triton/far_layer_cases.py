@@ -259,6 +259,7 @@ HEADS, LITTLE_HEADS = (1, 530_000, (32, 32, 32), 128), (2, 100, (4, 2, 2), 16)
 SINKS = Attention("bf16", 64, 64, 0.125, True, 128, more=(("sinks", "bf16"),))
 SOFTCAP = Attention("bf16", 128, 128, 128**-0.5, True, softcap=50.0)
 DOCUMENTS = Attention("bf16", 192, 128, 192**-0.5, True, more=(("segments", "i64"),))
+WIDE_VALUES = Attention("bf16", 64, 128, 0.125, True, 128)
 ATTENTION = {
     "window with sinks": (
         (SINKS, Sequences(1, 64, 8, 530_000, END + 128)),
@@ -308,6 +309,11 @@ CASES: dict[str, tuple[Callable[..., Far], tuple[Any, ...], tuple[Any, ...]]] = 
     "norm of gradients": (norm, (2**31 + 100_000, "f32"), (70_000, "f32")),
     "norm of 16-bit gradients": (norm, (2**31 + 100_000, "bf16"), (70_000, "bf16")),
     **{f"attention, {name}": (masked, *sizes) for name, sizes in ATTENTION.items()},
+    "attention, wide values": (
+        masked,
+        (WIDE_VALUES, Sequences(2, 32, 8, 530_000, END + 128)),
+        (replace(WIDE_VALUES, width=16, value_width=32, window=40), Sequences(2, 4, 2, 150, END + 40)),
+    ),
     **{f"gradient of attention, {name}": (masked_gradient, *sizes) for name, sizes in ATTENTION.items()},
 }
 """How each case is made, its sizes on a GPU, and small ones."""
