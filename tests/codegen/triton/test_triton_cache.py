@@ -112,26 +112,30 @@ import sys
 from pathlib import Path
 from mgraph.codegen.triton import build_kernels, rms_norm
 specs = [rms_norm.forward(f"norm_{n}", rms_norm.RmsNorm(n, "f32", "f32", 1e-6, "normed", 0.0)) for n in (33, 40)]
+print("ready", flush=True)
 sys.stdin.readline()
 build_kernels(specs, Path(sys.argv[1]), ["sm_80"])
 """
 
+COMPILERS = 8
+
 
 def test_compilers_share_a_cache(tmp_path: Path, cache: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    directories = [tmp_path / str(index) for index in range(4)]
-    running = []
+    directories = [tmp_path / str(index) for index in range(COMPILERS)]
+    running, pipe = [], subprocess.PIPE
     for directory in directories:
         directory.mkdir()
         command = [sys.executable, "-c", SHARE, str(directory)]
-        running.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True))
+        running.append(subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True))
+    assert [process.stdout and process.stdout.readline() for process in running] == ["ready\n"] * COMPILERS
     for process in running:  # all are let go at once
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    assert [process.wait(timeout=120) for process in running] == [0] * 4
+    assert [process.wait(timeout=120) for process in running] == [0] * COMPILERS
     made = [{file.name: code(file.read_bytes()) for file in each.rglob("*.cubin")} for each in directories]
-    assert len(made[0]) == 3 and made == [made[0]] * 4
+    assert len(made[0]) == 3 and made == [made[0]] * COMPILERS
     assert not list(cache.rglob("tmp.pid_*")), "files under temporary names are left"
     for file in cache.rglob("*.cubin"):
         check_elf(file.read_bytes())
