@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import os
 import re
@@ -43,6 +42,8 @@ CLEAN = ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 e
 
 def prepare(directory: Path) -> None:
     """Binaries, inputs and references of each case into a directory of its own."""
+    import triton
+
     for index, case in enumerate(importlib.import_module("benchmarks.gpu.sanitize_cases").CASES):
         place = directory / f"{index:02}-{case.id}"
         place.mkdir(parents=True)
@@ -52,7 +53,7 @@ def prepare(directory: Path) -> None:
         inputs = case.inputs(torch.device("cpu"))
         expected = [t.float() if t.is_floating_point() else t for t in flat(case.reference(*wide(inputs)))]
         torch.save((case.spec.name, inputs, expected, case.bound), place / CASE)
-    (directory / BUILT_BY).write_text(f"triton {importlib.metadata.version('triton')}\n", encoding="utf-8")
+    (directory / BUILT_BY).write_text(f"triton {triton.__version__}\n", encoding="utf-8")
 
 
 def prepared(directory: Path) -> list[Path]:
