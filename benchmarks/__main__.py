@@ -22,12 +22,16 @@ BENCHMARKS = {
 }
 ON_A_GPU = {
     "rms_norm_h100": "benchmarks.gpu.build_rms_norm DIR (anywhere), then benchmarks.gpu.check_rms_norm DIR FILE",
-    "kernels_h100": "benchmarks.gpu.kernels FILE [K5 ...]",
-    "training_one_gpu_h100": "benchmarks.gpu.build_training DIR (anywhere), then benchmarks.gpu.training DIR FILE",
+    "kernels_h200": "benchmarks.gpu.kernels FILE [K5 ...]",
+    "training_one_gpu_h200": "benchmarks.gpu.build_training DIR (anywhere), then benchmarks.gpu.training DIR FILE",
     "two_gpus_h200": "benchmarks.gpu.build_two_gpus DIR (anywhere), then benchmarks.gpu.two_gpus DIR FILE by torchrun",
-    "decode_h100": "mgraph compile MODEL --for serve (anywhere), then benchmarks.gpu.decode PACKAGE FILE",
+    "decode_h200": "mgraph compile MODEL --for serve (anywhere), then benchmarks.gpu.decode PACKAGE FILE",
     "serve_trace_h200": "mgraph compile MODEL --for serve (anywhere), then benchmarks.gpu.serve_trace PACKAGE FILE",
+    "batch_invariance_h200": "mgraph compile MODEL --for serve (anywhere), then benchmarks.gpu.batch_invariance speed "
+    "PACKAGE... --results FILE",
     "choices_h200": "benchmarks.gpu.choices FILE (A1)",
+    "layer_graphs_h200": "benchmarks.gpu.layer_graphs build DIR (anywhere), then benchmarks.gpu.layer_graphs run DIR "
+    "--rows FILE",
     "linear_loss_h200": "benchmarks.gpu.linear_loss FILE (K6)",
     "start_up_h200": "mgraph compile MODEL (anywhere), then benchmarks.gpu.start_up PACKAGE FILE",
     "sanitizer_h200": "benchmarks.gpu.sanitize DIR [--prepare: anywhere] --results FILE",

@@ -1,18 +1,21 @@
-"""Rows of results: how they are made, and that every committed one has the fields that all have."""
+"""Rows of results: how they are made, that every committed one has the fields that all have, and that the list of
+benchmarks says where each comes from."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.__main__ import BENCHMARKS, ON_A_GPU, RESULTS
 from benchmarks.gpu import rows
 
-FILES = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("*.jsonl"))
+FILES = sorted(RESULTS.glob("*.jsonl"))
 
 
 @pytest.mark.parametrize(("unit", "best", "ratio"), [("seconds", "b", 1.5), ("tokens/s", "a", 0.5)])
@@ -51,3 +54,22 @@ def test_committed_rows_have_one_form(file: Path) -> None:
         for name in ("peer", "peer_name", "ratio", "of_peers"):
             assert row.get(name) == compared.get(name), f"{where}: {name}"
         assert set(row.get("of_peers", {})) <= set(row.get("peers", {})), where
+
+
+def programs(folder: str) -> set[str]:
+    """Modules that can be run."""
+    files = (RESULTS.parent / folder).glob("*.py")
+    return {file.stem for file in files if '__name__ == "__main__"' in file.read_text(encoding="utf-8")}
+
+
+def test_every_program_is_listed() -> None:
+    assert {*BENCHMARKS} == programs("") - {"__main__"}
+    named = {name for command in ON_A_GPU.values() for name in re.findall(r"benchmarks\.gpu\.(\w+)", command)}
+    assert named == programs("gpu")
+
+
+def test_results_are_of_the_newest_card_that_there_are_any_of() -> None:
+    there = {file.stem for file in RESULTS.iterdir()}
+    of_cards = [name for name in ON_A_GPU if re.search(r"_h\d+$", name)]
+    assert of_cards and there.issuperset(of_cards)
+    assert not [name for name in of_cards if name.endswith("_h100") and name.replace("_h100", "_h200") in there]
