@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mgraph.runtime.serving.engine import Delta, Engine
@@ -15,7 +17,18 @@ LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
+WANTED = (1, 2, 5, 10, 20, 50, 100)
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True)
+class _Said:
+    """When the first and the last token of a sequence came, and how many there were."""
+
+    first: float
+    last: float
+    count: int
 
 
 class Metrics:
@@ -25,7 +38,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(_State(engine, model))
         self._model = model
-        self._last: dict[tuple[int, int], tuple[float, int]] = {}  # -> time of the last token, tokens so far
+        self._said: dict[tuple[int, int], _Said] = {}
         self._ended = Counter(
             "mgraph_request_success",
             "Sequences that ended, by reason.",
@@ -38,25 +51,41 @@ class Metrics:
         self._gap = self._histogram("inter_token_latency_seconds", "Between tokens of a sequence.", GAPS)
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", LATENCIES)
         self._queue = self._histogram("request_queue_time_seconds", "From arrival to admission.", LATENCIES)
+        self._prefill = self._histogram("request_prefill_time_seconds", "From admission to the first token.", LATENCIES)
+        self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last.", LATENCIES)
         self._tokens = self._histogram("request_generation_tokens", "Generated tokens of a sequence.", TOKENS)
+        self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self._wanted = self._histogram("request_params_n", "Continuations that were asked for.", WANTED)
+        self._most = self._histogram(
+            "request_params_max_tokens", "Tokens that may be generated for a continuation.", TOKENS
+        )
+
+    def asked(self, prompt: int, n: int, most: int) -> None:
+        """Note a request: tokens of its prompt, continuations, and tokens of each at most."""
+        for histogram, value in ((self._prompt, prompt), (self._wanted, n), (self._most, most)):
+            histogram.labels(self._model).observe(value)
 
     def watch(self, deltas: Sequence[Delta]) -> None:
         """Note what a step brought."""
         now = time.monotonic()
         for delta in deltas:
             key = (delta.group, delta.index)
-            last, count = self._last.get(key, (0.0, 0))
             if delta.tokens:
-                if count:
-                    self._gap.labels(self._model).observe(now - last)
+                said = self._said.get(key)
+                if said is not None:
+                    self._gap.labels(self._model).observe(now - said.last)
+                    self._said[key] = _Said(said.first, now, said.count + len(delta.tokens))
                 else:
                     self._first_token.labels(self._model).observe(now - delta.arrived)
                     self._queue.labels(self._model).observe(delta.queued)
-                self._last[key] = now, count + len(delta.tokens)
+                    self._prefill.labels(self._model).observe(max(0.0, now - delta.arrived - delta.queued))
+                    self._said[key] = _Said(now, now, len(delta.tokens))
             if delta.finish_reason is not None:
-                _, total = self._last.pop(key, (0.0, 0))
+                said = self._said.pop(key, None)
                 self._whole.labels(self._model).observe(now - delta.arrived)
-                self._tokens.labels(self._model).observe(total)
+                self._tokens.labels(self._model).observe(said.count if said else 0)
+                if said is not None:
+                    self._decode.labels(self._model).observe(said.last - said.first)
                 self._ended.labels(self._model, delta.finish_reason).inc()
 
     def text(self) -> bytes:
@@ -97,6 +126,7 @@ class _State(Collector):
         for launch, count in self._engine.stepper.launches.items():
             launches.add_metric([self._model, launch], count)
         yield launches
+        yield self._tokens_of_steps()
         for name, about, value in gauges:
             gauge = GaugeMetricFamily(f"mgraph_{name}", about, labels=["model_name"])
             gauge.add_metric([self._model], value)
@@ -105,3 +135,13 @@ class _State(Collector):
             counter = CounterMetricFamily(f"mgraph_{name}", about, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
+
+    def _tokens_of_steps(self) -> Metric:
+        """How many tokens steps had, of prompts and generated ones."""
+        shapes = self._engine.shapes.copy()
+        bounds = [(str(float(bound)), bound) for bound in TOKENS] + [("+Inf", math.inf)]
+        within = [(text, sum(c for (n, _), c in shapes.items() if n <= bound)) for text, bound in bounds]
+        about = "Tokens of a step: of prompts, and generated before."
+        family = HistogramMetricFamily("mgraph_iteration_tokens_total", about, labels=["model_name"])
+        family.add_metric([self._model], within, sum(n * c for (n, _), c in shapes.items()))
+        return family

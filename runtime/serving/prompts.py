@@ -21,8 +21,8 @@ Prompt = str | Sequence[int]
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
-SAID_INSTEAD = ("tool_calls", "function_call", "refusal")
-"""What an assistant's message may have in place of content."""
+SAID_INSTEAD: Mapping[str, Any] = {"tool_calls": list, "function_call": Mapping, "refusal": str}
+"""What an assistant's message may have in place of content, if there is anything in it."""
 
 _EXAMPLE = 'as in [{"role": "user", "content": "Hello"}]'
 
@@ -108,7 +108,8 @@ def _plain(message: Any, place: str) -> Message:
     role, content, roles = message.get("role"), message.get("content"), get_args(Role)
     if role not in roles:
         raise RequestError(f"{place}.role is {_shown(role)}: must be one of {', '.join(roles)}", f"{place}.role")
-    if content is None and not (role == "assistant" and any(message.get(name) for name in SAID_INSTEAD)):
+    instead = (isinstance(message.get(name), kind) and message[name] for name, kind in SAID_INSTEAD.items())
+    if content is None and not (role == "assistant" and any(instead)):
         raise RequestError(
             f"the field '{place}.content' is missing",
             f"{place}.content",

@@ -279,7 +279,12 @@ def openapi(title: str, version: str, bodies: Mapping[str, type[BaseModel]], get
             responses["503"] = {"description": "not ready", "content": {kind: {}}}
         elif path.startswith("/v1"):
             responses["401"] = failed
-        paths[path] = {"get": {"responses": responses}}
+        described: dict[str, Any] = {"responses": responses}
+        if "{name}" in path:
+            responses["404"] = failed
+            schema = {"type": "string", "minLength": 1}
+            described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": schema}]
+        paths[path] = {"get": described}
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},

@@ -40,7 +40,7 @@ SHUTTING_DOWN = "the server is shutting down"
 
 _LONG = 16 * 2**10  # bytes of a body that is read in milliseconds
 _THREADS = 8  # that read long bodies
-_SHOWN = 200  # characters of what is wrong in a body
+_SHOWN = 200  # characters of what is wrong
 
 
 @dataclass
@@ -237,7 +237,7 @@ class _Server:
             "/v1/completions": CompletionRequest,
             "/v1/chat/completions": ChatRequest,
         }
-        gets = ("/v1/models", "/health", "/v1/health", "/metrics")
+        gets = ("/v1/models", "/v1/models/{name}", "/health", "/v1/health", "/metrics")
         return JSONResponse(openapi("mgraph", mgraph.__version__, bodies, gets))
 
     async def page(self, request: Request) -> Response:
@@ -288,6 +288,10 @@ class _Server:
         except BaseException:
             exchange.close()
             raise
+        for prompt in prompts:
+            room = self.serving.engine.longest - len(prompt.ids)
+            most = room if params.max_tokens is None else params.max_tokens
+            self.serving.metrics.asked(len(prompt.ids), params.n, most)
         return exchange
 
     async def _gather(self, request: Request, exchange: Exchange) -> None:
@@ -322,7 +326,7 @@ def _wants_usage(body: CompletionRequest | ChatRequest) -> bool:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     names = {404: "there is no such path", 405: "this path does not take this method"}
-    message = f"{names.get(error.status_code, str(error.detail))}: {request.method} {request.url.path}"
+    message = f"{names.get(error.status_code, str(error.detail))}: {request.method} {request.url.path[:_SHOWN]}"
     body = error_body(message, "invalid_request_error", None, str(error.status_code))
     return JSONResponse(body, error.status_code, error.headers)
 

@@ -588,6 +588,16 @@ def test_metrics_add_up(client: openai.OpenAI) -> None:
     assert values["mgraph_kv_cache_usage_perc"] == 0
     assert values["mgraph_prefix_cache_hits_total"] >= 2 * 24
     assert values["mgraph_prompt_tokens_total"] == 2 * (32 + 32 + 1) + 11
+    assert (
+        values["mgraph_request_prefill_time_seconds_count"] == values["mgraph_request_decode_time_seconds_count"] == 6
+    )
+    parts = ("queue", "prefill", "decode")
+    whole = values["mgraph_e2e_request_latency_seconds_sum"]
+    assert 0 < sum(values[f"mgraph_request_{part}_time_seconds_sum"] for part in parts) <= whole
+    for name in ("prompt_tokens", "params_n", "params_max_tokens"):
+        assert values[f"mgraph_request_{name}_count"] == 4, name
+    assert values["mgraph_iteration_tokens_total_count"] == values["mgraph_steps_total"]
+    assert values["mgraph_iteration_tokens_total_sum"] >= made
 
 
 async def _streams(address: str, count: int) -> list[str]:
