@@ -128,7 +128,7 @@ def pipeline_text(recipe: Recipe) -> str:
         specs += [print_spec("repeat-heads", {"size": ranks})]
     specs += ["replayable-routing"] if recipe.replayable_routing else []
     specs += ["pad-to-capacity"] if recipe.pad_to_capacity else []
-    if recipe.expert_axes():
+    if recipe.expert_ranks > 1:
         ways: dict[str, OptionValue] = {"size": recipe.expert_ranks, "chunks": recipe.ep_chunks}
         ways |= {"exact": True} if recipe.expert_extent == "host" else {}
         specs += [print_spec("expert-dispatch", ways)]
@@ -136,13 +136,13 @@ def pipeline_text(recipe: Recipe) -> str:
     specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]
     counted: dict[str, OptionValue] = {"rate": recipe.expert_bias_rate, "report": recipe.expert_load}
     specs += [print_spec("expert-bias", counted)] if recipe.expert_bias_rate or recipe.expert_load else []
-    if recipe.expert_axes() and recipe.expert_budget:
+    if recipe.expert_ranks > 1 and recipe.expert_budget:
         specs += [print_spec("expert-budget", {"size": recipe.expert_ranks})]
     derive = ",".join(specs)
     shard = ""
     for axis in (axis for axis in _SHARDING if axis in recipe.mesh_axes()):
         shard += f"{_sharding(recipe, axis)},"
-        if axis in recipe.expert_axes()[-1:]:
+        if recipe.expert_ranks > 1 and axis == recipe.expert_axes()[-1]:
             over: dict[str, OptionValue] = {"over": recipe.expert_axes(), "gather": recipe.dispatch == "allgather"}
             over |= {"budget": recipe.expert_budget} if recipe.expert_budget else {}
             shard += print_spec("expert-parallel", over) + ","
@@ -166,7 +166,7 @@ def pipeline_text(recipe: Recipe) -> str:
 def _sharding(recipe: Recipe, axis: str) -> str:
     """The pass of a mesh axis."""
     options: dict[str, OptionValue] = {"axis": axis, "size": recipe.mesh_axes()[axis] or 0}
-    if axis in recipe.expert_axes():
+    if recipe.expert_ranks > 1 and axis in recipe.expert_axes():
         options["experts"] = True
     if axis in recipe.placements():
         options["place"] = recipe.placements()[axis]

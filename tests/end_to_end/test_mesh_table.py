@@ -117,6 +117,8 @@ EXPERTS: list[tuple[str, str, dict[str, Any]]] = [
     ("hf:gpt-oss", "ep=2,tp=2", {}),
     ("moe-tiny-losses", "dp=2,ep=2", {"overlap": True}),
     ("moe-tiny-losses", "ep=8", {"precision": "bf16"}),
+    ("moe-tiny-losses", "dp=2,ep=1", {"ep_chunks": 2, "expert_budget": 1.25}),
+    ("moe-tiny-losses", "dp=2,fsdp=1,ep=fsdp", {"expert_extent": "host"}),
     *[("moe-tiny-losses", mesh, FUSED) for mesh in ("ep=2", "fsdp=2,ep=fsdp")],
     ("moe-tiny-losses", "ep=2", {**FUSED, "recompute": "full", "dispatch": "allgather"}),
     ("moe-tiny-jitter", "ep=2,fsdp=2,tp=2", {}),
