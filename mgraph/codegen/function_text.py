@@ -187,13 +187,16 @@ class FunctionText:
         mark = (self._function.name, node.id) if node.results else None
         for line in written.before:
             self._body.line(line, mark)
-        for result, operand in written.results.items() if node.op != "wait" else ():
-            self._alias(node.results[result], node, operand)
+        named = [
+            line
+            for result, operand in (written.results.items() if node.op != "wait" else ())
+            for line in self._refer(node.results[result], node.operands[operand], self._operand(node, operand))
+        ]
         dead = [v for v in self._live.reads(node) if self._live.last_use[v] == index and self._dies_here(v)]
         freed = self._release(dead)
         left = self._bind(node, index, written, freed)
         self._body.line(f"{_listed(left)} = {written.text}" if left else written.text, mark)
-        for line in written.after:
+        for line in (*written.after, *named):
             self._body.line(line, mark)
         for value in node.results if self._unread else ():
             if value in self._names and isinstance(value.type, TensorType):
@@ -228,13 +231,16 @@ class FunctionText:
         """Whether the end of a value's life may be written: in a loop, only of what the iteration itself made."""
         return value not in self._pinned and (self._loop is None or value in self._body_values(self._loop))
 
-    def _alias(self, result: Value, node: Node, position: int) -> None:
-        """`result` is the tensor of an operand, written in place."""
-        operand = node.operands[position]
-        if operand in self._names:
-            self._names[result] = self._pool.share(self._names[operand])
+    def _refer(self, value: Value, source: Value, text: str) -> tuple[str, ...]:
+        """A value is the tensor of another, written `text`. Gives the line that binds its name if it has one: a loop
+        carries it by that."""
+        if value in self._names:
+            return (f"{self._names[value]} = {text}",) if self._names[value] != text else ()
+        if source in self._names:
+            self._names[value] = self._pool.share(self._names[source])
         else:
-            self._texts[result] = self._operand(node, position)
+            self._texts[value] = text
+        return ()
 
     def _wait_text(self, node: Node) -> Written:
         """The end of what was started. Reductions were in place; else there are new tensors, in a list."""
@@ -243,12 +249,12 @@ class FunctionText:
         if started is None:
             alone = len(node.results) == 1 and not is_list(node.results[0])
             return Written(f"{text}[0]" if alone else text, {})
-        for result, source in zip(node.results, started, strict=True):
-            if source in self._names:
-                self._names[result] = self._pool.share(self._names[source])
-            else:
-                self._texts[result] = self._text(source)
-        return Written(text, {i: i for i in range(len(node.results))})
+        named = [
+            line
+            for result, source in zip(node.results, started, strict=True)
+            for line in self._refer(result, source, self._text(source))
+        ]
+        return Written(text, {i: i for i in range(len(node.results))}, after=tuple(named))
 
     def _node_text(self, node: Node, index: int) -> Written:
         last = node.operands[-1] if node.operands else None
@@ -409,6 +415,10 @@ class FunctionText:
         kinds = {(id(other.node(t, m)), o): kind for other in self._loops for (m, o), kind in other.operands.items()
                  for t in range(other.count)}  # fmt: skip
         mine = range(loop.start, loop.end)
+        # The text of a view from before may stand anywhere.
+        earlier = [n for n in self._function.nodes[: loop.start] if value in n.operands and self._live.is_inlined(n)]
+        if any(self._live.last_use[node.result] >= loop.start for node in earlier):
+            return False
         for index, node in enumerate(self._function.nodes):
             for o, operand in enumerate(node.operands):
                 kind = kinds.get((id(node), o))

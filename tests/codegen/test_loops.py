@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
+
+from mgraph.cli.snapshots import open_package
+from mgraph.codegen import function_text
 from mgraph.codegen.loops import Carried, Outside, Slot, Stacked, find_loops, template
+from mgraph.codegen.memory import RankMemory
 from mgraph.codegen.prepare import prepare
+from mgraph.compiler import compile_package
 from mgraph.ir.graph import Function
+from mgraph.passes.activations import extents
+from mgraph.recipe import Recipe
+from mgraph.runtime.package import load_package
+from mgraph.runtime.state import create_state
 from tests.codegen.mlp import module
+from tests.codegen.test_memory import LiveBytes
+
+LAYERED = Path(__file__).parent / "layered.py"
 
 
 def microbatch() -> Function:
@@ -47,3 +65,47 @@ def test_invariant_operands_are_outside() -> None:
     ]
     loops = find_loops(replace(function, nodes=tuple(nodes)))
     assert loops[0].operands[0, 1] == Outside()
+
+
+FORMS = [
+    ("running", {}, 4),
+    ("turned", {}, 4),
+]
+"""A model of layered.py, options, and how many loops its entries have."""
+
+
+def measured(path: Path) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    """All outputs and states of a package that trains for a step, and the peak of each call: live, predicted."""
+    package = load_package(path, "cpu")
+    module = open_package(path).snapshots[-1].module
+    memory = RankMemory(module, extents(module, {"B": 2, "S": 32}), {})
+    state = create_state(package.state_specs, 0, "cpu")
+    generator = torch.Generator().manual_seed(1)
+    made, peaks = list[Tensor](), []
+    for entry in ("microbatch", "evaluate", "predict", "microbatch", "finish"):
+        of = {"lr": torch.tensor(0.01), "routing": torch.full((2, 32, 6, 2), -1, dtype=torch.int16)}
+        inputs = package.manifest["entries"][entry]["inputs"]
+        given = [of[k] if k in of else torch.randint(64, (2, 32), generator=generator) for k in inputs]
+        with LiveBytes(given, list(state.values())) as live, torch.no_grad():
+            made += package.entries[entry](state, *given)
+        peaks.append((live.peak, memory.entry(entry).bytes))
+    return [*made, *state.values()], peaks
+
+
+@pytest.mark.parametrize(("model", "options", "loops"), FORMS)
+def test_loops_do_what_statements_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, options: dict[str, Any], loops: int
+) -> None:
+    """Bit for bit, in the memory that is predicted (of what is on the host, in as much)."""
+    forms = []
+    for name in ("loops", "statements"):
+        if name == "statements":
+            monkeypatch.setattr(function_text, "find_loops", lambda function: [])
+        compile_package(Recipe(model=f"{LAYERED}:{model}", arch="none", output=str(tmp_path / name), **options))
+        text = (tmp_path / name / "step.py").read_text()
+        assert len(re.findall(r"^    for ", text, re.MULTILINE)) == (loops if name == "loops" else 0)
+        forms.append(measured(tmp_path / name))
+    (ours, peaks), (theirs, plain) = forms
+    assert all(torch.equal(left, right) for left, right in zip(ours, theirs, strict=True))
+    for (live, predicted), (other, _) in zip(peaks[:3], plain, strict=False):
+        assert live <= 1.04 * other and ("offload" in options or abs(predicted - live) <= 0.06 * live)
