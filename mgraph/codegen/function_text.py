@@ -6,7 +6,7 @@ Names follow the values and are reused as soon as their value is dead. A comment
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 
@@ -16,7 +16,16 @@ from mgraph.codegen.bundles import ListType, expanded, is_list, picked
 from mgraph.codegen.dim_text import DimScope, python_text
 from mgraph.codegen.kernel_sites import KernelSites
 from mgraph.codegen.liveness import ADDING, Liveness, is_small
-from mgraph.codegen.loops import Carried, Loop, Operand, Slot, Stacked, find_loops, template
+from mgraph.codegen.loops import (
+    INDEX,
+    Carried,
+    Loop,
+    Operand,
+    Slot,
+    Stacked,
+    find_loops,
+    template,
+)
 from mgraph.codegen.names import NamePool, base_name, identifier, slot_names
 from mgraph.codegen.prepare import called
 from mgraph.codegen.source import SourceWriter
@@ -26,6 +35,7 @@ from mgraph.codegen.torch_provider import (
     Written,
     absorbable,
     joined_text,
+    listed,
     overwritable,
     write,
     write_accumulated,
@@ -49,6 +59,15 @@ class StepContext:
     """Functions of which each call is a CUDA graph, where an entry is not one as a whole."""
 
 
+@dataclass(frozen=True, slots=True)
+class Element:
+    """A place in a list that a loop filled with `count` tensors."""
+
+    list: str
+    place: int
+    count: int
+
+
 class FunctionText:
     """Writes one function; `entry` is given for entry points."""
 
@@ -64,7 +83,8 @@ class FunctionText:
         read = context.division.read
         self._unread = (_named(function) & read) - told if read else set[str]()
         """Dims whose extents the host reads, and of which no tensor so far told this function."""
-        self._dims = DimScope(given, context.division, frozenset(self._unread))
+        made = {*self._unread, *(INDEX for loop in self._loops if loop.steps)}
+        self._dims = DimScope(given, context.division, made)
         callees = {context.names[called(n)] for n in function.nodes if n.op == "call"}
         self._pool = NamePool(
             reserved=self._dims.names | self._unread | callees | {identifier(s) for s in function.statics}
@@ -73,6 +93,8 @@ class FunctionText:
         self._texts: dict[Value, str] = {}  # by another expression: state
         self._pinned: set[Value] = set()
         self._stacks: dict[Stacked, str] = {}
+        self._elements: dict[Value, Element] = {}  # what loops gathered
+        self._holding: dict[Value, str] = {}  # those of them that their list lives for
         self._popped = {place: stacked for loop in self._loops for place, stacked in loop.popped.items()}
         self._preferred = self._carried_names()
         self._loop: Loop | None = None
@@ -220,7 +242,7 @@ class FunctionText:
                     freed.add("_")
                 continue
             if value not in self._names:
-                self._names[value] = self._pool.take(self._preferred.get(value, base_name(value.name)))
+                self._names[value] = self._pool.take(self._base(value))
             left.append(self._names[value])
         if all(name == "_" for name in left):
             freed.discard("_")
@@ -238,6 +260,9 @@ class FunctionText:
             return (f"{self._names[value]} = {text}",) if self._names[value] != text else ()
         if source in self._names:
             self._names[value] = self._pool.share(self._names[source])
+        elif source in self._holding:
+            self._elements[value] = self._elements[source]
+            self._holding[value] = self._pool.share(self._holding[source])
         else:
             self._texts[value] = text
         return ()
@@ -271,7 +296,10 @@ class FunctionText:
         overwrite = next((i for i in overwritable(node) if self._may_take(node, i, index)), None)
         texts = [self._operand(node, i) for i in range(len(node.operands))]
         tensors = partial(self._tensors, node)
-        return Site(node, texts, self._dims, self._context.kernels, self._device, tensors, overwrite)
+        lists = self._lists(node)
+        if self._loop is not None and node in self._place:
+            node = self._loop.with_index(self._place[node])
+        return Site(node, texts, self._dims, self._context.kernels, self._device, tensors, overwrite, lists)
 
     def _may_take(self, node: Node, operand: int, index: int) -> bool:
         value = node.operands[operand]
@@ -306,6 +334,8 @@ class FunctionText:
             return write(self._site(self._live.inlined[value], -1)).text
         if value in self._texts:
             return self._texts[value]
+        if value in self._elements and value not in self._names:
+            return f"{self._elements[value].list}[{self._elements[value].place}]"
         return f'state["{value.name}"]' if value.is_state else self._names[value]
 
     def _tensors(self, node: Node, values: Sequence[Value], hint: str) -> str:
@@ -321,8 +351,23 @@ class FunctionText:
             return self._context.tables.tensors([n for n in names if n is not None], hint)
         places = [node.operands.index(v) for v in values]
         popped = any((node, place) in self._popped for place in places)
-        texts = [self._operand(node, place) for place in places] if popped else [self._text(v) for v in values]
-        return f"[{', '.join(texts)}]"
+        if popped:
+            return f"[{', '.join(self._operand(node, place) for place in places)}]"
+        return listed(dict(zip(places, map(self._text, values), strict=True)), self._lists(node))
+
+    def _lists(self, node: Node) -> dict[int, tuple[str, int]]:
+        """Where operands of a node are all that a loop gathered in a list: its text, and how many they are."""
+        found = {}
+        for start, value in enumerate(node.operands):
+            if (first := self._elements.get(value)) is None:
+                continue
+            elements = [self._elements.get(v) for v in node.operands[start : start + first.count]]
+            whole = [replace(first, place=place) for place in range(first.count)]
+            if elements == whole:
+                found[start] = (first.list, first.count)
+            elif elements == whole[::-1]:
+                found[start] = (f"{first.list}[::-1]", first.count)
+        return found
 
     def _state_name(self, value: Value) -> str | None:
         text = self._texts.get(value, "")
@@ -371,21 +416,13 @@ class FunctionText:
         return f"({', '.join(ordered)})[{f'i - {first}' if first else 'i'}]"
 
     def _write_loop(self, loop: Loop) -> None:
-        position = self._loops.index(loop)
         body = {loop.node(0, m): m for m in range(loop.period)}
-        pushed = [Stacked(position, m, r, False) for m, r in sorted(loop.pushed)]
-        pushed += [Stacked(position, m, o, True) for m, o in sorted(loop.pushed_operands)]
-        for stacked in pushed:
-            node = loop.node(0, stacked.node)
-            value = (node.operands if stacked.of_operand else node.results)[stacked.index]
-            base = self._preferred.get(value, base_name(value.name))
-            handed = isinstance(value.type, ListType) and value.type.handed
-            self._stacks[stacked] = self._pool.take("saved" if handed else f"{base}_stack")
-            self._body.line(f"{self._stacks[stacked]} = []")
+        self._open_lists(loop)
         self._carry_in(loop)
         layers = loop.layers or range(loop.count)
-        uses_index = loop.layers is not None or any(k.startswith("static.") for n in body for k in n.attrs)
-        self._body.line(f"for {'i' if uses_index else '_'} in {_range_text(layers)}:")
+        statics = any(k.startswith("static.") for n in body for k in n.attrs)
+        uses_index = loop.layers is not None or statics or bool(loop.steps)
+        self._body.line(f"for {INDEX if uses_index else '_'} in {_range_text(layers)}:")
         kept_after = self._results_after(loop)
         self._pinned.update(kept_after)
         self._loop, self._place = loop, body
@@ -394,6 +431,26 @@ class FunctionText:
                 self._write_node(node, loop.start + m)
         self._loop, self._place = None, {}
         self._carry_out(loop, kept_after)
+
+    def _open_lists(self, loop: Loop) -> None:
+        """The lists that a loop fills: what is popped from, and what it gathers."""
+        position = self._loops.index(loop)
+        pushed = [Stacked(position, m, r, False) for m, r in sorted(loop.pushed)]
+        pushed += [Stacked(position, m, o, True) for m, o in sorted(loop.pushed_operands)]
+        for stacked in pushed:
+            node = loop.node(0, stacked.node)
+            value = (node.operands if stacked.of_operand else node.results)[stacked.index]
+            handed = isinstance(value.type, ListType) and value.type.handed
+            self._stacks[stacked] = self._pool.take("saved" if handed else f"{self._base(value)}_stack")
+            self._body.line(f"{self._stacks[stacked]} = []")
+        for m, r in sorted(loop.gathered):
+            values = loop.results(m, r)
+            name = self._pool.take(f"{self._base(values[0])}_list")
+            self._elements |= {v: Element(name, place, loop.count) for place, v in enumerate(values)}
+            self._body.line(f"{name} = []")
+
+    def _base(self, value: Value) -> str:
+        return self._preferred.get(value, base_name(value.name))
 
     def _carry_in(self, loop: Loop) -> None:
         """Give what is carried the name of its initial value, or copy that to a new name where it is still needed."""
@@ -407,7 +464,7 @@ class FunctionText:
                     continue
                 del self._names[initial]
             else:
-                self._names[result] = self._pool.take(self._preferred.get(result, base_name(result.name)))
+                self._names[result] = self._pool.take(self._base(result))
                 self._body.line(f"{self._names[result]} = {self._text(initial)}")
 
     def _only_carried(self, value: Value, loop: Loop) -> bool:
@@ -454,13 +511,21 @@ class FunctionText:
         for m in range(loop.period):
             for r, value in enumerate(loop.node(0, m).results):
                 final = loop.node(loop.count - 1, m).results[r]
-                used = self._live.last_use[final] >= loop.end and (m, r) not in loop.pushed
+                used = self._live.last_use[final] >= loop.end and (m, r) not in loop.pushed | loop.gathered
                 if (m, r) in carried or used:
                     found[value] = final
         return found
 
     def _carry_out(self, loop: Loop, kept_after: Mapping[Value, Value]) -> None:
         freed: set[str] = set()
+        self._pinned.difference_update(kept_after)
+        for place in loop.gathered:
+            values = loop.results(*place)
+            name = self._elements[values[0]].list
+            for value in values:
+                if self._live.last_use[value] >= loop.end and value not in kept_after.values():
+                    self._holding[value] = self._pool.share(name)
+            self._pool.release(name)
         for value, final in kept_after.items():
             name = self._names.pop(value)
             if self._live.last_use[final] >= loop.end:
@@ -473,7 +538,8 @@ class FunctionText:
             if loop.start <= self._live.last_use[v] < loop.end and v not in self._inputs and v not in self._pinned
         ]
         freed |= self._release(outside)
-        left = {n for v, n in self._names.items() if v in self._body_values(loop)}
+        small = {v for v in self._elements if is_small(v)}
+        left = {n for v, n in self._names.items() if v in self._body_values(loop) - small}
         for value in self._body_values(loop):
             if value in self._names:
                 self._pool.release(self._names.pop(value))
@@ -483,7 +549,7 @@ class FunctionText:
         return {v for m in range(loop.period) for v in loop.node(0, m).results}
 
     def _is_pushed(self, node: Node, result: int) -> bool:
-        return self._loop is not None and (self._place[node], result) in self._loop.pushed
+        return self._loop is not None and (self._place[node], result) in self._loop.pushed | self._loop.gathered
 
     def _push(self, node: Node, before: bool) -> None:
         """Push what later loops pop: operands `before` the statement of the node, results after it."""
@@ -494,16 +560,16 @@ class FunctionText:
             if self._loops[stacked.loop] is self._loop and (stacked.node, stacked.of_operand) == (place, before):
                 text = self._operand(node, stacked.index) if before else self._text(node.results[stacked.index])
                 self._body.line(f"{name}.append({text})")
+        for r, value in enumerate(node.results) if not before else ():
+            if (place, r) in self._loop.gathered:
+                self._body.line(f"{self._elements[value].list}.append({self._names[value]})")
 
     def _release(self, dead: Sequence[Value]) -> set[str]:
         """Give up the names of dead values; those that end up free and matter to memory."""
-        freed = set()
+        freed: set[str] = set()
         for value in dead:
-            if value in self._inputs or value not in self._names:
-                continue
-            name = self._names.pop(value)
-            if self._pool.release(name) and not is_small(value):
-                freed.add(name)
+            names = [by.pop(value) for by in (self._names, self._holding) if value in by and value not in self._inputs]
+            freed.update(name for name in names if self._pool.release(name) and not is_small(value))
         return freed
 
     def _bury(self, dead: Sequence[Value], keep: set[str], final: bool) -> None:

@@ -51,6 +51,9 @@ _INLINE = {
 }
 """Views that cost nothing and read well inside the one expression that uses them."""
 
+PARTS = ("aten.select.int", "aten.slice.Tensor")
+"""Views of a part of a tensor, told by numbers: a call takes one as it stands."""
+
 ADDING = ("accumulate_", "accumulate_joined_")
 """Ops that add what their last operand holds to totals, and may make it there."""
 
@@ -186,7 +189,7 @@ class Liveness:
             reader = readers[0]
             if block.get(node) != block.get(reader):
                 continue
-            is_view = node.op in _INLINE and reader.op not in _NAMING
+            is_view = node.op in _INLINE and (reader.op not in _NAMING or (reader.op == "call" and node.op in PARTS))
             if is_view or (
                 reader.op in ADDING and reader.operands[-1] is value and self._absorbs(node, reader.operands[0])
             ):

@@ -4,19 +4,33 @@ A loop's iterations are the same nodes, each operand of one of five kinds: made 
 made earlier in the same iteration; *carried* from the iteration before; a *slot*, state whose name holds the
 number of the iteration's layer, or of one a fixed number of layers away; or *stacked*: an earlier loop pushes what each
 iteration makes, and whoever reads it pops. Readers are later loops and nodes outside of loops, which together must ask
-for everything exactly once, the last first.
+for everything exactly once, the last first. A part of a tensor may be told by the number of the layer (`d_losses[i]`).
+
+What nodes outside of loops read otherwise of iterations before the last is *gathered* in a list, as losses of layers
+that are added up at the end. The list dies as a whole: so these all die at one node, or are too small for it to matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import sympy
 
 from mgraph.codegen.bundles import HandleType
+from mgraph.codegen.liveness import is_small, written_operands
+from mgraph.ir.dims import Dim, as_dim, symbol
 from mgraph.ir.graph import Function, Node, Value
+from mgraph.ir.types import TensorType
 
 MAX_PERIOD = 24
 """The longest body looked for, in nodes."""
+
+INDEX = "i"
+"""The name of the number of an iteration's layer in emitted code."""
+
+_NUMBERS = ("index", "start", "end")
+"""Attributes of torch's ops on parts of a tensor, which may differ between iterations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +90,10 @@ class Loop:
     pushed_operands: set[tuple[int, int]] = field(default_factory=set)
     popped: dict[tuple[Node, int], Stacked] = field(default_factory=dict)
     """Operands of nodes outside of loops that come off a stack of this loop, by node and place."""
+    steps: dict[int, dict[str, Dim]] = field(default_factory=dict)
+    """By how much numbers of nodes go on from iteration to iteration."""
+    gathered: set[tuple[int, int]] = field(default_factory=set)
+    """Results, by node and place, of which each iteration's is read outside."""
 
     @property
     def end(self) -> int:
@@ -85,6 +103,17 @@ class Loop:
     def node(self, iteration: int, index: int) -> Node:
         """Node `index` of an iteration."""
         return self.function.nodes[self.start + iteration * self.period + index]
+
+    def results(self, index: int, place: int) -> list[Value]:
+        """One result of a node, of all iterations."""
+        return [self.node(t, index).results[place] for t in range(self.count)]
+
+    def with_index(self, index: int) -> Node:
+        """Node `index` of every iteration, by the name of the number of its layer."""
+        node, layers = self.node(0, index), self.layers or range(self.count)
+        passed = (symbol(INDEX) - layers.start) * layers.step
+        moved = {key: as_dim(_dim(node.attrs[key]) + step * passed) for key, step in self.steps.get(index, {}).items()}
+        return replace(node, attrs={**node.attrs, **moved}) if moved else node
 
     def carried(self) -> dict[tuple[int, int], Value]:
         """What is carried, (node, result) → initial value."""
@@ -132,7 +161,8 @@ def _tensors_carried(loop: Loop) -> int:
 
 
 def _key(node: Node) -> tuple[object, ...]:
-    attrs = {k: v for k, v in node.attrs.items() if not k.startswith("static.")}
+    numbers = _numbers(node)
+    attrs = {k: v for k, v in node.attrs.items() if not k.startswith("static.") and k not in numbers}
     return node.op, len(node.operands), len(node.results), tuple(sorted((k, repr(v)) for k, v in attrs.items()))
 
 
@@ -160,6 +190,10 @@ def _loop(function: Function, start: int, period: int, count: int, earlier: list
     }
     layers: list[range] = []
     for m in range(period):
+        steps = _steps([loop.node(t, m) for t in range(count)])
+        if steps is None:
+            return None
+        loop.steps |= {m: steps} if steps else {}
         for o in range(len(loop.node(0, m).operands)):
             values = [loop.node(t, m).operands[o] for t in range(count)]
             operand = _classify(values, inside, earlier, layers)
@@ -176,6 +210,30 @@ def _loop(function: Function, start: int, period: int, count: int, earlier: list
                 return None
             loop.operands[place] = Slot(operand.template, found[1].start - loop.layers.start)
     return loop
+
+
+def _steps(nodes: Sequence[Node]) -> dict[str, Dim] | None:
+    """By how much the numbers of parts go on from iteration to iteration; None where they do not go on evenly."""
+    steps: dict[str, Dim] = {}
+    for key in _numbers(nodes[0]):
+        numbers = [node.attrs.get(key) for node in nodes]
+        if all(number == numbers[0] for number in numbers):
+            continue
+        if not all(isinstance(number, int | sympy.Expr) for number in numbers):
+            return None
+        steps[key] = as_dim(_dim(numbers[1]) - _dim(numbers[0]))
+        if any(as_dim(_dim(numbers[0]) + steps[key] * t) != number for t, number in enumerate(numbers)):
+            return None
+    return steps
+
+
+def _numbers(node: Node) -> tuple[str, ...]:
+    return _NUMBERS if "." in node.op else ()
+
+
+def _dim(number: object) -> Dim:
+    assert isinstance(number, int | sympy.Expr), f"{number!r} is no number"
+    return number
 
 
 def _layers_of(loop: Loop) -> range | None:
@@ -291,14 +349,7 @@ def template(names: Sequence[str]) -> tuple[str, range] | None:
 
 
 def _uses_allow(function: Function, loop: Loop, loops: list[Loop]) -> bool:
-    """Whether what the loop makes is read outside only from its last iteration, or popped."""
-    stacks = {k for other in loops for k in other.operands.values() if isinstance(k, Stacked)}
-    stacked = {v for k in stacks if loops[k.loop] is loop for v in _pushed(loop, k)}
-    made = [v for node in function.nodes[loop.start : loop.end] for v in node.results]
-    last = len(made) - len(made) // loop.count
-    early = {v for i, v in enumerate(made) if i < last or v in stacked}
-    if early & set(function.results):
-        return False
+    """Whether what the loop makes is read outside only from its last iteration, popped, or gathered for it."""
     popped = {
         (id(other.node(t, m)), o)
         for other in loops
@@ -306,5 +357,41 @@ def _uses_allow(function: Function, loop: Loop, loops: list[Loop]) -> bool:
         if isinstance(operand, Stacked)
         for t in range(other.count)
     } | {(id(node), o) for node, o in loop.popped}
-    outside = [n for i, n in enumerate(function.nodes) if not loop.start <= i < loop.end]
-    return not any(v in early and (id(n), o) not in popped for n in outside for o, v in enumerate(n.operands))
+    outside = [(i, n) for i, n in enumerate(function.nodes) if not loop.start <= i < loop.end]
+    reads: dict[Value, list[int]] = {}
+    for index, node in outside:
+        for o, value in enumerate(node.operands):
+            if (id(node), o) not in popped:
+                reads.setdefault(value, []).append(index)
+    for value in function.results:
+        reads.setdefault(value, []).append(len(function.nodes))
+    stacks = {k for other in loops for k in other.operands.values() if isinstance(k, Stacked)}
+    stacked = {v for k in stacks if loops[k.loop] is loop for v in _pushed(loop, k)}
+    carried = loop.carried()
+    in_loops = {node for other in loops for node in function.nodes[other.start : other.end]}
+    for place in [(m, r) for m in range(loop.period) for r in range(len(loop.node(0, m).results))]:
+        values = loop.results(*place)
+        last = () if values[-1] in stacked else values[-1:]  # has its name after the loop
+        if any(v in reads for v in values if v not in last):
+            # What is carried keeps its name: the last iteration's may be read by it, wherever and for how long.
+            if not _may_gather(function, values, reads, in_loops, named=place in carried):
+                return False
+            loop.gathered.add(place)
+    return True
+
+
+def _may_gather(
+    function: Function,
+    values: Sequence[Value],
+    reads: Mapping[Value, Sequence[int]],
+    in_loops: Collection[Node],
+    named: bool,
+) -> bool:
+    """Whether one list may hold the values of all iterations until it dies as a whole; `named`: apart from the last."""
+    listed = values[:-1] if named else values
+    readers = [function.nodes[i] for v in listed for i in reads.get(v, ()) if i < len(function.nodes)]
+    if not isinstance(values[0].type, TensorType) or any(node in in_loops for node in readers):
+        return False
+    end, *others = {max(reads.get(v, (-1,))) for v in listed}
+    in_place = any(written_operands(node) or node.op.endswith("_start") for node in readers)
+    return is_small(values[0]) or not (others or in_place or max(reads.get(values[-1], (-1,))) < end)

@@ -1,4 +1,5 @@
-"""Readies the functions of a module for emission: unused ones dropped, accumulations hoisted, saved values in lists.
+"""Readies the functions of a module for emission: unused ones dropped, accumulations hoisted, views of parts put where
+they are read, saved values in lists.
 
 A value that one function makes only for another one (a tensor saved for the backward pass) travels in a list: the maker
 ends in `pack`, and the taker begins with `unpack`, which empties the list. So nobody but the taker holds these tensors,
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from mgraph.codegen.bundles import list_value, with_handles, with_lists
-from mgraph.codegen.liveness import written_operands
+from mgraph.codegen.liveness import PARTS, written_operands
 from mgraph.codegen.reductions import with_copies
 from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.ir.local import localized
@@ -24,7 +25,7 @@ def prepare(module: Module) -> dict[str, Function]:
     module = localized(module)
     order = callees_first(module)
     entries = {entry.function for entry in module.entries.values()}
-    functions = {name: _hoist_accumulations(module.functions[name]) for name in order}
+    functions = {name: _hoist_accumulations(_sink_parts(module.functions[name])) for name in order}
     functions = {n: _reduced_state(with_copies(f)) for n, f in _without_updates(functions, entries).items()}
     functions = _hand_over(functions, entries)
     return with_lists({name: with_handles(function) for name, function in functions.items()})
@@ -55,6 +56,28 @@ def callees_first(module: Module) -> list[str]:
     for name in entries:
         visit(name)
     return list(order)
+
+
+def _sink_parts(function: Function) -> Function:
+    """Each view of a part right before its only reader: so the nodes of repeated layers have theirs among them.
+
+    What it is a part of lives as long as the view anyway.
+    """
+    users, results = function.users(), set(function.results)
+    sunk: dict[Node, list[Node]] = {}
+    for node in function.nodes:
+        readers = users.get(node.results[0], []) if node.op in PARTS else []
+        if len(readers) == 1 and node.result not in results:
+            sunk.setdefault(readers[0], []).append(node)
+    if not sunk:
+        return function
+    moved = {node for nodes in sunk.values() for node in nodes}
+
+    def placed(node: Node) -> list[Node]:
+        return [*(before for part in sunk.get(node, ()) for before in placed(part)), node]
+
+    order = [n for node in function.nodes if node not in moved for n in placed(node)]
+    return replace(function, nodes=tuple(order))
 
 
 def _hoist_accumulations(function: Function) -> Function:

@@ -7,8 +7,8 @@ expression to be bound to its results.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -33,7 +33,8 @@ class Site:
     """What a writer sees of one node: texts of its operands, and how to write the rest.
 
     `overwrite` is the index of an operand whose memory the node may take for its result, or None. `tensors` writes
-    a list of operands, with a name for the table of state names that it may need.
+    a list of operands, with a name for the table of state names that it may need. `lists` says from where on operands
+    are all of a list, which has a name, and how many they are.
     """
 
     node: Node
@@ -43,6 +44,11 @@ class Site:
     device: Callable[[], str]
     tensors: Callable[[Sequence[Value], str], str]
     overwrite: int | None = None
+    lists: Mapping[int, tuple[str, int]] = field(default_factory=dict)
+
+    def listed(self, places: Iterable[int]) -> str:
+        """The text of a list of operands."""
+        return listed({place: self.operands[place] for place in places}, self.lists)
 
     def literal(self, value: Any) -> str:
         """An attribute as Python text."""
@@ -70,6 +76,18 @@ class Written:
     results: Mapping[int, int]
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+
+
+def listed(texts: Mapping[int, str], lists: Mapping[int, tuple[str, int]]) -> str:
+    """The text of a list of operands by their places; what is a list already goes by its name."""
+    parts = dict(texts)
+    for start, (name, count) in lists.items():
+        places = range(start, start + count)
+        if all(place in parts for place in places):
+            if len(parts) == count:
+                return name
+            parts = {k: f"*{name}" if k == start else v for k, v in parts.items() if k not in places[1:]}
+    return f"[{', '.join(parts.values())}]"
 
 
 def write(site: Site) -> Written:
@@ -149,15 +167,15 @@ def _write_aten(site: Site, in_place: dict[int, int]) -> Written:
     attrs = {k: v for k, v in node.attrs.items() if k != "args"}
     texts = {k: site.literal(v) for k, v in attrs.items()}
     marked = {**texts, **({"args": node.attrs["args"]} if "args" in node.attrs else {})}
-    positional, keywords = call_arguments(node.op, site.operands, marked)
+    positional, keywords = call_arguments(node.op, range(len(node.operands)), marked)
     arguments = [a.name for a in overload(node.op)._schema.arguments]
     flags = [i for i, name in enumerate(arguments[: len(positional)]) if i and isinstance(attrs.get(name), bool)]
     cut = flags[0] if flags else len(positional)
     keywords = {**dict(zip(arguments[cut : len(positional)], positional[cut:], strict=True)), **keywords}
-    joined = [_joined(a) for a in positional[:cut]]
+    joined = [_argument(site, a) for a in positional[:cut]]
     if takes_device(node.op):
         keywords["device"] = site.device()
-    call = Call(node.op, joined, {k: _joined(v) for k, v in keywords.items()}, node)
+    call = Call(node.op, joined, {k: _argument(site, v) for k, v in keywords.items()}, node)
     method = OVERWRITING.get(node.op)
     if site.overwrite is not None and method is not None:
         if site.overwrite == 1:
@@ -167,8 +185,13 @@ def _write_aten(site: Site, in_place: dict[int, int]) -> Written:
     return Written(expression(call), in_place)
 
 
-def _joined(argument: Any) -> str:
-    return f"[{', '.join(map(str, argument))}]" if isinstance(argument, list) else str(argument)
+def _argument(site: Site, argument: Any) -> str:
+    """An argument's text: an attribute has it, operands and lists of them are given by their places."""
+    if isinstance(argument, int):
+        return site.operands[argument]
+    if isinstance(argument, list) and None not in argument:
+        return site.listed(argument)
+    return f"[{', '.join(_argument(site, a) for a in argument)}]" if isinstance(argument, list) else str(argument)
 
 
 def overwritable(node: Node) -> tuple[int, ...]:
@@ -278,7 +301,7 @@ def _first_layer(site: Site) -> str:
 
 
 def _stack_choices(site: Site) -> str:
-    return f"rt.stack_choices([{', '.join(site.operands)}])"
+    return f"rt.stack_choices({site.listed(range(len(site.operands)))})"
 
 
 def _grouped_outer(site: Site) -> str:
@@ -484,7 +507,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "embedding_part_grad": _runtime(),
     "expert_bias_update": _expert_bias_update,
     "joined": lambda site: joined_text([*site.operands, *["gathered=True"] * bool(site.node.attrs.get("gathered"))]),
-    "join_loads": lambda site: f"torch.cat([{', '.join(site.operands)}])",
+    "join_loads": lambda site: f"torch.cat({site.listed(range(len(site.operands)))})",
     "expert_counts": _runtime(),
     "exact_places": _runtime(("rows",)),
     "expert_places": _runtime(),

@@ -4,10 +4,16 @@ the statements one by one. Each has a factory of its name in lower case."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from mgraph import models
+from mgraph.models.config import ModelConfig
+from mgraph.models.custom_router import use_router
+from mgraph.models.decoder import Block, Decoder
 
 WIDTH = 32
 LAYERS = 4
@@ -35,6 +41,14 @@ class Layer(nn.Module):
         return x + self.down(torch.tanh(self.up(normed))), self.gate(normed)
 
 
+class LosingLayer(Layer):
+    """With two losses."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        y, gate = super().forward(x)
+        return y, gate.square().mean(), gate.logsumexp(-1).square().mean()
+
+
 class Model(nn.Module):
     """What all have."""
 
@@ -43,6 +57,32 @@ class Model(nn.Module):
         self.embed = nn.Embedding(64, WIDTH)
         self.layers = nn.ModuleList(layer() for _ in range(layers))
         self.head = nn.Linear(WIDTH, 64)
+
+
+class Two(Model):
+    """Two losses of each layer, each in a list."""
+
+    def forward(self, tokens: Tensor) -> Output:
+        x, first, second = self.embed(tokens), [], []
+        for layer in self.layers:
+            x, one, other = layer(x)
+            first.append(one)
+            second.append(other)
+        return Output(self.head(x), torch.stack(first).sum() + torch.stack(second).mean())
+
+
+class Summed(Model):
+    """Losses that are added up one by one after the layers."""
+
+    def forward(self, tokens: Tensor) -> Output:
+        x, losses = self.embed(tokens), []
+        for layer in self.layers:
+            x, gate = layer(x)
+            losses.append(gate.square().mean())
+        total = losses[0]
+        for loss in losses[1:]:
+            total = total + loss
+        return Output(self.head(x), total)
 
 
 class Running(Model):
@@ -54,6 +94,70 @@ class Running(Model):
             x, gate = layer(x)
             loss = gate.square().mean() + loss
         return Output(self.head(x), loss)
+
+
+class Rows(Model):
+    """Numbers of the tokens of all layers in one tensor."""
+
+    def forward(self, tokens: Tensor) -> Output:
+        x, gates = self.embed(tokens), []
+        for layer in self.layers:
+            x, gate = layer(x)
+            gates.append(gate.reshape(-1, 8))
+        return Output(self.head(x), torch.cat(gates).softmax(-1).square().mean())
+
+
+class Hidden(Model):
+    """What goes from layer to layer, of all of them: the last is also read by its name."""
+
+    def forward(self, tokens: Tensor) -> Output:
+        x, hidden = self.embed(tokens), []
+        for layer in self.layers:
+            x, _ = layer(x)
+            hidden.append(x)
+        return Output(self.head(x), torch.stack(hidden).square().mean())
+
+
+class Apart(Model):
+    """The same, read one after the other: a list would hold them all for too long."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, total = self.embed(tokens), 0.0
+        hidden = []
+        for layer in self.layers:
+            x, _ = layer(x)
+            hidden.append(x)
+        for one in hidden:
+            total = total + one * 0.5
+        made: Tensor = self.head(total)
+        return made
+
+
+class Scaled(Model):
+    """A number for each layer out of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.ones(LAYERS))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index, layer in enumerate(self.layers):
+            y, _ = layer(x)
+            x = x + self.scales[index] * (y - x)
+        made: Tensor = self.head(x)
+        return made
+
+
+class Parts(Model):
+    """Part of a tensor for each layer, and of what goes into the first."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = first = self.embed(tokens)
+        for index, layer in enumerate(self.layers):
+            x, _ = layer(x * first[:, :1, index : index + 1])
+        made: Tensor = self.head(x)
+        return made
 
 
 class Turned(Model):
@@ -68,9 +172,94 @@ class Turned(Model):
         return made
 
 
+class Mixed(Decoder):
+    """A decoder in which layers of `kinds` d are dense, and those of m have experts."""
+
+    def __init__(self, config: ModelConfig, kinds: str) -> None:
+        super().__init__(replace(config, num_layers=len(kinds)))
+        dense = replace(self.config, num_experts=0, balance_loss=0.0, z_loss=0.0)
+        self.layers = nn.ModuleList(Block(dense if kind == "d" else self.config) for kind in kinds)
+
+
+class Router(nn.Module):
+    """A router with a loss of its own."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.proj = nn.Linear(config.d_model, config.num_experts, bias=False)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = torch.sigmoid(self.proj(tokens))
+        weights, experts = scores.topk(self.top_k, -1)
+        return weights, experts, scores.mean(0).square().sum()
+
+
+def two() -> nn.Module:
+    return Two(LosingLayer)
+
+
+def two_of_one() -> nn.Module:
+    return Two(LosingLayer, 1)
+
+
+def summed() -> nn.Module:
+    return Summed()
+
+
 def running() -> nn.Module:
     return Running()
 
 
+def rows() -> nn.Module:
+    return Rows()
+
+
+def hidden() -> nn.Module:
+    return Hidden()
+
+
+def apart() -> nn.Module:
+    return Apart()
+
+
+def scaled() -> nn.Module:
+    return Scaled()
+
+
+def parts() -> nn.Module:
+    return Parts()
+
+
 def turned() -> nn.Module:
     return Turned()
+
+
+def _mixed(kinds: str) -> nn.Module:
+    config = models.get("moe", "tiny").config
+    assert isinstance(config, ModelConfig)
+    return Mixed(replace(config, balance_loss=0.02, z_loss=0.001), kinds)
+
+
+def first_dense() -> nn.Module:
+    return _mixed("dmmm")
+
+
+def mixed() -> nn.Module:
+    return _mixed("dmmdmm")
+
+
+def by_turns() -> nn.Module:
+    return _mixed("dmdm")
+
+
+def shared() -> nn.Module:
+    return models.get("moe", "tiny", num_layers=3, shared_d_ff=48, balance_loss=0.02)
+
+
+def balanced() -> nn.Module:
+    return models.get("moe", "tiny-losses", num_layers=6)
+
+
+def routed() -> nn.Module:
+    return use_router(models.get("moe", "tiny", num_layers=3), Router)

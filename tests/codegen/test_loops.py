@@ -16,7 +16,8 @@ from mgraph.codegen import function_text
 from mgraph.codegen.loops import Carried, Outside, Slot, Stacked, find_loops, template
 from mgraph.codegen.memory import RankMemory
 from mgraph.codegen.prepare import prepare
-from mgraph.compiler import compile_package
+from mgraph.codegen.step import step_text
+from mgraph.compiler import build_module, compile_package
 from mgraph.ir.graph import Function
 from mgraph.passes.activations import extents
 from mgraph.recipe import Recipe
@@ -24,6 +25,7 @@ from mgraph.runtime.package import load_package
 from mgraph.runtime.state import create_state
 from tests.codegen.mlp import module
 from tests.codegen.test_memory import LiveBytes
+from tests.sampling import sampled
 
 LAYERED = Path(__file__).parent / "layered.py"
 
@@ -67,9 +69,43 @@ def test_invariant_operands_are_outside() -> None:
     assert loops[0].operands[0, 1] == Outside()
 
 
+@pytest.mark.parametrize(
+    ("mesh", "lines"),
+    [
+        ("dp=*", ("torch.stack(add_list)", "x_stack.pop(),", "expand[i],")),
+        (
+            "fsdp=2",
+            ("torch.stack([*add_list, add])", "cos, unsqueeze, expand[i], d_add, *whole)", "expand[5], dx, *whole)"),
+        ),
+    ],
+)
+def test_losses_of_layers(mesh: str, lines: tuple[str, ...]) -> None:
+    """As a person would write them: a list, and what flows back by the number of the layer."""
+    text = step_text(build_module(Recipe(model=f"{LAYERED}:balanced", mesh=mesh, arch="none")).module)
+    microbatch = text[text.index("\ndef microbatch(") : text.index("\ndef evaluate(")]
+    assert microbatch.count("\n    for i in ") == 2 and "add_list.append(add)\n" in microbatch
+    assert all(line in microbatch for line in lines) and "select" not in microbatch
+
+
 FORMS = [
+    ("two", {}, 4),
+    ("two_of_one", {}, 0),
+    ("summed", {}, 4),
     ("running", {}, 4),
+    ("rows", {}, 4),
+    ("hidden", {}, 4),
+    ("apart", {}, 2),
+    ("scaled", {}, 4),
+    ("parts", {}, 4),
     ("turned", {}, 4),
+    ("first_dense", {}, 4),
+    ("mixed", {"recompute": "full"}, 8),
+    ("by_turns", {}, 0),
+    ("shared", {"recompute": "selective", "activation_budget": "1200KiB", "seq": 64}, 4),
+    ("balanced", {}, 4),
+    ("balanced", {"offload": "activations"}, 4),
+    ("balanced", {"replayable_routing": True}, 4),
+    ("routed", {}, 4),
 ]
 """A model of layered.py, options, and how many loops its entries have."""
 
@@ -92,7 +128,7 @@ def measured(path: Path) -> tuple[list[Tensor], list[tuple[int, int]]]:
     return [*made, *state.values()], peaks
 
 
-@pytest.mark.parametrize(("model", "options", "loops"), FORMS)
+@pytest.mark.parametrize(("model", "options", "loops"), sampled(FORMS, 0, always=[*FORMS[:2], *FORMS[5:8], FORMS[14]]))
 def test_loops_do_what_statements_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, options: dict[str, Any], loops: int
 ) -> None:

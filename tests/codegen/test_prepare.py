@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mgraph.codegen.prepare import prepare
+from mgraph.ir.parser import parse_module
 from mgraph.passes.base import Report
 from mgraph.passes.fully_shard import FullyShard
 from mgraph.passes.in_place import InPlace
@@ -49,3 +50,32 @@ def test_of_a_list_some_are_picked_for_another_call() -> None:
     given = pick.operands[0].type.types  # type: ignore[union-attr]
     assert isinstance(places, tuple) and 2 <= len(places) < len(given)
     assert pick.result.type.types == tuple(given[place] for place in places)  # type: ignore[union-attr]
+
+
+PARTS = """mgraph-ir 1
+module "m"
+
+func @g(%a: f32[4], %x: f32[4]) {
+  %y: f32[4] = aten.add.Tensor(%a, %x) forward at "" "m.py":1 by capture
+  return %y
+}
+
+func @f(%x: f32[4], %wide: f32[2, 3, 4]) {
+  %part: f32[3, 4] = aten.select.int(%wide) {dim = 0, index = 1} forward at "" "m.py":2 by capture
+  %first: f32[4] = aten.select.int(%part) {dim = 0, index = 0} forward at "" "m.py":2 by capture
+  %twice: f32[3, 4] = aten.select.int(%wide) {dim = 0, index = 0} forward at "" "m.py":2 by capture
+  %given: f32[3, 4] = aten.select.int(%wide) {dim = 0, index = 0} forward at "" "m.py":2 by capture
+  %a: f32[4] = aten.exp.default(%x) forward at "" "m.py":3 by capture
+  %y: f32[4] = call @g(%first, %a) forward at "" "m.py":4 by capture
+  %z: f32[3, 4] = aten.mul.Tensor(%twice, %twice) forward at "" "m.py":5 by capture
+  return %y, %z, %given
+}
+
+entry f = @f -> (y, z, given)
+"""
+
+
+def test_parts_stand_where_they_are_read() -> None:
+    """If that is one place, and one read."""
+    nodes = prepare(parse_module(PARTS))["f"].nodes
+    assert [n.id for n in nodes] == ["twice", "given", "a", "part", "first", "y", "z"]
