@@ -24,6 +24,7 @@ from mgraph.codegen.loops import (
     Slot,
     Stacked,
     find_loops,
+    loop_places,
     template,
 )
 from mgraph.codegen.names import NamePool, base_name, identifier, slot_names
@@ -74,8 +75,7 @@ class FunctionText:
     def __init__(self, function: Function, context: StepContext, entry: Entry | None) -> None:
         self._function, self._context, self._entry = function, context, entry
         self._loops = find_loops(function)
-        block = {n: i + 1 for i, loop in enumerate(self._loops) for n in function.nodes[loop.start : loop.end]}
-        self._live = Liveness(function, block, absorbable)
+        self._live = Liveness(function, loop_places(self._loops), absorbable)
         unpacked = [v for n in function.nodes if n.op == "unpack" for v in n.results]
         states = [v for n in function.nodes for v in n.operands if v.is_state]
         given = [*function.params, *unpacked, *function.slots, *states]
@@ -302,12 +302,21 @@ class FunctionText:
         return Site(node, texts, self._dims, self._context.kernels, self._device, tensors, overwrite, lists)
 
     def _may_take(self, node: Node, operand: int, index: int) -> bool:
+        """Whether a node, in a loop that of every iteration, may write over an operand."""
+        if node.operands[operand] not in self._names or not self._ends_at(node, operand, index):
+            return False
+        place, loop = self._place.get(node), self._loop
+        if loop is None or place is None:
+            return True
+        nodes = [loop.node(t, place) for t in range(loop.count)]
+        return all(self._ends_at(n, operand, index + t * loop.period) for t, n in enumerate(nodes))
+
+    def _ends_at(self, node: Node, operand: int, index: int) -> bool:
         value = node.operands[operand]
         others = [v for i, v in enumerate(node.operands) if i != operand]
         same = {self._live.group(v) for v in others}
         return (
-            value in self._names
-            and self._live.group(value) not in same
+            self._live.group(value) not in same
             and self._live.last_use[value] == index
             and self._live.can_overwrite(value, index)
         )
@@ -353,7 +362,7 @@ class FunctionText:
         popped = any((node, place) in self._popped for place in places)
         if popped:
             return f"[{', '.join(self._operand(node, place) for place in places)}]"
-        return listed(dict(zip(places, map(self._text, values), strict=True)), self._lists(node))
+        return listed(list(zip(places, map(self._text, values), strict=True)), self._lists(node))
 
     def _lists(self, node: Node) -> dict[int, tuple[str, int]]:
         """Where operands of a node are all that a loop gathered in a list: its text, and how many they are."""

@@ -86,11 +86,14 @@ def may_alias(op: str) -> bool:
 class Liveness:
     """Facts about one function.
 
-    `block` gives the loop of a node: nothing is inlined from one into another. `absorbs` says whether a node's text may
-    be part of the `accumulate_` that adds it to a total.
+    `loops` gives the loop of a node and its place in an iteration: nothing is inlined from one loop into another, nor
+    what is not in all iterations. `absorbs` says whether a node's text may be part of the `accumulate_` that adds it to
+    a total.
     """
 
-    def __init__(self, function: Function, block: Mapping[Node, int], absorbs: Callable[[Node, Value], bool]) -> None:
+    def __init__(
+        self, function: Function, loops: Mapping[Node, tuple[int, int]], absorbs: Callable[[Node, Value], bool]
+    ) -> None:
         self.function = function
         self._absorbs = absorbs
         self._parent: dict[Value, Value] = {}
@@ -101,7 +104,7 @@ class Liveness:
         """Handles of what is under way in place → the tensors."""
         for node in function.nodes:
             self._alias(node)
-        self.inlined = self._find_inlined(block)
+        self.inlined = self._find_inlined(loops)
         self.last_use = self._find_last_uses()
         self._group_end: dict[Value, int] = {}
         for value, index in self.last_use.items():
@@ -174,7 +177,7 @@ class Liveness:
         if a is not b:
             self._parent[a] = b
 
-    def _find_inlined(self, block: Mapping[Node, int]) -> dict[Value, Node]:
+    def _find_inlined(self, loops: Mapping[Node, tuple[int, int]]) -> dict[Value, Node]:
         users = self.function.users()
         results = set(self.function.results)
         mutated = {self.group(v) for v in self._mutated}
@@ -187,14 +190,15 @@ class Liveness:
             if len(readers) != 1 or value in results or self.group(value) in mutated:
                 continue
             reader = readers[0]
-            if block.get(node) != block.get(reader):
+            if loops.get(node, (-1,))[0] != loops.get(reader, (-1,))[0]:
                 continue
             is_view = node.op in _INLINE and (reader.op not in _NAMING or (reader.op == "call" and node.op in PARTS))
             if is_view or (
                 reader.op in ADDING and reader.operands[-1] is value and self._absorbs(node, reader.operands[0])
             ):
                 inlined[value] = node
-        return inlined
+        named = {place for node, place in loops.items() if len(node.results) == 1 and node.result not in inlined}
+        return {value: node for value, node in inlined.items() if loops.get(node) not in named}
 
     def _find_last_uses(self) -> dict[Value, int]:
         nodes = self.function.nodes

@@ -132,6 +132,16 @@ def find_loops(function: Function) -> list[Loop]:
         banned |= wrong
 
 
+def loop_places(loops: Sequence[Loop]) -> dict[Node, tuple[int, int]]:
+    """The loop of each node that is in one, and its place in an iteration."""
+    return {
+        loop.node(t, m): (number, m)
+        for number, loop in enumerate(loops)
+        for t in range(loop.count)
+        for m in range(loop.period)
+    }
+
+
 def _search(function: Function, banned: set[int]) -> list[Loop]:
     keys = [_key(node) for node in function.nodes]
     loops: list[Loop] = []
@@ -368,7 +378,7 @@ def _uses_allow(function: Function, loop: Loop, loops: list[Loop]) -> bool:
     stacks = {k for other in loops for k in other.operands.values() if isinstance(k, Stacked)}
     stacked = {v for k in stacks if loops[k.loop] is loop for v in _pushed(loop, k)}
     carried = loop.carried()
-    in_loops = {node for other in loops for node in function.nodes[other.start : other.end]}
+    in_loops = loop_places(loops).keys()
     for place in [(m, r) for m in range(loop.period) for r in range(len(loop.node(0, m).results))]:
         values = loop.results(*place)
         last = () if values[-1] in stacked else values[-1:]  # has its name after the loop
@@ -392,6 +402,8 @@ def _may_gather(
     readers = [function.nodes[i] for v in listed for i in reads.get(v, ()) if i < len(function.nodes)]
     if not isinstance(values[0].type, TensorType) or any(node in in_loops for node in readers):
         return False
-    end, *others = {max(reads.get(v, (-1,))) for v in listed}
+    if any(v not in reads for v in listed):
+        return False
+    end, *others = {max(reads[v]) for v in listed}
     in_place = any(written_operands(node) or node.op.endswith("_start") for node in readers)
     return is_small(values[0]) or not (others or in_place or max(reads.get(values[-1], (-1,))) < end)

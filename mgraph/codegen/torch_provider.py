@@ -48,7 +48,7 @@ class Site:
 
     def listed(self, places: Iterable[int]) -> str:
         """The text of a list of operands."""
-        return listed({place: self.operands[place] for place in places}, self.lists)
+        return listed([(place, self.operands[place]) for place in places], self.lists)
 
     def literal(self, value: Any) -> str:
         """An attribute as Python text."""
@@ -78,16 +78,20 @@ class Written:
     after: tuple[str, ...] = ()
 
 
-def listed(texts: Mapping[int, str], lists: Mapping[int, tuple[str, int]]) -> str:
-    """The text of a list of operands by their places; what is a list already goes by its name."""
-    parts = dict(texts)
-    for start, (name, count) in lists.items():
-        places = range(start, start + count)
-        if all(place in parts for place in places):
-            if len(parts) == count:
-                return name
-            parts = {k: f"*{name}" if k == start else v for k, v in parts.items() if k not in places[1:]}
-    return f"[{', '.join(parts.values())}]"
+def listed(operands: Sequence[tuple[int, str]], lists: Mapping[int, tuple[str, int]]) -> str:
+    """The text of a list of operands, by places and texts; what is a list already goes by its name."""
+    parts: list[str] = []
+    rest = list(operands)
+    while rest:
+        start, text = rest[0]
+        name, count = lists.get(start, (text, 1))
+        if [place for place, _ in rest[:count]] != list(range(start, start + count)):
+            name, count = text, 1
+        if 1 < count == len(operands):
+            return name
+        parts.append(f"*{name}" if count > 1 else name)
+        rest = rest[count:]
+    return f"[{', '.join(parts)}]"
 
 
 def write(site: Site) -> Written:

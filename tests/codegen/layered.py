@@ -172,6 +172,18 @@ class Turned(Model):
         return made
 
 
+class Later(Model):
+    """What each iteration could write over is read of the last, after the layers."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = gate = self.embed(tokens)
+        for layer in self.layers:
+            x, gate = layer(x)
+            gate = gate.exp()
+            x = x + (gate * 2).sum(-1, keepdim=True)
+        return torch.cat([self.head(x), gate], -1)
+
+
 class Mixed(Decoder):
     """A decoder in which layers of `kinds` d are dense, and those of m have experts."""
 
@@ -233,6 +245,10 @@ def parts() -> nn.Module:
 
 def turned() -> nn.Module:
     return Turned()
+
+
+def later() -> nn.Module:
+    return Later()
 
 
 def _mixed(kinds: str) -> nn.Module:

@@ -19,6 +19,7 @@ from mgraph.codegen.prepare import prepare
 from mgraph.codegen.step import step_text
 from mgraph.compiler import build_module, compile_package
 from mgraph.ir.graph import Function
+from mgraph.ir.parser import parse_module
 from mgraph.passes.activations import extents
 from mgraph.recipe import Recipe
 from mgraph.runtime.package import load_package
@@ -26,6 +27,29 @@ from mgraph.runtime.state import create_state
 from tests.codegen.mlp import module
 from tests.codegen.test_memory import LiveBytes
 from tests.sampling import sampled
+
+VIEWS = """mgraph-ir 1
+module "m"
+state @layers.{0..1}.w: f32[4, 4] = param trainable init [["zeros_"]]
+
+func @layer(%x: f32[4, 4]; %w: f32[4, 4]) {
+  %y: f32[4, 4] = aten.mm.default(%x, %w) forward at "layers.*" "m.py":1 by capture
+  return %y
+}
+
+func @f(%x: f32[4, 4]) {
+  %a: f32[4, 4] = call @layer(%x; @layers.0.w) forward at "layers.0" "m.py":2 by capture
+  %t: f32[4, 4] = aten.t.default(%a) forward at "" "m.py":3 by capture
+  %b: f32[4, 4] = aten.exp.default(%t) forward at "" "m.py":3 by capture
+  %a_1: f32[4, 4] = call @layer(%b; @layers.1.w) forward at "layers.1" "m.py":2 by capture
+  %t_1: f32[4, 4] = aten.t.default(%a_1) forward at "" "m.py":3 by capture
+  %b_1: f32[4, 4] = aten.exp.default(%t_1) forward at "" "m.py":3 by capture
+  %y: f32[4, 4] = aten.mm.default(%t_1, %b_1) forward at "" "m.py":3 by capture
+  return %y
+}
+
+entry f = @f -> (y)
+"""
 
 LAYERED = Path(__file__).parent / "layered.py"
 
@@ -87,6 +111,11 @@ def test_losses_of_layers(mesh: str, lines: tuple[str, ...]) -> None:
     assert all(line in microbatch for line in lines) and "select" not in microbatch
 
 
+def test_a_view_has_a_name_where_one_of_an_iteration_needs_it() -> None:
+    text = step_text(parse_module(VIEWS))
+    assert "        t = a.t()\n        x = t.exp()\n    y = t @ x\n" in text
+
+
 FORMS = [
     ("two", {}, 4),
     ("two_of_one", {}, 0),
@@ -98,6 +127,7 @@ FORMS = [
     ("scaled", {}, 4),
     ("parts", {}, 4),
     ("turned", {}, 4),
+    ("later", {}, 4),
     ("first_dense", {}, 4),
     ("mixed", {"recompute": "full"}, 8),
     ("by_turns", {}, 0),
@@ -108,6 +138,10 @@ FORMS = [
     ("routed", {}, 4),
 ]
 """A model of layered.py, options, and how many loops its entries have."""
+
+QUICK = [
+    form for form in FORMS if form[0] in ("two", "running", "hidden", "turned", "later") or form == ("balanced", {}, 4)
+]
 
 
 def measured(path: Path) -> tuple[list[Tensor], list[tuple[int, int]]]:
@@ -128,7 +162,7 @@ def measured(path: Path) -> tuple[list[Tensor], list[tuple[int, int]]]:
     return [*made, *state.values()], peaks
 
 
-@pytest.mark.parametrize(("model", "options", "loops"), sampled(FORMS, 0, always=[*FORMS[:2], *FORMS[5:8], FORMS[14]]))
+@pytest.mark.parametrize(("model", "options", "loops"), sampled(FORMS, 0, always=QUICK))
 def test_loops_do_what_statements_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, options: dict[str, Any], loops: int
 ) -> None:
@@ -144,4 +178,4 @@ def test_loops_do_what_statements_do(
     (ours, peaks), (theirs, plain) = forms
     assert all(torch.equal(left, right) for left, right in zip(ours, theirs, strict=True))
     for (live, predicted), (other, _) in zip(peaks[:3], plain, strict=False):
-        assert live <= 1.04 * other and ("offload" in options or abs(predicted - live) <= 0.06 * live)
+        assert live <= 1.06 * other and ("offload" in options or abs(predicted - live) <= 0.06 * live)
