@@ -28,7 +28,7 @@ from mgraph.ir.dims import Dim, as_dim, evaluate
 from mgraph.ir.graph import Node, Value
 from mgraph.ir.opdef import is_known_op, op_def
 from mgraph.ir.ops.cost import flops_of
-from mgraph.ir.types import TensorType
+from mgraph.ir.types import DType, TensorType
 
 COMMITTED = Path(__file__).parent / "profiles"
 _GATHERS = ("aten.embedding.default", "embedding_part", "aten.index_select.default")
@@ -55,7 +55,7 @@ class Instance:
         """The instance that a node (with the types of one rank's parts) is, for extents of the named dims."""
         op = node.op.removesuffix("_")
         given = op_def(op).complete(node.attrs) if "." not in op and is_known_op(op) else dict(node.attrs)
-        attrs: dict[str, Any] = json.loads(json.dumps(given, default=str, sort_keys=True))
+        attrs: dict[str, Any] = json.loads(json.dumps(given, default=_attr_text, sort_keys=True))
         sizes = tuple(
             f"{type_.dtype.text}[{','.join(str(evaluate(d, extents)) for d in type_.shape)}]"
             for value in node.operands
@@ -68,6 +68,11 @@ class Instance:
     def dtype(self) -> str:
         """That of the first operand; empty where there is none."""
         return self.sizes[0].partition("[")[0] if self.sizes else ""
+
+
+def _attr_text(value: object) -> str:
+    """An attribute that JSON has no form of."""
+    return value.text if isinstance(value, DType) else str(value)
 
 
 def _tensors(value: Value) -> tuple[TensorType, ...]:

@@ -13,6 +13,7 @@ import pytest
 
 from mgraph.codegen.profile import Instance, Profile, Row, committed_profiles, read_profile
 from mgraph.errors import OptionError
+from mgraph.ir.opdef import op_def
 from mgraph.ir.parser import parse_module
 
 TEXT = """mgraph-ir 1
@@ -47,6 +48,7 @@ def test_committed_profiles_say_where_times_come_from(name: str) -> None:
     assert profile.name == name and profile.arch == "sm_90a" and profile.rates["bytes_per_second"] > 3e12
     assert all(row.source and row.date and row.card for row in profile.measured)
     for row in profile.measured:
+        assert row.attrs.keys() == op_def(row.op).complete(row.attrs).keys(), "else it is no node's"
         if row.provider == "triton" and not row.op.startswith("attention"):
             # No kernel moved its bytes faster than the machine's copy does, by more than the noise of both.
             assert row.bytes / row.microseconds * 1e6 < 4.3e12 * 1.03
