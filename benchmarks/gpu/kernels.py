@@ -7,7 +7,8 @@ package's own runtime and compared with its reference in float64: `error` may be
 peers are captured in CUDA graphs of several calls, on inputs that do not fit in the L2 cache together, and the median
 time of a call is taken. `fraction` is of what this card reaches in this run: the least bytes that the work moves over
 what a copy moves, or operations over those of a bf16 product of 8192^3 where these take longer; `reading_seconds` is
-what a kernel takes that reads as many bytes and does nothing else, where these are few. A kernel that is wrong has no
+what a kernel takes that reads as many bytes and does nothing else, where these are few; `peak_bytes` are those that a
+call has beside its inputs, of peers in `of_peers`. A kernel that is wrong has no
 row. Exit status 1 on any complaint.
 """
 
@@ -106,6 +107,15 @@ def seconds_of(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], in_grap
     return statistics.median(taken[3:])
 
 
+def peak_of(run: Callable[..., Any], inputs: tuple[Any, ...]) -> int:
+    """Bytes that a call has beside its inputs at most, with what it gives."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(*inputs)
+    return torch.cuda.max_memory_allocated() - before
+
+
 def sets_of(case: Case, device: torch.device) -> list[tuple[Any, ...]]:
     """Inputs several times over, so that they do not stay in the cache."""
     first = case.inputs(device)
@@ -142,15 +152,19 @@ def measure(
     more |= {"fraction": least[limit] / ours, "limit": limit, **rates}
     if limit == "copy" and case.bytes < BELOW:
         more["reading_seconds"] = reading_seconds(case.bytes, device)
+    more["peak_bytes"] = peak_of(site, sets[0])
     times: dict[str, float] = {}
+    of_peers: dict[str, dict[str, Any]] = {}
     for name, peer in case.peers.items() if with_peers else ():
         try:
             torch._dynamo.reset()
             run = torch.compile(peer, dynamic=False) if name.startswith("compile") else peer
             times[name] = seconds_of(run, sets, name not in case.launched)
+            of_peers[name] = {"peak_bytes": peak_of(run, sets[0])}
         except Exception as error:  # a peer that does not run is a result, and the others go on
             complaints.append(f"{case.id}, {name}: {type(error).__name__}: {str(error).splitlines()[:1]}")
-    return rows.row(case.id, case.workload, ours, "seconds", times, error=worst, bound=case.bound, **more), complaints
+    more |= {"error": worst, "bound": case.bound}
+    return rows.row(case.id, case.workload, ours, "seconds", times, of_peers, **more), complaints
 
 
 def said(row: dict[str, Any]) -> str:
