@@ -119,6 +119,31 @@ def router_case(tokens: int) -> Case:
     )
 
 
+def grouped_router_case(tokens: int) -> Case:
+    """K8 of DeepSeek-V3: sigmoids, a bias for the choice, the best 4 of 8 groups, 8 of 256 experts. In float64 some of
+    the choices differ that are closer than f32 tells."""
+    problem = moe_route.Router(256, 8, "bf16", "f32", "f32", "sigmoid", True, 1e-20, 2.5, 8, 4, 2)
+    layer = replace(QWEN, tokens=tokens, experts=problem.experts)
+    given: dict[str, Any] = {"top_k": 8, "score": "sigmoid", "renormalize": True, "epsilon": 1e-20, "scale": 2.5}
+    given |= {"groups": 8, "top_groups": 4, "group_best": 2}
+
+    def form(logits: Tensor, bias: Tensor, made: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        weights, indices = made(logits, bias, **given)
+        return weights, indices, *rt.moe_order(indices, num_experts=problem.experts)
+
+    torch_form = partial(form, made=rt.moe_route)
+    return Case(
+        id=f"K8-router-grouped-{tokens}",
+        workload=f"sigmoid, bias, 4 of 8 groups, top 8 of 256, weights, order; {tokens} tokens, logits bf16",
+        spec=moe_route.route_order("router", problem),
+        inputs=lambda device: (layer.logits(device), 0.1 * torch.randn(problem.experts, device=device)),
+        reference=partial(form, made=route.moe_route),
+        peers={"eager": torch_form, "compile": torch_form},
+        bytes=tokens * (2 * problem.experts + 28 * problem.choices),
+        bound=1e-2,
+    )
+
+
 def router_grad_case(tokens: int) -> Case:
     """K8: the gradient of the weights for the logits."""
     layer = replace(QWEN, tokens=tokens)
@@ -494,6 +519,8 @@ SKEWED = replace(QWEN, skew=0.7)
 CASES = [
     router_case(32768),
     router_case(256),
+    grouped_router_case(32768),
+    grouped_router_case(256),
     router_grad_case(32768),
     units_case("qwen", QWEN),
     units_case("e64", E64),
