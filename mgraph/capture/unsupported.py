@@ -115,11 +115,18 @@ def check(program: Any, reader: ShapeReader) -> None:
     lines = list(found)
     if len(lines) == 1:
         what, _, where = lines[0].rpartition(" at ")
-        raise CaptureError(f"unsupported: {what or lines[0]}", where or None, "rewrite this line without it")
+        raise CaptureError(f"unsupported: {what or lines[0]}", where or None, _instead(where))
     listing = "\n".join(f"  {line}" for line in lines)
     raise CaptureError(
         f"{len(lines)} constructs are not supported:\n{listing}", None, "rewrite these lines without them"
     )
+
+
+def _instead(where: str) -> str:
+    """What to do about a line."""
+    if where.startswith("transformers/"):
+        return "a setting of config.json may leave that line out, as output_router_logits: false does a router's loss"
+    return "rewrite this line without it"
 
 
 def check_sizes(program: Any, reader: ShapeReader) -> None:

@@ -10,6 +10,7 @@ import pytest
 from mgraph.capture import ModelSpec, capture
 from mgraph.errors import CaptureError, MgraphError, ModelError
 from tests.capture.models import llama_config, write_model
+from tests.families.configs import write_config
 
 
 def failure(spec: str | ModelSpec, kind: type[MgraphError]) -> MgraphError:
@@ -107,6 +108,14 @@ return y + picked + z.real.sum().float()
         (18, "the dtype complex128"),
     ):
         assert any(text in line and f"user.py:{number}" in line for line in lines), (number, text, lines)
+
+
+def test_a_router_s_loss_of_transformers(tmp_path: Path) -> None:
+    """A line of a library is left out by a setting."""
+    error = failure(write_config("mixtral", tmp_path, output_router_logits=True), CaptureError)
+    assert "transformers/models/mixtral/modeling_mixtral.py" in str(error) and "output_router_logits: false" in str(
+        error
+    )
 
 
 def test_a_quotient_of_sizes(tmp_path: Path) -> None:
