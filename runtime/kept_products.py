@@ -12,7 +12,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -55,14 +57,16 @@ class KeptProducts:
         if not (self._changed and self._writes):
             return
         self._changed = False
-        unfinished = self._file.with_suffix(f".{os.getpid()}")
+        unfinished = self._file.with_suffix(f".{uuid.uuid4().hex}")
         try:
-            for machine, choices in _read(self._file).items():
+            for machine, choices in (_choices_of(self._file) or {}).items():
                 self._all[machine] = choices | self._all.get(machine, {})
             unfinished.write_text(json.dumps(self._all, indent=1, sort_keys=True) + "\n", encoding="utf-8")
             os.replace(unfinished, self._file)
         except OSError:
             self._writes = False
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
 
 
 @functools.cache
@@ -72,17 +76,22 @@ def this_machine() -> str:
 
 
 def _read(file: Path) -> Choices:
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        right = isinstance(found, dict) and all(_is_choices(choices) for choices in found.values())
-    except (OSError, ValueError):
-        right = False
-    if not right:
+    """What was kept. Raises PackageError where the file is damaged."""
+    found = _choices_of(file) if file.is_file() else {}
+    if found is None:
         what = "the choices of --tune-products cannot be read"
         raise PackageError(what, str(file), "delete the file: the next run makes them again")
-    return found  # type: ignore[no-any-return]
+    return found
+
+
+def _choices_of(file: Path) -> Choices | None:
+    """What a file has; None where it cannot be read, or is none of these."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    right = isinstance(found, dict) and all(_is_choices(choices) for choices in found.values())
+    return found if right else None
 
 
 def _is_choices(choices: object) -> bool:

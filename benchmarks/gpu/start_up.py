@@ -154,6 +154,12 @@ def forget() -> None:
                 os.close(number)
 
 
+def kept_in(package: Path) -> str:
+    """The choices that a package keeps."""
+    file = package / PRODUCTS
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
 def cache_of(report: Path) -> Path:
     """Where torch.compile keeps what it has compiled."""
     return report.with_suffix(".cache")
@@ -201,11 +207,11 @@ def main() -> None:
         str(options.out),
         *(f"--{way}" for way in ("plain", "compiled", "tuned") if getattr(options, way)),
     ]
-    kept = (options.package / PRODUCTS).is_file()
+    before = kept_in(options.package)
     seconds = measured([str(options.package), str(options.results), *same], report)
     workload = f"{options.package.name} B{options.batch_size} S{options.seq_len}"
     variant = ("cold" if options.cold else "warm") + ", plain" * options.plain + ", torch.compile" * options.compiled
-    variant += f", tuned, {'kept' if kept else 'choosing'}" * options.tuned
+    variant += f", tuned, {'kept' if kept_in(options.package) == before else 'choosing'}" * options.tuned
     from benchmarks.gpu import rows  # not before: torch is among what is measured
 
     total = sum(seconds.values())

@@ -118,15 +118,16 @@ def check(program: Any, reader: ShapeReader) -> None:
         raise CaptureError(f"unsupported: {what or lines[0]}", where or None, _instead(where))
     listing = "\n".join(f"  {line}" for line in lines)
     raise CaptureError(
-        f"{len(lines)} constructs are not supported:\n{listing}", None, "rewrite these lines without them"
+        f"{len(lines)} constructs are not supported:\n{listing}", None, _instead(lines[0].rpartition(" at ")[2], "them")
     )
 
 
-def _instead(where: str) -> str:
-    """What to do about a line."""
+def _instead(where: str, what: str = "it") -> str:
+    """What to do about a line, or several."""
+    line = "this line" if what == "it" else "these lines"
     if where.startswith("transformers/"):
-        return "a setting of config.json may leave that line out, as output_router_logits: false does a router's loss"
-    return "rewrite this line without it"
+        return f"a setting of config.json may leave {line} out, as output_router_logits: false does a router's loss"
+    return f"rewrite {line} without {what}"
 
 
 def check_sizes(program: Any, reader: ShapeReader) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import sympy
 
 from mgraph.codegen.bundles import HandleType
-from mgraph.codegen.liveness import is_small, written_operands
+from mgraph.codegen.liveness import is_small
 from mgraph.ir.dims import Dim, as_dim, symbol
 from mgraph.ir.graph import Function, Node, Value
 from mgraph.ir.types import TensorType
@@ -210,6 +210,10 @@ def _loop(function: Function, start: int, period: int, count: int, earlier: list
             if operand is None or (isinstance(operand, Carried) and m > operand.node):
                 return None
             loop.operands[m, o] = operand
+    if any(a.type != b.type for m in range(period) for t in range(count) for a, b in _results(loop, t, m)):
+        return None  # as of parts that grow: what is decided of the first iteration would not hold for others
+    if loop.steps and _holds_longer(loop):
+        return None
     loop.layers = _layers_of(loop) or next(iter(layers), None)
     for place, operand in loop.operands.items():
         if isinstance(operand, Slot):
@@ -220,6 +224,21 @@ def _loop(function: Function, start: int, period: int, count: int, earlier: list
                 return None
             loop.operands[place] = Slot(operand.template, found[1].start - loop.layers.start)
     return loop
+
+
+def _results(loop: Loop, iteration: int, node: int) -> Iterator[tuple[Value, Value]]:
+    """What a node gives in the first iteration, and in another."""
+    return zip(loop.node(0, node).results, loop.node(iteration, node).results, strict=True)
+
+
+def _holds_longer(loop: Loop) -> bool:
+    """Whether something large that is carried would live while a function runs that does not read it."""
+    reads: dict[tuple[int, int], int] = {}
+    for (m, _), kind in loop.operands.items():
+        if isinstance(kind, Carried) and not is_small(kind.initial):
+            place = kind.node, kind.result
+            reads[place] = max(m, reads.get(place, 0))
+    return any(loop.node(0, m).op == "call" for (bound, _), last in reads.items() for m in range(last + 1, bound + 1))
 
 
 def _steps(nodes: Sequence[Node]) -> dict[str, Dim] | None:
@@ -397,13 +416,10 @@ def _may_gather(
     in_loops: Collection[Node],
     named: bool,
 ) -> bool:
-    """Whether one list may hold the values of all iterations until it dies as a whole; `named`: apart from the last."""
+    """Whether one list may hold the values of all iterations until it dies as a whole, for which they must be small;
+    `named`: apart from the last."""
     listed = values[:-1] if named else values
     readers = [function.nodes[i] for v in listed for i in reads.get(v, ()) if i < len(function.nodes)]
     if not isinstance(values[0].type, TensorType) or any(node in in_loops for node in readers):
         return False
-    if any(v not in reads for v in listed):
-        return False
-    end, *others = {max(reads[v]) for v in listed}
-    in_place = any(written_operands(node) or node.op.endswith("_start") for node in readers)
-    return is_small(values[0]) or not (others or in_place or max(reads.get(values[-1], (-1,))) < end)
+    return len(listed) > 1 and is_small(values[0]) and all(v in reads for v in listed)

@@ -37,7 +37,7 @@ SUMMED = ("all_reduce_start", "reduce_scatter_start")
 @dataclass(frozen=True)
 class OverlapUpdate(Pass):
     """Update parameters while gradients of others are summed, in messages of `bucket` bytes, of more where a sum would
-    have more than MOST."""
+    have more than eight."""
 
     bucket: int = 2**27
 
@@ -87,7 +87,11 @@ class _Plan:
         self._late = _reached(function, self._sent | {v for update in updates for v in update.results})
 
     def is_possible(self, report: Report) -> bool:
-        """Whether there is anything that need not wait for all sums."""
+        """Whether there is anything that need not wait for all sums, and no order that must stay."""
+        if any(node.op == "to_device_start" for node in self._function.nodes):
+            detail = "state comes from the host part by part, each as the one before is updated"
+            report.near_miss(self._function.name, self._updates[0].id, UPDATE, "offloaded", detail)
+            return False
         for update in self._updates:
             needed = [v for v in update.operands if v in self._late and v not in self._sent]
             if needed:

@@ -157,15 +157,15 @@ class PackageStepper:
             raise OptionError(
                 f"{size_text(there)} are free beside the weights: steps and their graphs need {size_text(beside)}, and "
                 f"the cache {size_text(least * block_bytes)} at least",
-                hint="ranks of tp, a package with a smaller --max-length, or num_blocks or cache_memory as you will",
+                hint="fewer --step-tokens, ranks of tp, a package of a smaller --max-length, or --num-blocks",
             )
         return min(wanted, left // block_bytes)
 
     def _beside_the_cache(self, planned: Mapping[str, int]) -> int:
-        """Bytes of the largest step, of logits and of graphs, by the package's plan."""
-        names = ("steps", "logits", *["pool"] * self._captures)
-        graphs = planned.get("graph", 0) * planned.get("graphs", 0) * self._captures
-        return sum(planned.get(name, 0) for name in names) + graphs
+        """Bytes of the largest step, of logits and of graphs, by the package's plan, which is of MAX_TOKENS a step."""
+        graphs = planned.get("pool", 0) + planned.get("graph", 0) * planned.get("graphs", 0)
+        steps = planned.get("steps", 0) * self.max_tokens // MAX_TOKENS
+        return steps + planned.get("logits", 0) + graphs * self._captures
 
     @property
     def launches(self) -> Mapping[str, int]:

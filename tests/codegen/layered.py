@@ -97,7 +97,7 @@ class Running(Model):
 
 
 class Rows(Model):
-    """Numbers of the tokens of all layers in one tensor."""
+    """Numbers of the tokens of all layers in one tensor: not small, so a list may not hold them."""
 
     def forward(self, tokens: Tensor) -> Output:
         x, gates = self.embed(tokens), []
@@ -108,7 +108,7 @@ class Rows(Model):
 
 
 class Hidden(Model):
-    """What goes from layer to layer, of all of them: the last is also read by its name."""
+    """What goes from layer to layer, of all of them: a list would hold what the backward pops from another."""
 
     def forward(self, tokens: Tensor) -> Output:
         x, hidden = self.embed(tokens), []
@@ -116,6 +116,19 @@ class Hidden(Model):
             x, _ = layer(x)
             hidden.append(x)
         return Output(self.head(x), torch.stack(hidden).square().mean())
+
+
+class Growing(Model):
+    """Each layer reads a wider part of what all share: no iteration of a loop is like another."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        first = x
+        for i, layer in enumerate(self.layers):
+            y, gate = layer(x)
+            x = y + (gate.sum(-1, keepdim=True).sigmoid() * first[:, :, : i + 1]).sum(-1, keepdim=True)
+        logits: Tensor = self.head(x)
+        return logits
 
 
 class Apart(Model):
@@ -229,6 +242,10 @@ def rows() -> nn.Module:
 
 def hidden() -> nn.Module:
     return Hidden()
+
+
+def growing() -> nn.Module:
+    return Growing()
 
 
 def apart() -> nn.Module:

@@ -89,7 +89,7 @@ MESHES = sampled(
         ("dense-tiny", "dp=2", {"one_microbatch": True, "precision": "bf16", "grad_dtype": "param"}),
         ("moe-tiny", "ep=2", {"expert_load": True, "groups": ("embed*: frozen", "*norm*: lr=2")}),
         ("moe-tiny", "dp=2,ep=2", {}),
-        ("dense-tiny", "dp=2", {"offload": "optimizer"}),
+        ("dense-tiny", "dp=2", {"offload": "activations"}),
         ("dense-tiny", "dp=2,tp=2", {}),
     ],
     0,
@@ -116,6 +116,13 @@ def test_an_update_that_needs_all_gradients_waits(options: dict[str, Any]) -> No
     after, report = overlapped(before)
     assert after is before and not report.matches
     assert [(miss.pattern, miss.guard) for miss in report.near_misses] == [("adamw", "waits")]
+
+
+def test_state_that_comes_from_the_host_part_by_part_stays_in_its_order() -> None:
+    """Else all of it were on the device at once."""
+    before = before_the_pass("dense-tiny", "dp=2", offload="optimizer")
+    after, report = overlapped(before)
+    assert after is before and [miss.guard for miss in report.near_misses] == ["offloaded"]
 
 
 def test_one_message_stays_one() -> None:

@@ -174,6 +174,11 @@ def test_who_writes_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [there.of(shape, False) for shape in shapes] == [(True, 7), (True, None), (False, None)]
     assert [file.name for file in tmp_path.iterdir()] == ["products.json"]
     monkeypatch.setenv("RANK", "0")
+    damaged = kept_in(tmp_path)
+    (tmp_path / "products.json").write_text("{", encoding="utf-8")
+    damaged.keep(shapes[2], False, 1)
+    damaged.write()
+    assert [kept_in(tmp_path).of(shape, False)[1] for shape in shapes] == [7, None, 1], "a run goes on, and mends it"
     nowhere = kept_in(tmp_path / "gone")
     nowhere.keep(shapes[0], False, 1)
     nowhere.write()

@@ -366,7 +366,7 @@ def _source(name: str, problem: Attention, cut: Tuning, args: tuple[str, ...], d
         "peak = above",
     ]
     contiguous = (
-        f"out_stride_1, out_stride_2 = tl.zeros([], tl.int64) + S * {width}, {width}",
+        f"out_stride_1, out_stride_2 = (tl.zeros([], tl.int64) + S) * {width}, {width}",
         "out_stride_0 = H * out_stride_1",
     )
     end = [
