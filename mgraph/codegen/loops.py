@@ -7,7 +7,7 @@ iteration makes, and whoever reads it pops. Readers are later loops and nodes ou
 for everything exactly once, the last first. A part of a tensor may be told by the number of the layer (`d_losses[i]`).
 
 What nodes outside of loops read otherwise of iterations before the last is *gathered* in a list, as losses of layers
-that are added up at the end. The list dies as a whole: so these all die at one node, or are too small for it to matter.
+that are added up at the end. The list dies as a whole: so these are too small for it to matter.
 """
 
 from __future__ import annotations
