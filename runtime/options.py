@@ -86,6 +86,9 @@ def _problem(value: Any, kind: Any, facts: Mapping[str, Any]) -> str | None:
     return None if isinstance(value, Integral) or math.isfinite(value) else "finite"
 
 
+LEAST_RATE = 1e-4
+
+
 @dataclass(frozen=True)
 class Options(Settings):
     """All settings of a training run."""
@@ -148,7 +151,10 @@ class Options(Settings):
         ),
     )
     lr: float = field(default=1e-3, metadata=about("peak learning rate", low=0))
-    min_lr: float = field(default=1e-4, metadata=about("learning rate at the end of the decay", low=0))
+    min_lr: float = field(
+        default=LEAST_RATE,
+        metadata=about("learning rate at the end of the decay; of a lower --lr a tenth, unless it is given", low=0),
+    )
     warmup: int = field(default=20, metadata=about("steps of linear warm-up", low=0))
     decay: str = field(default="cosine", metadata=about("how the rate falls after the warm-up", choices=tuple(DECAYS)))
     non_finite: str = field(
@@ -197,6 +203,14 @@ class Options(Settings):
             "package keeps the choices, for later runs on such a machine"
         ),
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_lr > self.lr:
+            if self.min_lr != LEAST_RATE:
+                text = f"--min-lr {self.min_lr} is above --lr {self.lr}: the rate falls from one to the other"
+                raise OptionError(text, hint="a --min-lr of at most --lr")
+            object.__setattr__(self, "min_lr", self.lr / 10)  # frozen for others
 
 
 def flag(name: str) -> str:

@@ -179,6 +179,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 128])
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()
+    rows.gpu()
     if options.what == "speed":
         plain: dict[str, float] = {}
         for path in options.packages:

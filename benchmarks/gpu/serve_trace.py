@@ -112,6 +112,8 @@ def main() -> None:
     """Measure, print, and add a row for each policy to the results."""
     options = _options()
     cuda = options.device == "cuda"
+    if cuda:
+        rows.gpu()
     phases = {"imported": since_start()}
     stepper = PackageStepper(
         options.package,

@@ -235,10 +235,13 @@ def _keep_edited(target: Path, temporary: Path, edited: Sequence[str]) -> None:
 
 
 def _move_into_place(temporary: Path, target: Path) -> None:
-    """Rename; an existing package is moved aside first and comes back if the rename fails."""
+    """Rename; an existing package is moved aside first and comes back if the rename fails. What lay beside its files,
+    such as the directory of a run or choices of products, is in the new one, too, under another name where that has a
+    file of the name."""
     if not target.exists():
         os.rename(temporary, target)
         return
+    beside = _beside(target)
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
     old = aside / target.name
     os.rename(target, old)
@@ -246,9 +249,19 @@ def _move_into_place(temporary: Path, target: Path) -> None:
         os.rename(temporary, target)
     except OSError:
         os.rename(old, target)
+        aside.rmdir()
         raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    for name in beside:  # where one cannot be moved, all that is left of the old package stays where it is
+        os.rename(old / name, target / (name + EDITED if (target / name).exists() else name))
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _beside(target: Path) -> list[str]:
+    """What is in the directory of a package and is none of its files, nor one that was edited."""
+    path = target / MANIFEST
+    listed = json.loads(path.read_text(encoding="utf-8"))["files"] if path.is_file() else {}
+    own = {name.partition("/")[0] for name in listed} | {MANIFEST, "__pycache__"}
+    return sorted(entry.name for entry in target.iterdir() if entry.name not in own and EDITED not in entry.suffixes)
 
 
 def _storage_error(error: OSError, target: Path) -> StorageError:

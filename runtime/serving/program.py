@@ -54,7 +54,7 @@ class ServeOptions(opening.Settings):
     max_queue: int = field(
         default=1024, metadata=about("sequences under way or waiting; more are refused with 429", low=1)
     )
-    max_body: float = field(default=4.0, metadata=about("MiB of a request's body at most", low=0, high=MOST_MIB))
+    max_body: float = field(default=4.0, metadata=about("MiB of a request's body at most", low=0.001, high=MOST_MIB))
     drain_timeout: float = field(
         default=60.0, metadata=about("seconds that requests under way have after SIGTERM", low=0)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,23 @@ def test_edited_files_are_not_overwritten(tmp_path: Path) -> None:
         emit_package(module(), info(), target, force=True)
         assert (target / "step.py.edited").read_text() == "# mine\n"
     assert "def microbatch" in (target / "step.py").read_text()
+
+
+def test_what_lies_beside_a_package_stays(tmp_path: Path) -> None:
+    """Runs, notes, choices of products; what has the name of one of the new files, too."""
+    target = tmp_path / "pkg"
+    emit_package(module(), info(), target)
+    (target / "run" / "checkpoints").mkdir(parents=True)
+    mine = {"run/checkpoints/5": "weights", "notes.txt": "mine", "products.json": "{}", "serve.py": "no driver"}
+    for name, text in mine.items():
+        (target / name).write_text(text)
+    emit_package(module(), info(), target)
+    assert {name: (target / name).read_text() for name in mine} == mine
+    emit_package(module(), replace(info(), kind="serve"), target)
+    mine["serve.py.edited"] = mine.pop("serve.py")
+    assert {name: (target / name).read_text() for name in mine} == mine
+    assert "def main" in (target / "serve.py").read_text() or "mgraph" in (target / "serve.py").read_text()
+    assert not (target / "train.py").exists() and [p.name for p in tmp_path.iterdir()] == ["pkg"]
 
 
 @pytest.mark.parametrize("existing", [False, True])

@@ -53,3 +53,11 @@ def test_help_lists_all_options_and_exit_codes(
     with pytest.raises(SystemExit):
         parse(["--help"], "train.py")
     assert capsys.readouterr().out == ""
+
+
+def test_the_least_rate_is_no_higher_than_the_rate() -> None:
+    assert (Options().min_lr, Options(lr=2e-4).min_lr) == (1e-4, 1e-4)
+    assert Options(lr=1e-5).min_lr == pytest.approx(1e-6) and Options(lr=0.0).min_lr == 0
+    assert Options(lr=1e-5, min_lr=1e-5).min_lr == 1e-5
+    with pytest.raises(OptionError, match=r"--min-lr 0\.01 is above --lr 0\.001"):
+        Options(min_lr=0.01)
