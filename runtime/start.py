@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -24,11 +26,34 @@ SMALL = 128
 def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoReturn:
     """Train the package with the options of the command line, then exit the process: `train.main`."""
     ahead(sys.argv[1:] if arguments is None else arguments)
-    try:
+    with ended_by_signals(end_at_once):
         from mgraph.runtime import train
-    except KeyboardInterrupt:
-        end_at_once()
     train.main(package_dir, arguments)
+
+
+def serve(package_dir: Path | str) -> NoReturn:
+    """Serve the package with the options of the command line, then exit the process: `serving.program.main`."""
+
+    def end() -> NoReturn:
+        print("stopped before it served anything", file=sys.stderr, flush=True)
+        os._exit(0)
+
+    with ended_by_signals(end):
+        from mgraph.runtime.serving import program
+    program.main(package_dir)
+
+
+@contextmanager
+def ended_by_signals(end: Callable[[], NoReturn]) -> Iterator[None]:
+    """Ctrl-C calls `end` meanwhile: libraries that are half imported drop the exception, or raise others."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: end())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def end_at_once() -> NoReturn:

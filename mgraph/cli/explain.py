@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mgraph.cli.history import Histories, binaries, near_miss_line
+from mgraph.cli.kernels import has_kernels
 from mgraph.cli.modules import ModuleReport, modules_named
 from mgraph.cli.snapshots import AGAIN, Compiled, Snapshot, open_package
 from mgraph.errors import OptionError, PackageError, did_you_mean
@@ -94,7 +95,10 @@ class Explainer:
         if not lines and what in declared_ops():
             return [f"no {what} in any graph of the package, and no place that was nearly one"]
         if not lines and what in PASSES:
-            return [f"the pass {what} is none of the package's: what was asked for does without it, or it is disabled"]
+            why = "what was asked for does without it, or it is disabled"
+            if not has_kernels(self.package.manifest):
+                why += "; passes for GPUs need a --target with kernels"
+            return [f"the pass {what} is none of the package's: {why}"]
         if not lines:
             raise OptionError(f"nothing in the package is named '{what}'", str(self.package.path), self._hint(what))
         while lines[-1] == "":

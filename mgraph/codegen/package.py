@@ -170,18 +170,18 @@ def _providers(module: Module, info: PackageInfo) -> Providers | None:
 
 def driver_text(kind: str, name: str) -> str:
     """The text of train.py or serve.py."""
-    does, launch, program = {
-        "train": ("Train", "torchrun --nproc-per-node N train.py --help", "start"),
-        "serve": ("Serve", "python serve.py --help", "serving.program"),
+    does, launch, main = {
+        "train": ("Train", "torchrun --nproc-per-node N train.py --help", "main"),
+        "serve": ("Serve", "python serve.py --help", "serve"),
     }[kind]
     return f'''"""{does} {name}: `{launch}` lists the options."""
 
 from pathlib import Path
 
-from mgraph.runtime.{program} import main
+from mgraph.runtime.start import {main}
 
 if __name__ == "__main__":
-    main(Path(__file__).parent)
+    {main}(Path(__file__).parent)
 '''
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -46,6 +47,34 @@ def first(self):
 train.Trainer.train_step = first
 train.main(sys.argv[1], sys.argv[3:])
 """
+
+
+IMPORTING = """
+import builtins, sys, time
+from mgraph.runtime import start
+load = builtins.__import__
+def importing(name, globals=None, locals=None, fromlist=(), level=0):
+    if name.startswith("mgraph.runtime") and ("train" in fromlist or "program" in fromlist):
+        print("importing", flush=True)
+        try:
+            time.sleep(20)
+        except BaseException:
+            pass  # as libraries do with what they do not expect
+    return load(name, globals, locals, fromlist, level)
+builtins.__import__ = importing
+getattr(start, sys.argv[1])(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(("program", "code", "said"), [("main", 130, "interrupted"), ("serve", 0, "stopped before")])
+def test_ctrl_c_while_something_is_imported(program: str, code: int, said: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", IMPORTING, program, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=10)
+    assert process.returncode == code and said in errors and "Traceback" not in errors
 
 
 def test_a_first_step_imports_nothing_heavy(package_dir: Path, tmp_path: Path) -> None:
