@@ -19,9 +19,8 @@ from functools import cached_property
 from pathlib import Path
 
 from mgraph.cli.history import Histories, binaries, near_miss_line
-from mgraph.cli.kernels import has_kernels
 from mgraph.cli.modules import ModuleReport, modules_named
-from mgraph.cli.snapshots import AGAIN, Compiled, Snapshot, open_package
+from mgraph.cli.snapshots import AGAIN, Compiled, Snapshot, has_kernels, open_package
 from mgraph.errors import OptionError, PackageError, did_you_mean
 from mgraph.ir.graph import Function, Node
 from mgraph.ir.opdef import declared_ops

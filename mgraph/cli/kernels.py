@@ -19,7 +19,7 @@ from typing import Any
 from mgraph.cli.graphs import check_format
 from mgraph.cli.kernel_times import Times, step_times
 from mgraph.cli.memory import wanted_sizes
-from mgraph.cli.snapshots import Compiled, open_package
+from mgraph.cli.snapshots import Compiled, has_kernels, open_package
 from mgraph.cli.table import table
 from mgraph.codegen.liveness import ADDING
 from mgraph.codegen.package import PROFILE
@@ -128,12 +128,6 @@ def profile_of(package: Compiled) -> Profile:
             "the package does not hold the profile it was compiled with", str(file), "compile it again, or --rates h100"
         )
     return read_profile(str(file))
-
-
-def has_kernels(manifest: Mapping[str, Any]) -> bool:
-    """Whether a package has kernels for a GPU."""
-    launches = (launch for kernel in manifest.get("kernels", ()) for launch in kernel["launches"])
-    return bool(manifest.get("providers")) or any(launch["binaries"] for launch in launches)
 
 
 def forecast(package: Compiled, profile: Profile, given: Mapping[str, int], entries: Sequence[str]) -> list[Line]:

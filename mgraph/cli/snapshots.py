@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -121,6 +121,12 @@ def open_package(path: Path) -> Compiled:
         raise PackageError("the package lacks graphs of its passes", str(path / "graphs"), AGAIN)
     _say_what_is_edited(path, manifest["files"])
     return Compiled(path, manifest, snapshots)
+
+
+def has_kernels(manifest: Mapping[str, Any]) -> bool:
+    """Whether a package has kernels for a GPU."""
+    launches = (launch for kernel in manifest.get("kernels", ()) for launch in kernel["launches"])
+    return bool(manifest.get("providers")) or any(launch["binaries"] for launch in launches)
 
 
 def _snapshot(path: Path) -> Snapshot:

@@ -444,7 +444,7 @@ def test_an_interrupt_before_anything_is_loaded(
     class Interrupted:
         def find_spec(self, name: str, *_: object) -> None:
             if name == "mgraph.runtime.train":
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(os, "_exit", ended)
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
