@@ -8,8 +8,7 @@ peers are captured in CUDA graphs of several calls, on inputs that do not fit in
 time of a call is taken. `fraction` is of what this card reaches in this run: the least bytes that the work moves over
 what a copy moves, or operations over those of a bf16 product of 8192^3 where these take longer; `reading_seconds` is
 what a kernel takes that reads as many bytes and does nothing else, where these are few; `peak_bytes` are those that a
-call has beside its inputs, of peers in `of_peers`. A kernel that is wrong has no
-row. Exit status 1 on any complaint.
+call has beside its inputs, of peers in `of_peers`. A kernel that is wrong has no row. Exit status 1 on any complaint.
 """
 
 from __future__ import annotations

@@ -93,8 +93,7 @@ class FunctionText:
         self._texts: dict[Value, str] = {}  # by another expression: state
         self._pinned: set[Value] = set()
         self._stacks: dict[Stacked, str] = {}
-        self._elements: dict[Value, Element] = {}  # what loops gathered
-        self._holding: dict[Value, str] = {}  # those of them that their list lives for
+        self._elements: dict[Value, Element] = {}  # what loops gathered, which is small: lists live to the end
         self._popped = {place: stacked for loop in self._loops for place, stacked in loop.popped.items()}
         self._preferred = self._carried_names()
         self._loop: Loop | None = None
@@ -260,9 +259,8 @@ class FunctionText:
             return (f"{self._names[value]} = {text}",) if self._names[value] != text else ()
         if source in self._names:
             self._names[value] = self._pool.share(self._names[source])
-        elif source in self._holding:
+        elif source in self._elements:
             self._elements[value] = self._elements[source]
-            self._holding[value] = self._pool.share(self._holding[source])
         else:
             self._texts[value] = text
         return ()
@@ -528,13 +526,6 @@ class FunctionText:
     def _carry_out(self, loop: Loop, kept_after: Mapping[Value, Value]) -> None:
         freed: set[str] = set()
         self._pinned.difference_update(kept_after)
-        for place in loop.gathered:
-            values = loop.results(*place)
-            name = self._elements[values[0]].list
-            for value in values:
-                if self._live.last_use[value] >= loop.end and value not in kept_after.values():
-                    self._holding[value] = self._pool.share(name)
-            self._pool.release(name)
         for value, final in kept_after.items():
             name = self._names.pop(value)
             if self._live.last_use[final] >= loop.end:
@@ -547,8 +538,7 @@ class FunctionText:
             if loop.start <= self._live.last_use[v] < loop.end and v not in self._inputs and v not in self._pinned
         ]
         freed |= self._release(outside)
-        small = {v for v in self._elements if is_small(v)}
-        left = {n for v, n in self._names.items() if v in self._body_values(loop) - small}
+        left = {n for v, n in self._names.items() if v in self._body_values(loop) - self._elements.keys()}
         for value in self._body_values(loop):
             if value in self._names:
                 self._pool.release(self._names.pop(value))
@@ -575,10 +565,13 @@ class FunctionText:
 
     def _release(self, dead: Sequence[Value]) -> set[str]:
         """Give up the names of dead values; those that end up free and matter to memory."""
-        freed: set[str] = set()
+        freed = set()
         for value in dead:
-            names = [by.pop(value) for by in (self._names, self._holding) if value in by and value not in self._inputs]
-            freed.update(name for name in names if self._pool.release(name) and not is_small(value))
+            if value in self._inputs or value not in self._names:
+                continue
+            name = self._names.pop(value)
+            if self._pool.release(name) and not is_small(value):
+                freed.add(name)
         return freed
 
     def _bury(self, dead: Sequence[Value], keep: set[str], final: bool) -> None:
