@@ -35,7 +35,7 @@ ON_A_GPU = {
     "linear_loss_h200": "benchmarks.gpu.linear_loss FILE (K6)",
     "start_up_h200": "mgraph compile MODEL (anywhere), then benchmarks.gpu.start_up PACKAGE FILE",
     "sanitizer_h200": "benchmarks.gpu.sanitize DIR [--prepare: anywhere] --results FILE",
-    "offload": "benchmarks.gpu.offload build DIR (anywhere), then benchmarks.gpu.offload run DIR",
+    "offload_h200": "benchmarks.gpu.offload build DIR (anywhere), then benchmarks.gpu.offload run DIR FILE",
     "training_h100": "mgraph compile (anywhere), then benchmarks.gpu.check_training FILE PACKAGE FAMILY:SIZE",
 }
 

@@ -192,7 +192,8 @@ def version() -> int:
 
 def sum_of(total: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
     """total [M, N] + left [M, K] @ right [K, N] in memory of its own: one pass over the total, as the product is
-    written, where torch first copies it. None where the library is not asked for such a sum, or has no kernel."""
+    written, where torch first copies it. Over the total itself the library would round the product before it adds it,
+    as it does on Hopper. None where the library is not asked for such a sum, or has no kernel."""
     if not (left.is_cuda and total.dtype is left.dtype and total.is_contiguous() and left.numel() and total.numel()):
         return None
     shape, device = Shape.of(left, right), left.device.index

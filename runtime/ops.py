@@ -276,17 +276,9 @@ def mm_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return total.copy_(left @ right)
 
 
-def matmul_add_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Add left [..., K] @ right [K, N] to total [..., N] in place."""
-    if not total.is_contiguous():
-        return total.add_(left @ right)
-    total.view(-1, total.shape[-1]).addmm_(left.reshape(-1, left.shape[-1]), right)
-    return total
-
-
 def matmul_add(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """total [..., N] + left [..., K] @ right [K, N], in memory of its own. On a GPU a product of low-precision matrices
-    reads the total where it writes the sum."""
+    reads the total where it writes the sum, which is rounded once."""
     flat, rows = total.reshape(-1, total.shape[-1]), left.reshape(-1, left.shape[-1])
     made = sum_of(flat, rows, right)
     return (torch.addmm(flat, rows, right) if made is None else made).view(total.shape)

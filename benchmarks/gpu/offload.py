@@ -1,11 +1,13 @@
 """Offloading and recomputation on a GPU: the same losses and gradients bit for bit, memory as predicted, what it costs.
 
 python3 -m benchmarks.gpu.offload build DIRECTORY                  needs no GPU
-python3 -m benchmarks.gpu.offload run DIRECTORY RESULTS.jsonl      under a minute
+python3 -m benchmarks.gpu.offload run DIRECTORY RESULTS.jsonl [VARIANT …]      about a minute
 
 Each variant of the dense model of 0.9 B parameters takes a few steps on the same batches, with CUDA graphs from the
 second on. A row says seconds a step beside those of the package as it is (`plain`), the measured peak beside the
-predicted one, and whether all losses, gradients and norms equal those of that package. Exit status 1 where they do not.
+predicted one, and whether losses, norms and the state after some steps equal those of that package; these steps are
+taken by deterministic algorithms, for attention as packages run it does not repeat its own gradients. Exit status 1
+where they do not.
 """
 
 from __future__ import annotations
@@ -15,17 +17,17 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.gpu import rows, training_models
 from mgraph.compiler import compile_package
 from mgraph.recipe import Recipe
 from mgraph.runtime.package import load_package
-from mgraph.runtime.state import create_state
+from mgraph.runtime.state import State, create_state
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -37,7 +39,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all": {"offload": "activations,optimizer", "recompute": "full"},
 }
 MODEL = "dense"
-STEPS = 5
+WARM = 3
+"""Steps before those that are timed: one that launches, one that captures, one more."""
+TIMED = 5
+EXACT = 3
+"""Steps of which the results are compared."""
 PREDICTED = "predicted.json"
 
 
@@ -65,42 +71,64 @@ def build(directory: Path) -> None:
     (directory / PREDICTED).write_text(json.dumps(predicted), encoding="utf-8")
 
 
-def measured(path: Path, device: torch.device) -> tuple[float, int, list[Tensor]]:
-    """Seconds and peak bytes of a package, and what is to be equal, on the host: losses, norms, the last gradients."""
+def trained(path: Path, device: torch.device, count: int) -> Iterator[State]:
+    """Train some steps: what each gave, and the state after it."""
     package = load_package(path, device)
-    torch.cuda.reset_peak_memory_stats()
     state = create_state(package.state_specs, 0, device)
-    found: list[Tensor] = []
-    begun = 0.0
-    for index, batch in enumerate(training_models.SHAPES[MODEL].batches(0, STEPS, device)):
-        if index == 2:  # the graphs are there
-            torch.cuda.synchronize()
-            begun = time.perf_counter()
+    for batch in training_models.SHAPES[MODEL].batches(0, count, device):
         given = package.call("microbatch", state, *batch)
-        if index == STEPS - 1:
-            found += [tensor.cpu() for name, tensor in state.items() if name.endswith(".grad")]
-        given |= package.call("finish", state, torch.tensor(1e-4, device=device))
-        found += [given["loss"], given["grad_norm"]]
-    torch.cuda.synchronize()
-    seconds = (time.perf_counter() - begun) / (STEPS - 2)
-    return seconds, torch.cuda.max_memory_allocated(), [tensor.cpu() for tensor in found]
+        yield given | package.call("finish", state, torch.tensor(1e-4, device=device)) | state
 
 
-def run(directory: Path, results: Path) -> bool:
-    """A row per variant; whether all give the same."""
+def exact(path: Path, device: torch.device) -> list[State]:
+    """What is to be equal, after each of some steps by algorithms that repeat their results: losses, norms, and the
+    state of the last step."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        return list(trained(path, device, EXACT))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def equal(found: list[State], expected: list[State], device: torch.device) -> bool:
+    """Whether all is the same to the bit, wherever it lies."""
+    return all(
+        torch.equal(after[name].to(device), tensor.to(device))
+        for after, before in zip(found, expected, strict=True)
+        for name, tensor in before.items()
+    )
+
+
+def measured(path: Path, device: torch.device) -> tuple[float, int]:
+    """Seconds of a step, and the peak of the package's bytes, as it runs."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()  # workspaces that libraries keep for streams of packages that are gone
+    begun = 0.0
+    for index, _ in enumerate(trained(path, device, WARM + TIMED)):
+        if index in (WARM - 1, WARM + TIMED - 1):
+            torch.cuda.synchronize()
+            begun = time.perf_counter() - begun
+    return begun / TIMED, torch.cuda.max_memory_allocated() - before
+
+
+def run(directory: Path, results: Path, variants: list[str]) -> bool:
+    """A row per variant, of which the first is the plain one; whether all give the same."""
     device = rows.gpu()
     predicted = json.loads((directory / PREDICTED).read_text(encoding="utf-8"))
     shape = training_models.SHAPES[MODEL]
     workload = f"{MODEL} B{shape.batch} S{shape.length} bf16"
-    expected: list[Tensor] = []
+    expected: list[State] = []
     plain: dict[str, float] = {}
     right = True
-    for name in VARIANTS:
-        gc.collect()
-        torch.cuda.empty_cache()
-        seconds, peak, found = measured(directory / name, device)
+    for name in variants:
+        seconds, peak = measured(directory / name, device)
+        found = exact(directory / name, device)
         expected = expected or found
-        same = all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        same = equal(found, expected, device)
+        del found
         right &= same
         more = {"variant": name, "peak_bytes": peak, "predicted_bytes": predicted[name], "same": same}
         rows.append(results, rows.row("offload", workload, seconds, "seconds", plain, **more))
@@ -119,13 +147,17 @@ def main() -> int:
     parser.add_argument("what", choices=("build", "run"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("results", type=Path, nargs="?")
+    parser.add_argument("variants", nargs="*", help=f"some of {', '.join(VARIANTS)}, beside the plain one")
     options = parser.parse_args()
     if options.what == "build":
         build(options.directory)
         return 0
     if options.results is None:
         parser.error("run wants RESULTS.jsonl")
-    return int(not run(options.directory, options.results))
+    if unknown := [name for name in options.variants if name not in VARIANTS]:
+        parser.error(f"no variants: {', '.join(unknown)}")
+    variants = [name for name in VARIANTS if name in ("plain", *(options.variants or VARIANTS))]
+    return int(not run(options.directory, options.results, variants))
 
 
 if __name__ == "__main__":

@@ -104,8 +104,7 @@ def write(site: Site) -> Written:
     if name in ("global_norm", "square_sum"):
         return Written(_of_all(site), {})
     if name == "matmul_add":
-        taken = site.overwrite == 0
-        return Written(f"rt.matmul_add{'_' * taken}({', '.join(site.operands)})", {0: 0} if taken else {})
+        return Written(f"rt.matmul_add({', '.join(site.operands)})", {})
     if name == "linear_cross_entropy_with_grad":
         return _linear_cross_entropy(site)
     if name in ("linear", "linear_glu") and not site.kernels.fixed:
@@ -202,7 +201,7 @@ def overwritable(node: Node) -> tuple[int, ...]:
     """Operands whose memory the op could take for its only result, or its gradient, best first."""
     if node.op in ("cross_entropy_grad", "cross_entropy_part_grad"):
         return (1,)
-    if node.op in ("cross_entropy_with_grad", "matmul_add", "rope_joined"):
+    if node.op in ("cross_entropy_with_grad", "rope_joined"):
         return (0,)
     if node.op == "region":
         takes = node.attrs.get("takes")

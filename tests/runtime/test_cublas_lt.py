@@ -26,7 +26,7 @@ def test_operands_begin_where_kernels_read() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strided", [False, True])
 def test_matmul_add(dtype: torch.dtype, strided: bool) -> None:
-    """Both forms against float64, on totals without gaps or with; the one leaves what it adds to as it is."""
+    """Against float64, on totals without gaps or with, which stay as they are."""
     generator = torch.Generator().manual_seed(0)
     total, left, right = (
         torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 3, 7), (2, 3, 5), (7, 5))
@@ -37,20 +37,18 @@ def test_matmul_add(dtype: torch.dtype, strided: bool) -> None:
     made = rt.matmul_add(total, left, right.t())
     assert made.is_contiguous() and torch.equal(total, kept)
     torch.testing.assert_close(made.double(), want, rtol=bound, atol=bound)
-    assert rt.matmul_add_(total, left, right.t()) is total
-    torch.testing.assert_close(total.double(), want, rtol=bound, atol=bound)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("rows", "depth"), [(512, 1024), (1000, 136), (1, 64)])
 def test_the_sum_of_a_product(dtype: torch.dtype, rows: int, depth: int) -> None:
-    """Rounded once, in memory of its own; what begins elsewhere is left to torch."""
+    """Rounded once, as almost all elements show, in memory of its own; what begins elsewhere is left to torch."""
     total, left, right = (torch.randn(*shape).cuda().to(dtype) for shape in ((rows, 256), (rows, depth), (256, depth)))
     kept, want = total.clone(), total.double() + left.double() @ right.double().t()
     made = sum_of(total, left, right.t())
     assert made is not None and made.data_ptr() != total.data_ptr() and torch.equal(total, kept)
-    assert float((made.double() - want).norm()) < 4e-3 * float(want.norm())
+    assert float((made != want.to(dtype)).float().mean()) < 0.05  # 0.25, were the product rounded first
     odd = left[:, 1:], right[:, 1:].t()
     want = total.double() + odd[0].double() @ odd[1].double()
     assert sum_of(total, *odd) is None
