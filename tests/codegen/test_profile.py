@@ -42,6 +42,10 @@ def test_an_instance_is_a_node_at_given_sizes() -> None:
     assert found.attrs == {"eps": 1e-5, "offset": 0.0, "round": "normed"}
 
 
+PINS = {"NVIDIA H100 80GB HBM3": 3.36e12, "NVIDIA H200": 4.8e12}
+"""Bytes per second that a card's memory can give, as its maker says."""
+
+
 @pytest.mark.parametrize("name", committed_profiles())
 def test_committed_profiles_say_where_times_come_from(name: str) -> None:
     profile = read_profile(name)
@@ -50,8 +54,7 @@ def test_committed_profiles_say_where_times_come_from(name: str) -> None:
     for row in profile.measured:
         assert row.attrs.keys() == op_def(row.op).complete(row.attrs).keys(), "else it is no node's"
         if row.provider == "triton" and not row.op.startswith("attention"):
-            # No kernel moved its bytes faster than the machine's copy does, by more than the noise of both.
-            assert row.bytes / row.microseconds * 1e6 < 4.3e12 * 1.03
+            assert row.bytes / row.microseconds * 1e6 < PINS[row.card], f"{row} is faster than the memory"
 
 
 def test_times_are_measured_near_or_modelled() -> None:

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mgraph.ir.dims import Dim, as_dim
+from mgraph.ir.graph import Node
 from mgraph.ir.opdef import REQUIRED, define_op
 from mgraph.ir.ops.control import accumulate
-from mgraph.ir.ops.cost import per_element, traffic
+from mgraph.ir.ops.cost import per_element, traffic, value_bytes
 from mgraph.ir.ops.glu import GLU_ATTRS, glu_grad
 from mgraph.ir.ops.rope import ATTRS, rope
 from mgraph.ir.types import TensorType
@@ -127,6 +129,15 @@ def _infer_rope_joined(types: Sequence[TensorType], attrs: Mapping[str, Any]) ->
     return (x,)
 
 
+def _turned_traffic(node: Node) -> Dim:
+    """Bytes of the heads that turn, read and written where they lie, and of the tables."""
+    x, *tables = node.operands
+    heads, width = node.attrs["heads"], node.attrs["width"]
+    assert isinstance(heads, int) and isinstance(width, int)
+    turned = replace(x, type=replace(x.tensor, shape=(*x.tensor.shape[:-1], heads * width)))
+    return as_dim(2 * value_bytes(turned) + sum(map(value_bytes, tables)))
+
+
 define_op("joined", joined, attrs={"gathered": False}, infer=_infer_joined)
 define_op("accumulate_joined", accumulate_joined, attrs={"fresh": False}, infer=_infer_accumulate)
 define_op(
@@ -153,6 +164,6 @@ define_op(
     attrs={"heads": REQUIRED, "width": REQUIRED, **ATTRS},
     infer=_infer_rope_joined,
     flops=per_element(3),
-    bytes=traffic,
+    bytes=_turned_traffic,
     compute_dtype="f32",
 )

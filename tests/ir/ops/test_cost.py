@@ -26,6 +26,13 @@ def test_traffic_counts_each_operand_and_result_once() -> None:
     assert cost(node) == 2 * B * S * 64 * 2 + 64 * 4 + B * S * 4
 
 
+def test_heads_that_do_not_turn_are_not_moved() -> None:
+    x, table = TensorType(DType.BF16, (B, S, 8 * 16)), TensorType(DType.F32, (1, S, 16))
+    cost = op_def("rope_joined").bytes
+    assert cost is not None
+    assert cost(_node("rope_joined", x, table, table, heads=6, width=16)) == 2 * B * S * 6 * 16 * 2 + 2 * S * 16 * 4
+
+
 def test_causal_attention_is_half_of_full() -> None:
     q, kv = TensorType(DType.F32, (B, 4, S, 8)), TensorType(DType.F32, (B, 2, S, 8))
     cost = op_def("attention").flops
