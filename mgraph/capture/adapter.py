@@ -5,7 +5,7 @@ Default loss: `labels[b, s]` is the target of position s, -100 is ignored, and s
     loss_sum = sum over (b, s) of -log softmax(float32(logits[b, s]))[labels[b, s]],    count = number of such (b, s)
 
 A loss of the model's own beside it, such as that of routers, is the output's `aux_loss` f32[]. It is added to the mean,
-so `loss_sum` takes count times it.
+so `loss_sum` takes count times it; of transformers classes, times `router_aux_loss_coef`, as they do it themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mgraph.capture import packed
+from mgraph.capture import packed, router_losses
 from mgraph.capture.source import LossFunction
 from mgraph.errors import ModelError
 
@@ -50,13 +50,6 @@ def logits_of(outputs: Any) -> Tensor | None:
     """The logits in what a model returned: a tensor, or the `logits` of an output object."""
     found = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
     return found if isinstance(found, Tensor) else None
-
-
-def _with_own_loss(made: tuple[Tensor, Tensor], outputs: Any) -> tuple[Tensor, Tensor]:
-    """The loss sum and count, with the model's own loss added to the mean."""
-    total, count = made
-    own = getattr(outputs, "aux_loss", None)
-    return (total, count) if own is None else (total + own * count, count)
 
 
 class Adapter(nn.Module):
@@ -117,15 +110,24 @@ class Adapter(nn.Module):
         batch = dict(zip(self.names, inputs, strict=True))
         keywords = {n: batch[n] for n in self._keywords}
         first = () if "tokens" in keywords or "tokens" not in batch else (batch["tokens"],)
-        with packed.own_segments(self.model, batch["segment_ids"], self.where) if self._masked else nullcontext():
+        documents = packed.own_segments(self.model, batch["segment_ids"], self.where) if self._masked else nullcontext()
+        with documents, router_losses.traceable(self.model):
             outputs = self.model(*first, **keywords, **self._fixed)
         logits = logits_of(outputs)
         if self.loss is not None:
             made = self.loss(outputs, batch)
         else:
-            made = _with_own_loss(masked_cross_entropy(self._checked(outputs, logits), batch), outputs)
+            made = self._with_own_loss(masked_cross_entropy(self._checked(outputs, logits), batch), outputs)
         self._check_loss(made)
         return made if logits is None else (*made, logits)
+
+    def _with_own_loss(self, made: tuple[Tensor, Tensor], outputs: Any) -> tuple[Tensor, Tensor]:
+        """The loss sum and count, with the model's own loss added to the mean."""
+        total, count = made
+        own = getattr(outputs, "aux_loss", None)
+        if own is None:
+            return total, count
+        return total + router_losses.weight_of(self.model, self.where) * own * count, count
 
     def _check_loss(self, made: Any) -> None:
         scalars = (

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from mgraph.capture import ModelSpec, capture
+from mgraph.capture.router_losses import weight_of
 from mgraph.errors import CaptureError, MgraphError, ModelError
 from tests.capture.models import llama_config, write_model
-from tests.families.configs import write_config
+from tests.families.configs import eager
 
 
 def failure(spec: str | ModelSpec, kind: type[MgraphError]) -> MgraphError:
@@ -110,16 +113,34 @@ return y + picked + z.real.sum().float()
         assert any(text in line and f"user.py:{number}" in line for line in lines), (number, text, lines)
 
 
-def test_a_router_s_loss_of_transformers(tmp_path: Path) -> None:
-    """A line of a library is left out by a setting."""
-    error = failure(write_config("mixtral", tmp_path, output_router_logits=True), CaptureError)
-    assert "transformers/models/mixtral/modeling_mixtral.py" in str(error) and "output_router_logits: false" in str(
-        error
-    )
+def test_a_line_of_transformers(tmp_path: Path) -> None:
+    """A line of a library cannot be rewritten; a setting may leave it out."""
+    from transformers import PhimoeConfig
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = PhimoeConfig(**sizes, num_key_value_heads=2, vocab_size=64, pad_token_id=None)
+    config.architectures = ["PhimoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    error = failure(f"hf:{tmp_path / 'config.json'}", CaptureError)
+    assert "random numbers in forward" in error.message and "a setting of config.json" in str(error)
+    assert "transformers/models/phimoe/modeling_phimoe.py" in str(error)
+
+
+def test_a_loss_of_transformers_with_no_weight(tmp_path: Path) -> None:
+    """What the class multiplies its routers' losses by is not known."""
+    model: Any = eager("mixtral")
+    assert weight_of(model, "config.json") == 0.001 and weight_of(torch.nn.Linear(2, 2), "user.py") == 1.0
+    model.router_aux_loss_coef = None
+    with pytest.raises(ModelError, match="MixtralForCausalLM gives a loss of its own, and no router_aux_loss_coef"):
+        weight_of(model, "config.json")
 
 
 def test_a_quotient_of_sizes(tmp_path: Path) -> None:
-    """As transformers' Mixtral has one, where it gives the losses of its routers."""
     body = "twice = torch.cat([x, x])\nreturn self.head(x * (twice.shape[0] / x.shape[0]))"
     error = failure(write_model(tmp_path, body), CaptureError)
     assert "a number that is a quotient of sizes" in error.message and "user.py:14" in str(error)

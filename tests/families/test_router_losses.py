@@ -1,0 +1,84 @@
+"""Losses of routers in unmodified transformers classes: loss and gradients are the class's own, over all data ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mgraph.compiler import build_module, compile_package
+from mgraph.ir.graph import Module, StateKind
+from mgraph.recipe import Recipe
+from mgraph.runtime.package import load_package
+from mgraph.runtime.state import create_state
+from tests.all_ranks import difference
+from tests.end_to_end.builds import Lift, batches, fill
+from tests.end_to_end.meshes import Batch, Ranks, initial_state, steps_of
+from tests.families.configs import eager, write_config
+from tests.sampling import sampled
+
+WEIGHT = 0.05
+CHANGES: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": WEIGHT}
+MESHES = ("dp=1", "dp=2", "ep=2", "fsdp=2,ep=fsdp", "dp=2,tp=2")
+CASES = [(name, mesh) for name in ("mixtral", "qwen3-moe", "gpt-oss") for mesh in MESHES]
+
+
+def own(name: str, state: dict[str, Tensor], tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """The loss sum and all gradients of the class itself in float64, with the loss that it gives."""
+    model = eager(name, **CHANGES).double().train()
+    model.config._experts_implementation = "eager"  # type: ignore[union-attr]
+    fill(model, state)
+    with Lift():  # type: ignore[no-untyped-call]
+        out = model(tokens)
+        loss = F.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = loss + WEIGHT * out.aux_loss * (labels != -100).sum()
+        loss.backward()
+    assert float(out.aux_loss.detach()) > 0.5
+    gradients = {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss_sum": loss.detach(), **gradients}
+
+
+def whole(batches: list[Batch], name: str) -> Tensor:
+    """What all ranks get, as one batch."""
+    return torch.cat([batch.inputs[name] for batch in batches])
+
+
+@pytest.mark.parametrize(("name", "mesh"), sampled(CASES, 3))
+def test_all_ranks_have_the_loss_of_the_class(name: str, mesh: str, tmp_path: Path) -> None:
+    module = build_module(Recipe(model=write_config(name, tmp_path, **CHANGES), mesh=mesh, arch="none")).module
+    ranks = Ranks(module, {axis.name: axis.size or 1 for axis in module.mesh if not axis.of}, initial_state(module))
+    given = steps_of(module, max(ranks.data_rank(at) for at in ranks.at) + 1, 1)[0][0]
+    state = ranks.whole(StateKind.PARAM, StateKind.BUFFER)
+    expected = own(name, state, whole(given, "tokens"), whole(given, "labels"))
+    outputs = ranks.run_batches("microbatch", 0, given)
+    found = {"loss_sum": sum(out["loss_sum"] for out in outputs), **ranks.whole(StateKind.GRAD)}
+    assert expected.keys() == found.keys()
+    for parameter, tensor in expected.items():
+        assert difference(tensor, found[parameter], 1e-6) <= 1e-9, parameter
+
+
+def values_of_tokens(module: Module) -> list[str]:
+    """Results of the layer's forward that are as large as a batch, beside those that the backward reads."""
+    call = next(node for node in module.functions["microbatch"].nodes if node.op == "call")
+    backward = {v for node in module.functions["microbatch"].nodes if node.op == "call" for v in node.operands}
+    return [v.name for v in call.results if not all(isinstance(n, int) for n in v.tensor.shape) and v not in backward]
+
+
+def test_layers_count_for_themselves(tmp_path: Path) -> None:
+    """No layer gives logits for the loss to be made of, and the emitted step is one loop over layers."""
+    recipe = Recipe(model=write_config("qwen3-moe", tmp_path, **CHANGES), arch="none", output=str(tmp_path / "package"))
+    done = compile_package(recipe)
+    assert done.package is not None and not values_of_tokens(done.module)
+    text = (done.package / "step.py").read_text("utf-8")
+    assert text.count("= layer_fwd(") == 1 and "for i in range(2):" in text
+    package = load_package(done.package, "cpu")
+    state = create_state(package.state_specs, 3, "cpu")
+    (tokens, labels), *_ = batches(1)
+    expected = own("qwen3-moe", state, tokens, labels)
+    found = package.call("microbatch", state, tokens, labels) | state
+    for name, tensor in expected.items():
+        assert difference(tensor, found[name].double(), 1e-4) <= 1e-4, name
