@@ -223,7 +223,28 @@ class FunctionText:
             if value in self._names and isinstance(value.type, TensorType):
                 self._unread -= self._dims.bind_made(self._body, value, self._names[value], self._unread)
         self._push(node, before=False)
-        self._bury_names(freed - set(left), final=self._is_last(index))
+        self._bury_names((freed | self._read_for_the_last_time(node)) - set(left), final=self._is_last(index))
+
+    def _read_for_the_last_time(self, node: Node) -> set[str]:
+        """Names of what a loop carries that an iteration reads no more before it makes it anew, while functions run."""
+        loop = self._loop
+        if loop is None:
+            return set()
+        found = set()
+        for (made, result), initial in loop.carried().items():
+            readers = [
+                m for (m, _), kind in loop.operands.items() if isinstance(kind, Carried) and kind.initial is initial
+            ]
+            rest = [loop.node(0, m).op for m in range(self._place[node] + 1, made + 1)]
+            name = self._names[loop.node(0, made).results[result]]
+            if (
+                max(readers) == self._place[node]
+                and "call" in rest
+                and not is_small(initial)
+                and self._pool.alone(name)
+            ):
+                found.add(name)
+        return found
 
     def _bind(self, node: Node, index: int, written: Written, freed: set[str]) -> list[str]:
         """Names of the results that the statement binds."""
@@ -418,9 +439,12 @@ class FunctionText:
         if len(set(values)) == 1:
             return values[0]
         layers = loop.layers or range(loop.count)
-        first = min(layers)
+        first, step = min(layers), abs(layers.step)
         ordered = [v for _, v in sorted(zip(layers, values, strict=True))]
-        return f"({', '.join(ordered)})[{f'i - {first}' if first else 'i'}]"
+        place_of = f"{INDEX} - {first}" if first else INDEX
+        if step > 1:
+            place_of = f"({place_of}) // {step}" if first else f"{place_of} // {step}"
+        return f"({', '.join(ordered)})[{place_of}]"
 
     def _write_loop(self, loop: Loop) -> None:
         body = {loop.node(0, m): m for m in range(loop.period)}
@@ -647,8 +671,9 @@ def _type_text(value: Value) -> str:
 
 
 def _range_text(layers: range) -> str:
-    low, high = min(layers), max(layers) + 1
-    text = f"range({low}, {high})" if low else f"range({high})"
+    step = abs(layers.step)
+    low, high = min(layers), max(layers) + step
+    text = f"range({low}, {high}, {step})" if step > 1 else f"range({low}, {high})" if low else f"range({high})"
     return text if layers.step > 0 else f"reversed({text})"
 
 

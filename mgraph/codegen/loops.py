@@ -111,8 +111,13 @@ class Loop:
     def with_index(self, index: int) -> Node:
         """Node `index` of every iteration, by the name of the number of its layer."""
         node, layers = self.node(0, index), self.layers or range(self.count)
-        passed = (symbol(INDEX) - layers.start) * layers.step
-        moved = {key: as_dim(_dim(node.attrs[key]) + step * passed) for key, step in self.steps.get(index, {}).items()}
+        passed = (symbol(INDEX) - min(layers)) / sympy.Integer(abs(layers.step))
+        moved = {}
+        for key, step in self.steps.get(index, {}).items():
+            up = layers.step > 0
+            lowest = _dim(node.attrs[key]) if up else _dim(node.attrs[key]) + step * (self.count - 1)
+            whole = isinstance(step, int) and step % layers.step == 0
+            moved[key] = as_dim(lowest + (step if up else -step) * (passed if whole else sympy.floor(passed)))
         return replace(node, attrs={**node.attrs, **moved}) if moved else node
 
     def carried(self) -> dict[tuple[int, int], Value]:
@@ -212,8 +217,6 @@ def _loop(function: Function, start: int, period: int, count: int, earlier: list
             loop.operands[m, o] = operand
     if any(a.type != b.type for m in range(period) for t in range(count) for a, b in _results(loop, t, m)):
         return None  # as of parts that grow: what is decided of the first iteration would not hold for others
-    if loop.steps and _holds_longer(loop):
-        return None
     loop.layers = _layers_of(loop) or next(iter(layers), None)
     for place, operand in loop.operands.items():
         if isinstance(operand, Slot):
@@ -229,16 +232,6 @@ def _loop(function: Function, start: int, period: int, count: int, earlier: list
 def _results(loop: Loop, iteration: int, node: int) -> Iterator[tuple[Value, Value]]:
     """What a node gives in the first iteration, and in another."""
     return zip(loop.node(0, node).results, loop.node(iteration, node).results, strict=True)
-
-
-def _holds_longer(loop: Loop) -> bool:
-    """Whether something large that is carried would live while a function runs that does not read it."""
-    reads: dict[tuple[int, int], int] = {}
-    for (m, _), kind in loop.operands.items():
-        if isinstance(kind, Carried) and not is_small(kind.initial):
-            place = kind.node, kind.result
-            reads[place] = max(m, reads.get(place, 0))
-    return any(loop.node(0, m).op == "call" for (bound, _), last in reads.items() for m in range(last + 1, bound + 1))
 
 
 def _steps(nodes: Sequence[Node]) -> dict[str, Dim] | None:
@@ -361,7 +354,7 @@ def _reads(
 
 
 def template(names: Sequence[str]) -> tuple[str, range] | None:
-    """Names that differ in one number, which goes up or down by 1: their template and the numbers."""
+    """Names that differ in one number, which goes up or down evenly: their template and the numbers."""
     parts = [name.split(".") for name in names]
     if len({len(p) for p in parts}) != 1:
         return None
@@ -370,7 +363,7 @@ def template(names: Sequence[str]) -> tuple[str, range] | None:
         return None
     numbers = [int(p[places[0]]) for p in parts]
     step = numbers[1] - numbers[0]
-    expected = range(numbers[0], numbers[0] + step * len(numbers), step) if step in (1, -1) else range(0)
+    expected = range(numbers[0], numbers[0] + step * len(numbers), step) if step else range(0)
     if list(expected) != numbers:
         return None
     where = places[0]

@@ -286,6 +286,10 @@ def by_turns() -> nn.Module:
     return _mixed("dmdm")
 
 
+def by_turns_longer() -> nn.Module:
+    return _mixed("dmmdmmdmm")
+
+
 def shared() -> nn.Module:
     return models.get("moe", "tiny", num_layers=3, shared_d_ff=48, balance_loss=0.02)
 

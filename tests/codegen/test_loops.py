@@ -61,7 +61,15 @@ def microbatch() -> Function:
 def test_template() -> None:
     assert template(["a.0.w", "a.1.w", "a.2.w"]) == ("a.{}.w", range(3))
     assert template(["a.2.w", "a.1.w"]) == ("a.{}.w", range(2, 0, -1))
-    for names in (["a.0.w", "a.2.w"], ["a.0.w", "b.1.w"], ["a.w", "a.v"], ["a.0", "a.1.w"]):
+    assert template(["a.0.w", "a.2.w", "a.4.w"]) == ("a.{}.w", range(0, 6, 2))
+    assert template(["a.5.w", "a.2.w"]) == ("a.{}.w", range(5, -1, -3))
+    for names in (
+        ["a.0.w", "a.2.w", "a.3.w"],
+        ["a.0.w", "a.0.w"],
+        ["a.0.w", "b.1.w"],
+        ["a.w", "a.v"],
+        ["a.0", "a.1.w"],
+    ):
         assert template(names) is None
 
 
@@ -130,8 +138,10 @@ FORMS = [
     ("turned", {}, 4),
     ("later", {}, 4),
     ("first_dense", {}, 4),
-    ("mixed", {"recompute": "full"}, 8),
-    ("by_turns", {}, 0),
+    ("mixed", {"recompute": "full"}, 4),
+    ("mixed", {}, 4),
+    ("by_turns", {}, 4),
+    ("by_turns_longer", {}, 4),
     ("shared", {"recompute": "selective", "activation_budget": "1200KiB", "seq": 64}, 4),
     ("balanced", {}, 4),
     ("balanced", {"offload": "activations"}, 4),
