@@ -5,6 +5,7 @@ made earlier in the same iteration; *carried* from the iteration before; a *slot
 number of the iteration's layer, or of one a fixed number of layers away; or *stacked*: an earlier loop pushes what each
 iteration makes, and whoever reads it pops. Readers are later loops and nodes outside of loops, which together must ask
 for everything exactly once, the last first. A part of a tensor may be told by the number of the layer (`d_losses[i]`).
+An iteration may be several layers, of kinds in turns: the numbers of layers go on by as many.
 
 What nodes outside of loops read otherwise of iterations before the last is *gathered* in a list, as losses of layers
 that are added up at the end. The list dies as a whole: so these are too small for it to matter.

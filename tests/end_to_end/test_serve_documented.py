@@ -22,7 +22,7 @@ STEPS = ["--steps", "3", "--batch-size", "2", "--seq-len", "32"]
 
 
 @pytest.mark.full
-def test_the_sequence_of_the_documentation(tmp_path: Path) -> None:
+def test_the_sequence_of_the_documentation(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """`make demo` is run with few steps and one process; all else is taken from the blocks of the document."""
     document = DOCUMENT.read_text("utf-8").replace("build/", f"{tmp_path}/build/").replace("runs/", f"{tmp_path}/runs/")
     shell, with_curl, with_client, alone = re.findall(r"^```\w*\n(.*?)^```", document, re.M | re.S)[:4]
@@ -44,7 +44,9 @@ def test_the_sequence_of_the_documentation(tmp_path: Path) -> None:
             streamed = said(with_client.replace("http://127.0.0.1:8000", address))
             curl = shlex.split(with_curl.replace("http://127.0.0.1:8000", address).replace("\\\n", " "))
             events = curl_says(curl)
-            if not MISSING:
+            with subtests.test("the page in a browser"):
+                if MISSING:
+                    pytest.skip("needs chromium and chromedriver")
                 with opened() as browser:
                     browser.open(address)
                     ask(browser, "The ", 20)
