@@ -396,13 +396,24 @@ def {name}(dweights, logits, indices):
 
 
 def _grad_source(name: str, problem: Router, cut: Tuning, args: tuple[str, ...]) -> str:
-    masked = problem.columns > problem.experts
-    real = f"(expert < {problem.experts})[None, :]"
-    inside = f"(token < T)[:, None]{f' & {real}' if masked else ''}"
-    score = "softmax_chosen" if _of_chosen(problem) else problem.score
+    dense = problem.score == "softmax" and not _of_chosen(problem)
     lines = [
         f"token = tl.program_id(0) * {cut.tokens} + tl.arange(0, {cut.tokens})",
         f"expert = tl.arange(0, {problem.columns})",
+        *(_dense_grad_lines(problem, cut) if dense else _sparse_grad_lines(problem, cut)),
+    ]
+    return f'''
+@triton.jit
+def {name}({_parameters(args)}):
+    """dlogits of {cut.tokens} tokens: those of the weights of the chosen {problem.choices} of {problem.experts}."""
+{lines_of(*lines)}
+'''
+
+
+def _dense_grad_lines(problem: Router, cut: Tuning) -> list[str]:
+    """Of scores that are a softmax over all experts, every one of which has a gradient."""
+    masked = problem.columns > problem.experts
+    return [
         f"taken = tl.zeros([{cut.tokens}, {problem.columns}], dtype=tl.int32)",
         f"grad = tl.zeros([{cut.tokens}, {problem.columns}], dtype=tl.float32)",
         f"for choice in tl.static_range({problem.choices}):",
@@ -412,35 +423,59 @@ def _grad_source(name: str, problem: Router, cut: Tuning, args: tuple[str, ...])
         "    here = expert[None, :] == which[:, None]",
         "    taken = tl.where(here, 1, taken)",
         f"    grad = tl.where(here, dweight[:, None]{_times(problem)}, grad)",
-        *_score_lines(Router(**{**vars(problem), "score": score}), masked),
+        *_score_lines(problem, masked),
+        *_undivided(problem, "taken > 0"),
+        "dlogits = scores * (grad - tl.sum(grad * scores, axis=1)[:, None])",
+        f"tl.store(dlogits_ptr + element, dlogits.to({_dtype(problem)}), mask=inside)",
     ]
-    if score == "softmax_chosen":
+
+
+def _sparse_grad_lines(problem: Router, cut: Tuning) -> list[str]:
+    """Of scores that hang on chosen logits alone: all others have none, and are cleared."""
+    experts, places = problem.experts, power(problem.choices)
+    few = f" & (place < {problem.choices})[None, :]" if places > problem.choices else ""
+    some = f" & (expert < {experts})[None, :]" if problem.columns > experts else ""
+    lines = [
+        f"place = tl.arange(0, {places})",
+        f"element = token.to(tl.int64)[:, None] * {experts} + expert[None, :]",
+        f"none = tl.zeros([{cut.tokens}, {problem.columns}], dtype={_dtype(problem)})",
+        f"tl.store(dlogits_ptr + element, none, mask=(token < T)[:, None]{some})",
+        f"pair = token.to(tl.int64)[:, None] * {problem.choices} + place[None, :]",
+        f"which = tl.load(indices_ptr + pair, mask=(token < T)[:, None]{few}, other={experts}).to(tl.int32)",
+        f"real = (which >= 0) & (which < {experts})",
+        f"grad = tl.load(dweights_ptr + pair, mask=real, other=0.0).to(tl.float32){_times(problem)}",
+        f"chosen = token.to(tl.int64)[:, None] * {experts} + which",
+        "logits = tl.load(logits_ptr + chosen, mask=real, other=0.0).to(tl.float32)",
+    ]
+    if problem.score == "sigmoid":
         lines += [
-            'scores = tl.where(taken > 0, scores, float("-inf"))',
-            "most = tl.max(scores, axis=1)",
-            "scores = tl.where(taken > 0, tl.exp(scores - most[:, None]), 0.0)",
-            "scores = scores / tl.sum(scores, axis=1)[:, None]",
+            "scores = tl.where(real, 1.0 / (1.0 + tl.exp(-logits)), 0.0)",
+            *_undivided(problem, "real"),
+            "grad = grad * scores * (1.0 - scores)",
         ]
-    if problem.renormalize and score == problem.score:
-        more = f" + {problem.epsilon!r}" if problem.epsilon else ""
-        lines += [
-            f"total = tl.sum(tl.where(taken > 0, scores, 0.0), axis=1){more}",
-            "grad = grad - (tl.sum(grad * scores, axis=1) / total)[:, None]",
-            "grad = tl.where(taken > 0, grad / total[:, None], 0.0)",
-        ]
-    if score == "sigmoid":
-        lines.append("dlogits = grad * scores * (1.0 - scores)")
     else:
-        lines.append("dlogits = scores * (grad - tl.sum(grad * scores, axis=1)[:, None])")
-    lines.append(
-        f"tl.store(dlogits_ptr + element, dlogits.to(tl.{TRITON_LANGUAGE_DTYPES[problem.logits]}), mask={inside})"
-    )
-    return f'''
-@triton.jit
-def {name}({_parameters(args)}):
-    """dlogits of {cut.tokens} tokens: those of the weights of the chosen {problem.choices} of {problem.experts}."""
-{lines_of(*lines)}
-'''
+        lines += [
+            'most = tl.max(tl.where(real, logits, float("-inf")), axis=1)',
+            "scores = tl.where(real, tl.exp(logits - most[:, None]), 0.0)",
+            "scores = scores / tl.sum(scores, axis=1)[:, None]",
+            *(_undivided(problem, "real") if problem.score == "softmax_chosen" else ()),
+            "grad = scores * (grad - tl.sum(grad * scores, axis=1)[:, None])",
+        ]
+    return [*lines, "tl.debug_barrier()", f"tl.store(dlogits_ptr + chosen, grad.to({_dtype(problem)}), mask=real)"]
+
+
+def _undivided(problem: Router, chosen: str) -> list[str]:
+    """`grad` of chosen scores from that of scores over their sum."""
+    more = f" + {problem.epsilon!r}" if problem.epsilon else ""
+    return [
+        f"total = tl.sum(tl.where({chosen}, scores, 0.0), axis=1){more}",
+        "grad = grad - (tl.sum(grad * scores, axis=1) / total)[:, None]",
+        f"grad = tl.where({chosen}, grad / total[:, None], 0.0)",
+    ] if problem.renormalize else []  # fmt: skip
+
+
+def _dtype(problem: Router) -> str:
+    return f"tl.{TRITON_LANGUAGE_DTYPES[problem.logits]}"
 
 
 def _times(problem: Router) -> str:
