@@ -32,6 +32,8 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if kind not in made:
             model = dense(kind)
             package, weights = build(kind, model, tmp_path_factory.mktemp(kind))
+            text = (package / "step.py").read_text("utf-8")
+            assert kind != "gpt-oss" or "for i in range(0, 4, 2):" in text, "kinds by turns are a loop"
             made[kind] = Poisoned(package, weights, 2 * len(KINDS[kind]) + 2, max_tokens=32, max_requests=4), model
         return made[kind]
 

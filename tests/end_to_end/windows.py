@@ -48,7 +48,8 @@ def dense(kind: str) -> Any:
         }
         model: Any = transformers.MistralForCausalLM(transformers.MistralConfig(**settings))
     else:
-        config = CONFIGS["gpt-oss"]()
+        config = CONFIGS["gpt-oss"]()  # of twice as many layers: those of two kinds by turns are a loop
+        config.num_hidden_layers, config.layer_types = 4, ["sliding_attention", "full_attention"] * 2
         assert config.sliding_window == WINDOW
         model = transformers.GptOssForCausalLM(config)
     model.config.use_cache = False
