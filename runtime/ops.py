@@ -284,6 +284,11 @@ def matmul_add(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return (torch.addmm(flat, rows, right) if made is None else made).view(total.shape)
 
 
+def matmul_add_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """`matmul_add` over its total, as packages call it that were emitted when that was in place."""
+    return total.copy_(matmul_add(total, left, right))
+
+
 def embedding_grad_(total: Tensor, grad: Tensor, indices: Tensor) -> Tensor:
     """Add each row of grad [..., N] to the row of total [V, N] that its index names, in place."""
     return total.index_add_(0, indices.reshape(-1), grad.reshape(-1, grad.shape[-1]).to(total.dtype))

@@ -5,7 +5,7 @@ Default loss: `labels[b, s]` is the target of position s, -100 is ignored, and s
     loss_sum = sum over (b, s) of -log softmax(float32(logits[b, s]))[labels[b, s]],    count = number of such (b, s)
 
 A loss of the model's own beside it, such as that of routers, is the output's `aux_loss` f32[]. It is added to the mean,
-so `loss_sum` takes count times it; of transformers classes, times `router_aux_loss_coef`, as they do it themselves.
+so `loss_sum` takes count times it; of transformers classes, times their own factor, as they do it themselves.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Adapter(nn.Module):
         own = getattr(outputs, "aux_loss", None)
         if own is None:
             return total, count
-        return total + router_losses.weight_of(self.model, self.where) * own * count, count
+        return total + router_losses.weight_of(self.model, outputs, self.where) * own * count, count
 
     def _check_loss(self, made: Any) -> None:
         scalars = (

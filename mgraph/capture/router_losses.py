@@ -10,9 +10,10 @@ made of sums and means over tokens, so that `joint-losses` can take them over th
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -23,9 +24,12 @@ from mgraph.capture.packed import is_transformers
 from mgraph.errors import ModelError
 
 NAME = "load_balancing_loss_func"
+PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""What classes, or their configurations, call the factor of such a loss."""
 
 
-def balance_loss(gate_logits: Any, num_experts: int | None, top_k: int) -> Tensor:
+def balance_loss(gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int) -> Tensor:
     """The loss f32[] of routers that gave `gate_logits`, L tensors [T, E], and take the `top_k` best of each."""
     counts, means = [], []
     for logits in gate_logits:
@@ -37,18 +41,19 @@ def balance_loss(gate_logits: Any, num_experts: int | None, top_k: int) -> Tenso
         means.append(probabilities.mean(0))
     chosen_of_each = torch.stack(counts).sum(0)
     share = top_k * chosen_of_each / chosen_of_each.sum()
-    return (num_experts or len(share)) * (share * torch.stack(means).mean(0)).sum()
+    return num_experts * (share * torch.stack(means).mean(0)).sum()
 
 
 @contextmanager
 def traceable(model: nn.Module) -> Iterator[None]:
-    """Within, a transformers model whose class uses the shared function has its losses from `balance_loss`."""
-    module = sys.modules.get(type(model).__module__)
-    own = getattr(module, NAME, None) if is_transformers(model) else None
-    if own is None:
-        yield
-        return
-    with patch.object(module, NAME, _instead_of(own)):
+    """Within, transformers classes in a model that use the shared function have their losses from `balance_loss`."""
+    classes = {c for part in model.modules() if is_transformers(part) for c in type(part).__mro__}
+    homes = {name: sys.modules[name] for name in sorted({c.__module__ for c in classes}) if name in sys.modules}
+    with ExitStack() as stack:
+        for home in homes.values():
+            own = getattr(home, NAME, None)
+            if own is not None and list(inspect.signature(own).parameters) == PARAMETERS:
+                stack.enter_context(patch.object(home, NAME, _instead_of(own)))
         yield
 
 
@@ -56,21 +61,25 @@ def _instead_of(own: Callable[..., Any]) -> Callable[..., Any]:
     """`balance_loss` for the calls that it is defined for; the class's own function for others."""
 
     def loss(gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Any = None) -> Any:
-        if attention_mask is not None or not isinstance(gate_logits, tuple):
+        if attention_mask is not None or num_experts is None or not isinstance(gate_logits, tuple):
             return own(gate_logits, num_experts, top_k, attention_mask)
         return balance_loss(gate_logits, num_experts, top_k)
 
     return loss
 
 
-def weight_of(model: nn.Module, where: str) -> float:
-    """What a model's own loss is multiplied by before it is added to the mean loss: for transformers classes
-    `router_aux_loss_coef`, 1 for others. Raises ModelError for a class of transformers that has none."""
-    if not is_transformers(model):
+def weight_of(model: nn.Module, outputs: Any, where: str) -> float:
+    """What the `aux_loss` of outputs is multiplied by before it is added to the mean loss: the factor of the
+    transformers class in the model that gave them, 1 for outputs of other kinds. Raises ModelError where it has none.
+    """
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(outputs, transformers.utils.ModelOutput):
         return 1.0
-    config: Any = model.config
-    found = getattr(model, "router_aux_loss_coef", getattr(config.get_text_config(), "router_aux_loss_coef", None))
-    if found is None:
-        hint = "set output_router_logits to false in config.json, or define loss(outputs, batch) in a file of your own"
-        raise ModelError(f"{type(model).__name__} gives a loss of its own, and no router_aux_loss_coef", where, hint)
-    return float(found)
+    for part in filter(is_transformers, model.modules()):
+        config: Any = part.config
+        for holder in (part, config.get_text_config()):
+            found = [getattr(holder, name) for name in WEIGHTS if getattr(holder, name, None) is not None]
+            if found:
+                return float(found[0])
+    hint = "set output_router_logits to false in config.json, or define loss(outputs, batch) in a file of your own"
+    raise ModelError(f"{type(model).__name__} gives a loss of its own, and no {WEIGHTS[0]}", where, hint)

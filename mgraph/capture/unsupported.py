@@ -126,7 +126,7 @@ def _instead(where: str, what: str = "it") -> str:
     """What to do about a line, or several."""
     line = "this line" if what == "it" else "these lines"
     if where.startswith("transformers/"):
-        return f"a setting of config.json may leave {line} out"
+        return f"a setting of config.json may leave {line} out, as output_router_logits: false does a router's loss"
     return f"rewrite {line} without {what}"
 
 

@@ -92,6 +92,7 @@ class FunctionText:
         self._names: dict[Value, str] = {}  # by a name of the pool
         self._texts: dict[Value, str] = {}  # by another expression: state
         self._pinned: set[Value] = set()
+        self._put_down: set[Value] = set()  # of what loops carry: no more read in an iteration
         self._stacks: dict[Stacked, str] = {}
         self._elements: dict[Value, Element] = {}  # what loops gathered, which is small: lists live to the end
         self._popped = {place: stacked for loop in self._loops for place, stacked in loop.popped.items()}
@@ -226,25 +227,29 @@ class FunctionText:
         self._bury_names((freed | self._read_for_the_last_time(node)) - set(left), final=self._is_last(index))
 
     def _read_for_the_last_time(self, node: Node) -> set[str]:
-        """Names of what a loop carries that an iteration reads no more before it makes it anew, while functions run."""
+        """Names of what a loop carries that an iteration reads no more before it makes it anew."""
         loop = self._loop
         if loop is None:
             return set()
         found = set()
+        second = [loop.node(1, m) for m in range(loop.period)]
         for (made, result), initial in loop.carried().items():
-            readers = [
-                m for (m, _), kind in loop.operands.items() if isinstance(kind, Carried) and kind.initial is initial
-            ]
-            rest = [loop.node(0, m).op for m in range(self._place[node] + 1, made + 1)]
-            name = self._names[loop.node(0, made).results[result]]
-            if (
-                max(readers) == self._place[node]
-                and "call" in rest
-                and not is_small(initial)
-                and self._pool.alone(name)
-            ):
-                found.add(name)
+            value = loop.node(0, made).results[result]
+            last = max((m for m, n in enumerate(second) if self._reads(n, value)), default=loop.period)
+            over = last <= self._place[node] < made and value not in self._put_down and not is_small(initial)
+            if over and self._pool.alone(self._names[value]):
+                self._put_down.add(value)
+                found.add(self._names[value])
         return found
+
+    def _carried_by(self) -> set[str]:
+        """The names of what the loop carries."""
+        loop = self._loop
+        return set() if loop is None else {self._names[loop.node(0, m).results[r]] for m, r in loop.carried()}
+
+    def _reads(self, node: Node, value: Value) -> bool:
+        """Whether the statement of a node names a value."""
+        return not self._live.is_inlined(node) and value in self._live.reads(node)
 
     def _bind(self, node: Node, index: int, written: Written, freed: set[str]) -> list[str]:
         """Names of the results that the statement binds."""
@@ -278,7 +283,9 @@ class FunctionText:
         carries it by that."""
         if value in self._names:
             return (f"{self._names[value]} = {text}",) if self._names[value] != text else ()
-        if source in self._names:
+        if text in self._carried_by():
+            self._names[value] = self._pool.share(text)
+        elif source in self._names:
             self._names[value] = self._pool.share(self._names[source])
         elif source in self._elements:
             self._elements[value] = self._elements[source]
@@ -439,12 +446,8 @@ class FunctionText:
         if len(set(values)) == 1:
             return values[0]
         layers = loop.layers or range(loop.count)
-        first, step = min(layers), abs(layers.step)
         ordered = [v for _, v in sorted(zip(layers, values, strict=True))]
-        place_of = f"{INDEX} - {first}" if first else INDEX
-        if step > 1:
-            place_of = f"({place_of}) // {step}" if first else f"{place_of} // {step}"
-        return f"({', '.join(ordered)})[{place_of}]"
+        return f"({', '.join(ordered)})[{python_text(loop.turn)}]"
 
     def _write_loop(self, loop: Loop) -> None:
         body = {loop.node(0, m): m for m in range(loop.period)}
@@ -562,11 +565,11 @@ class FunctionText:
             if loop.start <= self._live.last_use[v] < loop.end and v not in self._inputs and v not in self._pinned
         ]
         freed |= self._release(outside)
-        left = {n for v, n in self._names.items() if v in self._body_values(loop) - self._elements.keys()}
-        for value in self._body_values(loop):
-            if value in self._names:
-                self._pool.release(self._names.pop(value))
-        self._bury_names(freed | left, final=self._is_last(loop.end - 1))
+        for value in self._body_values(loop) & self._names.keys():
+            name = self._names.pop(value)
+            if self._pool.release(name) and value not in self._elements:
+                freed.add(name)
+        self._bury_names(freed, final=self._is_last(loop.end - 1))
 
     def _body_values(self, loop: Loop) -> set[Value]:
         return {v for m in range(loop.period) for v in loop.node(0, m).results}

@@ -109,16 +109,22 @@ class Loop:
         """One result of a node, of all iterations."""
         return [self.node(t, index).results[place] for t in range(self.count)]
 
+    @property
+    def turn(self) -> Dim:
+        """How many iterations there are between the one of a layer's number and that of the lowest layer."""
+        layers = self.layers or range(self.count)
+        return as_dim(sympy.floor((symbol(INDEX) - min(layers)) / sympy.Integer(abs(layers.step))))
+
     def with_index(self, index: int) -> Node:
         """Node `index` of every iteration, by the name of the number of its layer."""
         node, layers = self.node(0, index), self.layers or range(self.count)
-        passed = (symbol(INDEX) - min(layers)) / sympy.Integer(abs(layers.step))
         moved = {}
         for key, step in self.steps.get(index, {}).items():
-            up = layers.step > 0
-            lowest = _dim(node.attrs[key]) if up else _dim(node.attrs[key]) + step * (self.count - 1)
-            whole = isinstance(step, int) and step % layers.step == 0
-            moved[key] = as_dim(lowest + (step if up else -step) * (passed if whole else sympy.floor(passed)))
+            first = _dim(node.attrs[key])
+            lowest, up = (first, step) if layers.step > 0 else (first + step * (self.count - 1), -step)
+            of_layers = isinstance(up, int) and up % layers.step == 0  # then it is told without a division
+            passed = (symbol(INDEX) - min(layers)) / sympy.Integer(abs(layers.step))
+            moved[key] = as_dim(lowest + up * (passed if of_layers else self.turn))
         return replace(node, attrs={**node.attrs, **moved}) if moved else node
 
     def carried(self) -> dict[tuple[int, int], Value]:
@@ -216,6 +222,9 @@ def _loop(function: Function, start: int, period: int, count: int, earlier: list
             if operand is None or (isinstance(operand, Carried) and m > operand.node):
                 return None
             loop.operands[m, o] = operand
+    begun = {(o.node, o.result, o.initial) for o in loop.operands.values() if isinstance(o, Carried)}
+    if len(begun) > len(loop.carried()):
+        return None  # as of two values before the loop that are one from its first iteration on
     if any(a.type != b.type for m in range(period) for t in range(count) for a, b in _results(loop, t, m)):
         return None  # as of parts that grow: what is decided of the first iteration would not hold for others
     loop.layers = _layers_of(loop) or next(iter(layers), None)

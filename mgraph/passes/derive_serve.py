@@ -35,6 +35,7 @@ from mgraph.ir.types import DType, TensorType
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.cache_groups import bounded, call_statics, grouped, window_of
 from mgraph.passes.calls import callee, part_of
+from mgraph.passes.dce import DeadCode
 from mgraph.passes.positions import computes_with_length, mixes_positions, position_dims
 from mgraph.passes.serve_entries import DIMS, ROWS, sampling_entries
 
@@ -67,7 +68,7 @@ class DeriveServe(Pass):
             raise PassError("the model gives no logits, so there is nothing to sample from", where=module.name)
         length = self.max_length or module.dims[SEQUENCE].maximum or _DEFAULT_LENGTH
         function = _only_logits(module.entry_function("forward"), entry.outputs.index("logits"))
-        module = _one_row(module.with_function(function), length)
+        module = _one_row(_served_alone(module, replace(entry, outputs=("logits",)), function), length)
         derivation = _Derivation(module, self, -(-length // self.block_size), report)
         step = derivation.entry_function(module.functions[function.name])
         functions = {n: f for n, f in module.functions.items() if n != function.name}
@@ -333,6 +334,11 @@ def _only_logits(function: Function, index: int) -> Function:
         names = ", ".join(p.name for p in part.params)
         raise PassError(f"serving takes the input tokens, but the model also reads: {names}", where=function.name)
     return part
+
+
+def _served_alone(module: Module, entry: Entry, function: Function) -> Module:
+    """The module with one entry, and without what only losses need, in layers too: they may work across positions."""
+    return DeadCode().run(replace(module.with_function(function), entries={entry.name: entry}), Report())
 
 
 def _one_row(module: Module, length: int) -> Module:

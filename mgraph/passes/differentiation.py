@@ -108,13 +108,15 @@ class Differentiator:
     ) -> Derivative:
         sweep = Sweep(self, function, f"{function.name}.bwd{suffix}", needs)
         forward = sweep.forward()
+        maker = {value: node for node in forward for value in node.results}
         cotangents = []
         seeded = tuple(i for i, seed in enumerate(seeds) if seed)
         for i in seeded:
             result = function.results[i]
             value = Value(sweep.builder.fresh(f"d_{result.name}"), result.type)
             cotangents.append(value)
-            sweep.add(result, value)
+            with sweep.builder.at(maker.get(result, forward[-1]), Phase.BACKWARD):  # a result may stand twice
+                sweep.add(result, value)
         accumulators = {
             slot: sweep.builder.slot(f"grad.{slot.name}", self.accumulator_type(slot.tensor))
             for slot, need in zip(function.slots, needs[len(function.params) :], strict=True)

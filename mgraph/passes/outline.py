@@ -17,14 +17,12 @@ arguments become one function. Structure is: ops, how values flow, types, attrib
 layer, and names of states relative to the layer. A *shared* argument is one that several segments of the list read and
 that no segment of the list makes (rotary tables), or that is made from integers alone, constants or inputs (a mask):
 layers that read different ones stay different functions, so that what is known of the argument holds for the whole
-function. Numbers that differ are lifted to statics of the call. What is read outside of a segment becomes a result;
-sums of what a layer gave, made after all layers, are the layer's own (`layer_sums.py`). Lists within layers are
-outlined in turn.
+function. Numbers that differ are lifted to statics of the call. What is read outside of a segment becomes a result.
+Lists within layers are outlined in turn.
 """
 
 from __future__ import annotations
 
-import functools
 import heapq
 import re
 from collections.abc import Iterable, Sequence
@@ -35,7 +33,6 @@ from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Function, Module, Node, Origin, Static, Value
 from mgraph.passes.base import Pass, Report, Stage
 from mgraph.passes.keys import attr_key, attrs_key
-from mgraph.passes.layer_sums import Layer, adopted
 
 _LAYER = re.compile(r"^((?:[^.]+\.)*?[^.]+)\.(\d+)(?=\.|$)")
 _LIFTABLE = (int, float)
@@ -123,14 +120,17 @@ class _Outliner:
 
     def segments(self) -> list[_Segment]:
         """Group the nodes by layer; a group that depends on itself through other nodes begins a new segment."""
-        layer_at = functools.cache(_layer_at)
-        sums = adopted(self.function, layer_at)
-        current: dict[Layer, _Segment] = {}
+        layer_of: dict[str, tuple[str, str] | None] = {}
+        current: dict[tuple[str, str], _Segment] = {}
         segments: list[_Segment] = []
         depends: dict[Value, int] = {}  # through which segments a value was made, its own included
         owner: dict[Value, _Segment] = {}
         for position, node in enumerate(self.function.nodes):
-            layer = sums.get(node) or layer_at(node.origin.path)
+            path = node.origin.path
+            if path not in layer_of:
+                found = _LAYER.match(path)
+                layer_of[path] = (found.group(1), found.group(2)) if found else None
+            layer = layer_of[path]
             segment = current.get(layer) if layer else None
             outside = 0
             for value in node.operands:
@@ -282,7 +282,7 @@ class _Outliner:
             for value in node.results:
                 local[value] = len(local)
                 types.append(self.type_id(value.type))
-            path = _path_within(node, segment)
+            path = node.origin.path[len(prefix) :]
             key.append((node.op, tuple(operands), tuple(attrs), tuple(types), path, node.phase))
             segment.numbers.append(tuple(numbers))
         segment.key = tuple(key)
@@ -360,23 +360,11 @@ class _Outliner:
             outputs = tuple(Value(builder.fresh(v.name), v.type) for v in node.results)
             new.update(zip(node.results, outputs, strict=True))
             made += outputs
-            origin = Origin(_path_within(node, model), node.origin.file, node.origin.line)
+            path = f"{model.list_path}.*{node.origin.path[len(model.path) :]}"
+            origin = Origin(path, node.origin.file, node.origin.line)
             operands = tuple(new[v] for v in node.operands)
             builder.nodes.append(replace(node, operands=operands, results=outputs, attrs=attrs, origin=origin))
         return builder.build([made[i] for i in results])
-
-
-def _layer_at(path: str) -> Layer | None:
-    """The layer that a module path lies in."""
-    found = _LAYER.match(path)
-    return (found.group(1), found.group(2)) if found else None
-
-
-def _path_within(node: Node, segment: _Segment) -> str:
-    """The module path of a segment's node, with `*` for the index; as it is, of a node from outside of the layer."""
-    path = node.origin.path
-    inside = f"{path}.".startswith(f"{segment.path}.")
-    return f"{segment.list_path}.*{path[len(segment.path) :]}" if inside else path
 
 
 def _relative(value: Value, prefix: str) -> str | None:

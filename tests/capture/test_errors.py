@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mgraph.capture import ModelSpec, capture
+from mgraph.capture import ModelSpec, capture, router_losses
 from mgraph.capture.router_losses import weight_of
 from mgraph.errors import CaptureError, MgraphError, ModelError
 from tests.capture.models import llama_config, write_model
@@ -131,13 +132,17 @@ def test_a_line_of_transformers(tmp_path: Path) -> None:
     assert "transformers/models/phimoe/modeling_phimoe.py" in str(error)
 
 
-def test_a_loss_of_transformers_with_no_weight(tmp_path: Path) -> None:
+def test_a_loss_of_transformers_with_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the class multiplies its routers' losses by is not known."""
-    model: Any = eager("mixtral")
-    assert weight_of(model, "config.json") == 0.001 and weight_of(torch.nn.Linear(2, 2), "user.py") == 1.0
-    model.router_aux_loss_coef = None
-    with pytest.raises(ModelError, match="MixtralForCausalLM gives a loss of its own, and no router_aux_loss_coef"):
-        weight_of(model, "config.json")
+    from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+    model = eager("mixtral")
+    given, other = MoeCausalLMOutputWithPast(logits=torch.zeros(1)), SimpleNamespace()
+    assert weight_of(model, given, "config.json") == weight_of(torch.nn.Sequential(model), given, "user.py") == 0.001
+    assert weight_of(model, other, "user.py") == 1.0
+    monkeypatch.setattr(router_losses, "WEIGHTS", ("its_factor",))
+    with pytest.raises(ModelError, match="MixtralForCausalLM gives a loss of its own, and no its_factor"):
+        weight_of(model, given, "config.json")
 
 
 def test_a_quotient_of_sizes(tmp_path: Path) -> None:

@@ -197,6 +197,64 @@ class Later(Model):
         return torch.cat([self.head(x), gate], -1)
 
 
+class Both(Model):
+    """Layers of two lists by turns; a view of what an iteration began with is read at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        for first, second in zip(self.layers, self.second, strict=True):
+            view = x.transpose(1, 2)
+            z, _ = second(first(x)[0])
+            x = z + torch.matmul(torch.matmul(z, view), z) * 0.01
+        made: Tensor = self.head(x)
+        return made
+
+
+class TwoBecomeOne(Both):
+    """Two values before the layers, of which each layer makes one."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        other = x * 0.5 + 1
+        for first, second in zip(self.layers, self.second, strict=True):
+            z, _ = second(first(x)[0])
+            x = other = z + other
+        made: Tensor = self.head(x)
+        return made
+
+
+class AskedTwice(Model):
+    """Each layer runs twice on the same, and gives the same twice."""
+
+    def forward(self, tokens: Tensor) -> Output:
+        x, losses = self.embed(tokens), []
+        for layer in self.layers:
+            (y, gate), (z, again) = layer(x), layer(x)
+            x = y + z
+            losses += [gate.mean(), again.mean()]
+        return Output(self.head(x), torch.stack(losses).sum())
+
+
+class Summing(Model):
+    """After each layer one that ranks share along `tp`: its sum over them is made in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = (nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, WIDTH, bias=False)) for _ in range(LAYERS))
+        self.wide = nn.ModuleList(wide)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer, wide in zip(self.layers, self.wide, strict=True):
+            x = wide(layer(x)[0])
+        made: Tensor = self.head(x)
+        return made
+
+
 class Mixed(Decoder):
     """A decoder in which layers of `kinds` d are dense, and those of m have experts."""
 
@@ -266,6 +324,22 @@ def turned() -> nn.Module:
 
 def later() -> nn.Module:
     return Later()
+
+
+def both() -> nn.Module:
+    return Both()
+
+
+def two_become_one() -> nn.Module:
+    return TwoBecomeOne()
+
+
+def asked_twice() -> nn.Module:
+    return AskedTwice()
+
+
+def summing() -> nn.Module:
+    return Summing()
 
 
 def _mixed(kinds: str) -> nn.Module:

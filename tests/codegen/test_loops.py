@@ -25,6 +25,7 @@ from mgraph.recipe import Recipe
 from mgraph.runtime.package import load_package
 from mgraph.runtime.state import create_state
 from tests.codegen.mlp import module
+from tests.codegen.name_flow import unbound
 from tests.codegen.test_memory import LiveBytes
 from tests.sampling import sampled
 
@@ -137,6 +138,10 @@ FORMS = [
     ("parts", {}, 4),
     ("turned", {}, 4),
     ("later", {}, 4),
+    ("both", {}, 4),
+    ("two_become_one", {}, 4),
+    ("summing", {}, 4),
+    ("asked_twice", {}, 4),
     ("first_dense", {}, 4),
     ("mixed", {"recompute": "full"}, 4),
     ("mixed", {}, 4),
@@ -150,9 +155,37 @@ FORMS = [
 ]
 """A model of layered.py, options, and how many loops its entries have."""
 
+MESHES: list[dict[str, Any]] = [
+    {"mesh": "tp=2"},
+    {"mesh": "fsdp=2"},
+    {"mesh": "dp=2,tp=2", "sequence_parallel": True},
+    {"mesh": "fsdp=2,dp=2", "overlap": True},
+    {"mesh": "dp=2", "arch": "sm_90a", "precision": "bf16"},
+]
+
 QUICK = [
     form for form in FORMS if form[0] in ("two", "running", "growing", "turned", "later") or form == ("balanced", {}, 4)
 ]
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    sampled(
+        [(model, options) for model in dict.fromkeys(form[0] for form in FORMS) for options in MESHES],
+        6,
+        always=[("summing", MESHES[0])],
+    ),
+)
+def test_names_are_bound_where_they_are_read(model: str, options: dict[str, Any]) -> None:
+    done = build_module(Recipe(model=f"{LAYERED}:{model}", **{"arch": "none", **options}))
+    assert not unbound(step_text(done.module))
+
+
+def test_what_is_deleted_is_not_bound() -> None:
+    head = "def step(x):\n  for i in range(2):\n    y = f(x)\n    del x\n    "
+    assert unbound(head + "x = [z for z in y]") == []
+    assert unbound(head + "z = g(x)\n    x = z") == ["step:5 x"]
+    assert unbound(head + "z = g(y)") == ["step:3 x", "step:4 x"]  # in the second turn
 
 
 def measured(path: Path) -> tuple[list[Tensor], list[tuple[int, int]]]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mgraph.compiler import build_module, compile_package
-from mgraph.ir.graph import Module, StateKind
+from mgraph.ir.graph import StateKind
 from mgraph.recipe import Recipe
 from mgraph.runtime.package import load_package
 from mgraph.runtime.state import create_state
@@ -24,6 +24,27 @@ from tests.sampling import sampled
 WEIGHT = 0.05
 CHANGES: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": WEIGHT}
 MESHES = ("dp=1", "dp=2", "ep=2", "fsdp=2,ep=fsdp", "dp=2,tp=2")
+USER = """
+import json, torch, transformers
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+class Inherited(Qwen3MoeForCausalLM):
+    pass
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens):
+        return self.inner(tokens, use_cache=False)
+
+def inherited():
+    return Inherited._from_config(Qwen3MoeConfig(**json.load(open("{config}"))), experts_implementation="mgraph")
+
+def wrapped():
+    return Wrapped(inherited())
+"""
 CASES = [(name, mesh) for name in ("mixtral", "qwen3-moe", "gpt-oss") for mesh in MESHES]
 
 
@@ -61,24 +82,25 @@ def test_all_ranks_have_the_loss_of_the_class(name: str, mesh: str, tmp_path: Pa
         assert difference(tensor, found[parameter], 1e-6) <= 1e-9, parameter
 
 
-def values_of_tokens(module: Module) -> list[str]:
-    """Results of the layer's forward that are as large as a batch, beside those that the backward reads."""
-    call = next(node for node in module.functions["microbatch"].nodes if node.op == "call")
-    backward = {v for node in module.functions["microbatch"].nodes if node.op == "call" for v in node.operands}
-    return [v.name for v in call.results if not all(isinstance(n, int) for n in v.tensor.shape) and v not in backward]
-
-
-def test_layers_count_for_themselves(tmp_path: Path) -> None:
-    """No layer gives logits for the loss to be made of, and the emitted step is one loop over layers."""
-    recipe = Recipe(model=write_config("qwen3-moe", tmp_path, **CHANGES), arch="none", output=str(tmp_path / "package"))
-    done = compile_package(recipe)
-    assert done.package is not None and not values_of_tokens(done.module)
-    text = (done.package / "step.py").read_text("utf-8")
-    assert text.count("= layer_fwd(") == 1 and "for i in range(2):" in text
-    package = load_package(done.package, "cpu")
-    state = create_state(package.state_specs, 3, "cpu")
+def test_a_package_has_the_loss_of_the_class(tmp_path: Path) -> None:
+    """Also of a class that is the model of another class's, and part of a user's module."""
+    config = write_config("qwen3-moe", tmp_path, **CHANGES)
+    file = tmp_path / "user.py"
+    file.write_text(USER.format(config=str(tmp_path / "config.json")))
     (tokens, labels), *_ = batches(1)
-    expected = own("qwen3-moe", state, tokens, labels)
-    found = package.call("microbatch", state, tokens, labels) | state
-    for name, tensor in expected.items():
-        assert difference(tensor, found[name].double(), 1e-4) <= 1e-4, name
+    for model, prefix in ((config, ""), (f"{file}:inherited", ""), (f"{file}:wrapped", "inner.")):
+        done = compile_package(Recipe(model=model, arch="none", output=str(tmp_path / "package")), force=True)
+        assert done.package is not None
+        package = load_package(done.package, "cpu")
+        state = create_state(package.state_specs, 3, "cpu")
+        expected = own("qwen3-moe", {n.removeprefix(prefix): t for n, t in state.items()}, tokens, labels)
+        found = package.call("microbatch", state, tokens, labels) | state
+        for name, tensor in expected.items():
+            at = name if name == "loss_sum" else prefix + name
+            assert difference(tensor, found[at].double(), 1e-4) <= 1e-4, (model, name)
+
+
+def test_a_model_with_such_a_loss_is_served(tmp_path: Path) -> None:
+    """Nothing of the loss is left in what is served."""
+    module = build_module(Recipe(model=write_config("qwen3-moe", tmp_path, **CHANGES), purpose="serve", arch="none"))
+    assert not {"aten.index_add.default", "aten.mean.dim"} & {node.op for _, node in module.module.walk()}

@@ -31,6 +31,7 @@ ZOO = [
     "dense-tiny-sinks",
     "moe-tiny",
     "moe-tiny-grouped",
+    "moe-tiny-losses",
     "gpt-oss-tiny",
     "gemma3-tiny",
     "qwen3-moe-tiny",
@@ -58,7 +59,8 @@ def state_of(module: Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("model", "block_size"), sampled([(m, b) for m in ZOO for b in (1, 4, 16)], 1, always=[("gpt-oss-tiny", 4)])
+    ("model", "block_size"),
+    sampled([(m, b) for m in ZOO for b in (1, 4, 16)], 1, always=[("gpt-oss-tiny", 4), ("moe-tiny-losses", 4)]),
 )
 def test_chunks_over_the_cache_equal_whole_sequences(model: str, block_size: int) -> None:
     forward, _ = run_pipeline(capture(model), RAISED)

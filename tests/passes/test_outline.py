@@ -100,14 +100,9 @@ class Stack:
         y = self.builder.one("aten.mul.Tensor", y, scale) if scale else self.builder.one("aten.neg.default", y)
         return self.builder.one("aten.add.Tensor", x, y)
 
-    def plain(self, op: str, *operands: Value, **attrs: Any) -> Value:
+    def plain(self, op: str, *operands: Value) -> Value:
         self.builder.origin = Origin("", "model.py", 1)
-        return self.builder.one(op, *operands, **attrs)
-
-    def summed(self, *operands: Value) -> Value:
-        """A sum f32[4] of [B, 4], outside of all layers, by way of something as large."""
-        operands = operands if len(operands) > 1 else (*operands, *operands)
-        return self.plain("aten.sum.dim_IntList", self.plain("aten.mul.Tensor", *operands), dim=(0,))
+        return self.builder.one(op, *operands)
 
     def module(self, *results: Value) -> Module:
         return module_of(self.builder.build(results), state=self.state)
@@ -208,46 +203,6 @@ def test_side_outputs_become_results() -> None:
     assert [len(n.results) for n in after.functions["forward"].nodes if n.op == "call"] == [2, 2, 2]
 
 
-def test_sums_of_what_layers_gave_are_theirs() -> None:
-    """Also where they are made after all layers; what is made of sums stays."""
-    stack = Stack()
-    x = stack.builder.param("x", f32(B, 4))
-    given = []
-    for index in range(3):
-        x = stack.layer(f"layers.{index}", x)
-        given.append(stack.builder.nodes[-3].result)
-    total = stack.plain("aten.relu.default", stack.summed(given[0]))
-    for value in given[1:]:
-        total = stack.plain("aten.add.Tensor", total, stack.summed(value))
-    after = check(stack.module(x, total))
-    main = after.functions["forward"]
-    assert calls_of(after) == ["layer"] * 3
-    assert [n.op for n in main.nodes if n.op != "call"] == ["aten.relu.default"] + ["aten.add.Tensor"] * 2
-    assert [v.type for v in main.nodes[0].results] == [f32(B, 4), f32(4)]
-    assert [n.origin.path for n in after.functions["layer"].nodes[-2:]] == ["", ""]
-
-
-def test_sums_of_one_layer_or_of_several_stay() -> None:
-    stack = Stack()
-    x = stack.builder.param("x", f32(B, 4))
-    first = x
-    given = []
-    for index in range(4):
-        x = stack.layer(f"layers.{index}", x)
-        given.append(stack.builder.nodes[-3].result)
-    kept = [
-        stack.summed(x),  # no other layer has one
-        stack.summed(given[0], given[1]),
-        stack.summed(given[1], first),
-        stack.summed(given[2], first),
-    ]
-    scaled = [stack.plain("aten.linear.default", value, stack.weight("head")) for value in given]
-    kept += map(stack.summed, scaled)  # made of state
-    after = check(stack.module(x, *kept))
-    assert calls_of(after) == ["layer"] * 4
-    assert [n.op for n in after.functions["forward"].nodes].count("aten.sum.dim_IntList") == len(kept) == 8
-
-
 def test_interleaved_layers() -> None:
     """Two lists whose nodes alternate in the order of the program."""
     stack = Stack()
@@ -306,12 +261,8 @@ def test_any_graph_keeps_its_meaning(data: Any) -> None:
         builder.origin = Origin(path, "model.py", 5)
         operands = [data.draw(st.sampled_from(values[-6:])) for _ in range(2 if "Tensor" in op else 1)]
         values.append(builder.one(op, *operands))
-    results = [values[-1], data.draw(st.sampled_from(values))]
-    builder.origin = Origin("", "model.py", 6)
-    for value in data.draw(st.lists(st.sampled_from(values), max_size=4)):
-        results.append(builder.one("aten.sum.dim_IntList", value, dim=(0,)))
     check(
-        module_of(builder.build(results)),
+        module_of(builder.build([values[-1], data.draw(st.sampled_from(values))])),
         min_nodes=data.draw(st.integers(1, 4)),
     )
 

@@ -26,7 +26,7 @@ def test_operands_begin_where_kernels_read() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strided", [False, True])
 def test_matmul_add(dtype: torch.dtype, strided: bool) -> None:
-    """Against float64, on totals without gaps or with, which stay as they are."""
+    """Against float64, on totals without gaps or with, which stay as they are, or get the same bits."""
     generator = torch.Generator().manual_seed(0)
     total, left, right = (
         torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 3, 7), (2, 3, 5), (7, 5))
@@ -37,6 +37,7 @@ def test_matmul_add(dtype: torch.dtype, strided: bool) -> None:
     made = rt.matmul_add(total, left, right.t())
     assert made.is_contiguous() and torch.equal(total, kept)
     torch.testing.assert_close(made.double(), want, rtol=bound, atol=bound)
+    assert rt.matmul_add_(total, left, right.t()) is total and torch.equal(total, made)
 
 
 @pytest.mark.gpu
