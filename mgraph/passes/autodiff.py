@@ -22,10 +22,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mgraph.errors import PassError
-from mgraph.ir.graph import Entry, Function, Module, Phase, State, StateKind
+from mgraph.ir.graph import Entry, Function, Module, Node, Phase, State, StateKind
 from mgraph.ir.types import DType, TensorType
 from mgraph.passes.base import Pass, Report, Stage, Tier
-from mgraph.passes.calls import part_of
+from mgraph.passes.calls import callee, callers_first, calls, part_of
+from mgraph.passes.dce import DeadCode
 from mgraph.passes.differentiation import Differentiator, Sweep, gradient_type
 
 EVALUATION = "evaluation"
@@ -78,10 +79,37 @@ class Autodiff(Pass):
         }
         if LOGITS in entry.outputs:
             logits = quiet.results[entry.outputs.index(LOGITS)]
-            functions["predict"] = part_of(quiet, "predict", (logits, *extra))
             entries["predict"] = Entry("predict", "predict", (LOGITS, *besides))
+            functions |= _without_losses(module, entries["predict"], part_of(quiet, "predict", (logits, *extra)))
         declared = {**module.state, **{s.name: s for s in state}}
         return replace(module, functions=functions, entries=entries, state=declared)
+
+
+def _without_losses(module: Module, entry: Entry, predict: Function) -> dict[str, Function]:
+    """The function of `predict`, and those that it calls where losses of layers, with what ranks send for them, have
+    dropped out: under names of their own."""
+    alone = replace(module, functions={**module.functions, predict.name: predict}, entries={entry.name: entry})
+    swept = DeadCode().run(alone, Report())
+    own: dict[str, str] = {}
+    for name in reversed(callers_first(swept, {predict.name})):
+        function = swept.functions[name]
+        changed = name in module.functions and _extent(function) != _extent(module.functions[name])
+        if changed or any(callee(node) in own for node in calls(function)):
+            own[name] = name if name == predict.name else f"{name}.{predict.name}"
+    made = {}
+    for name, new in {**own, predict.name: predict.name}.items():
+        nodes = (_calling(node, own) if node.op == "call" else node for node in swept.functions[name].nodes)
+        made[new] = replace(swept.functions[name], name=new, nodes=tuple(nodes))
+    return made
+
+
+def _extent(function: Function) -> tuple[int, int, int]:
+    return len(function.nodes), len(function.results), len(function.inputs())
+
+
+def _calling(node: Node, names: Mapping[str, str]) -> Node:
+    """A call, by another name of what it calls if there is one."""
+    return replace(node, attrs={**node.attrs, "callee": names.get(callee(node), callee(node))})
 
 
 def _microbatch(

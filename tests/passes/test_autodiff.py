@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mgraph.compiler import build_module
 from mgraph.errors import PassError
 from mgraph.ir.graph import Module, StateKind
 from mgraph.ir.interpreter import run
 from mgraph.ir.verifier import verify
 from mgraph.passes.autodiff import Autodiff
 from mgraph.passes.base import Report
+from mgraph.passes.calls import callers_first
 from mgraph.passes.recompute import Recompute
+from mgraph.recipe import Recipe
 from tests.passes.models import mlp_module, random_batch, random_state
 
 Tensors = dict[str, torch.Tensor]
@@ -120,3 +123,15 @@ def test_a_gradient_that_would_draw_anew_is_refused() -> None:
     noisy = replace(layer, nodes=(*layer.nodes, *builder.nodes), results=(out,))
     with pytest.raises(PassError, match="draw its random numbers anew"):
         Autodiff().run(forward.with_function(noisy), Report())
+
+
+@pytest.mark.parametrize(("model", "own"), [("moe-tiny-losses", True), ("moe-tiny", False)])
+def test_predict_leaves_losses_of_layers_out(model: str, own: bool) -> None:
+    """Layers have a function of their own for it only where they have losses, of which nothing is sent then."""
+    module = build_module(Recipe(model=model, mesh="dp=2", arch="none")).module
+    functions = callers_first(module, {"predict"})
+    assert functions == ["predict", "layer.predict" if own else "layer"]
+    ops = {node.op for name in functions for node in module.functions[name].nodes}
+    assert not {"all_reduce", "all_reduce_start", "axis_share"} & ops
+    others = {node.op for node in module.functions["layer"].nodes}
+    assert ("axis_share" in others) is own
