@@ -57,7 +57,8 @@ def linear(node: Node) -> bool:
     """Whether a node gives of a sum of tensors the sum of what it gives of each."""
     if len(node.operands) != 1:
         return False
-    return node.op in (*_LINEAR, *_SCALED) or (node.op == "cast" and node.result.tensor.dtype.is_float)
+    nothing = node.op in _ADDITIVE[:2] and node.attrs.get("other") == 0  # with which Python's sum begins
+    return node.op in (*_LINEAR, *_SCALED) or nothing or (node.op == "cast" and node.result.tensor.dtype.is_float)
 
 
 def additive(node: Node) -> bool:

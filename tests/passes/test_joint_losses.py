@@ -53,6 +53,34 @@ def largest(logits, p, chosen):
     return p.mean(0).sum() * logits.amax()
 
 
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        made = torch.tanh(self.up(x))
+        return x + self.down(made), made.square().sum()
+
+
+class Layered(nn.Module):  # sums of layers, by Python's sum, over a size
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, tokens):
+        x, losses = self.embed(tokens), []
+        for layer in self.layers:
+            x, loss = layer(x)
+            losses.append(loss)
+        return SimpleNamespace(logits=self.head(x), aux_loss=sum(losses) / tokens.numel())
+
+
+def of_layers():
+    return Layered()
+
+
 def of_published():
     return Model(published)
 
@@ -95,7 +123,10 @@ def together(ranks: Ranks, batches: list[Batch]) -> dict[str, torch.Tensor]:
     return {"loss_sum": torch.stack([o["loss_sum"] for o in outputs]).sum(), **ranks.whole(StateKind.GRAD)}
 
 
-@pytest.mark.parametrize(("loss", "mesh"), [("published", "dp=2"), ("by_number", "fsdp=2"), ("squared", "dp=2")])
+@pytest.mark.parametrize(
+    ("loss", "mesh"),
+    [("published", "dp=2"), ("by_number", "fsdp=2"), ("squared", "dp=2"), ("layers", "dp=2"), ("layers", "fsdp=2")],
+)
 def test_ranks_add_up_to_one_device_with_all_tokens(loss: str, mesh: str, tmp_path: Path) -> None:
     alone, module = (compiled(tmp_path, f"of_{loss}", each).module for each in ("dp=1", mesh))
     state = initial_state(alone)
