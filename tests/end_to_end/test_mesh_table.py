@@ -53,7 +53,7 @@ OPTIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("dense-tiny", "fsdp=4", {"recompute": "full"}),
     ("moe-tiny-losses", "dp=2,fsdp=2,tp=2", {"recompute": "full"}),
     ("hf:llama3", "fsdp=2,tp=2", {"recompute": "full", "keep_gathered": True}),
-    ("dense-tiny", "fsdp=2,tp=2", {"recompute": "selective", "activation_budget": "4MiB"}),
+    ("dense-tiny", "fsdp=2,tp=2", {"recompute": "selective", "activation_budget": "40MiB"}),
     ("dense-tiny", "fsdp=2,tp=2", {"offload": "activations,optimizer"}),
     ("moe-tiny-losses", "dp=2,fsdp=2", {"offload": "activations,optimizer", "zero": 2, "overlap": True}),
     ("hf:llama3", "dp=2,tp=2", {"offload": "activations,optimizer", "overlap": True, "precision": "bf16"}),
