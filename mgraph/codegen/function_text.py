@@ -23,6 +23,7 @@ from mgraph.codegen.loops import (
     Operand,
     Slot,
     Stacked,
+    carried_until,
     find_loops,
     loop_places,
     template,
@@ -75,7 +76,7 @@ class FunctionText:
     def __init__(self, function: Function, context: StepContext, entry: Entry | None) -> None:
         self._function, self._context, self._entry = function, context, entry
         self._loops = find_loops(function)
-        self._live = Liveness(function, loop_places(self._loops), absorbable)
+        self._live = Liveness(function, loop_places(self._loops), absorbable, carried_until(self._loops))
         unpacked = [v for n in function.nodes if n.op == "unpack" for v in n.results]
         states = [v for n in function.nodes for v in n.operands if v.is_state]
         given = [*function.params, *unpacked, *function.slots, *states]
@@ -195,6 +196,7 @@ class FunctionText:
     def _write_node(self, node: Node, index: int) -> None:
         """One statement, and the deaths that it brings."""
         if self._live.is_inlined(node) or node.op == "pack":
+            self._push(node, before=True)
             return
         self._comment(node)
         if node.op == "call":

@@ -87,12 +87,17 @@ class Liveness:
     """Facts about one function.
 
     `loops` gives the loop of a node and its place in an iteration: nothing is inlined from one loop into another, nor
-    what is not in all iterations. `absorbs` says whether a node's text may be part of the `accumulate_` that adds it to
+    what is not in all iterations, nor what reads something carried to behind the place from which on that is another
+    value (`carried_until`). `absorbs` says whether a node's text may be part of the `accumulate_` that adds it to
     a total.
     """
 
     def __init__(
-        self, function: Function, loops: Mapping[Node, tuple[int, int]], absorbs: Callable[[Node, Value], bool]
+        self,
+        function: Function,
+        loops: Mapping[Node, tuple[int, int]],
+        absorbs: Callable[[Node, Value], bool],
+        carried_until: Mapping[Node, int],
     ) -> None:
         self.function = function
         self._absorbs = absorbs
@@ -104,7 +109,7 @@ class Liveness:
         """Handles of what is under way in place → the tensors."""
         for node in function.nodes:
             self._alias(node)
-        self.inlined = self._find_inlined(loops)
+        self.inlined = self._find_inlined(loops, carried_until)
         self.last_use = self._find_last_uses()
         self._group_end: dict[Value, int] = {}
         for value, index in self.last_use.items():
@@ -177,7 +182,9 @@ class Liveness:
         if a is not b:
             self._parent[a] = b
 
-    def _find_inlined(self, loops: Mapping[Node, tuple[int, int]]) -> dict[Value, Node]:
+    def _find_inlined(
+        self, loops: Mapping[Node, tuple[int, int]], carried_until: Mapping[Node, int]
+    ) -> dict[Value, Node]:
         users = self.function.users()
         results = set(self.function.results)
         mutated = {self.group(v) for v in self._mutated}
@@ -197,6 +204,15 @@ class Liveness:
                 reader.op in ADDING and reader.operands[-1] is value and self._absorbs(node, reader.operands[0])
             ):
                 inlined[value] = node
+
+        def statement(node: Node) -> Node:
+            while len(node.results) == 1 and node.results[0] in inlined:
+                (node,) = users[node.results[0]]
+            return node
+
+        # What a loop carries goes by one name: its text may not stand where that is of the next iteration.
+        late = [v for v, n in inlined.items() if n in carried_until and loops[statement(n)][1] > carried_until[n]]
+        inlined = {value: node for value, node in inlined.items() if value not in late}
         named = {place for node, place in loops.items() if len(node.results) == 1 and node.result not in inlined}
         return {value: node for value, node in inlined.items() if loops.get(node) not in named}
 

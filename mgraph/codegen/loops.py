@@ -154,6 +154,17 @@ def loop_places(loops: Sequence[Loop]) -> dict[Node, tuple[int, int]]:
     }
 
 
+def carried_until(loops: Sequence[Loop]) -> dict[Node, int]:
+    """The nodes that read what a loop carries, and the place in an iteration from which on it is another value."""
+    found: dict[Node, int] = {}
+    for loop in loops:
+        for (m, _), operand in loop.operands.items():
+            for t in range(loop.count) if isinstance(operand, Carried) else ():
+                assert isinstance(operand, Carried)
+                found[loop.node(t, m)] = min(operand.node, found.get(loop.node(t, m), operand.node))
+    return found
+
+
 def _search(function: Function, banned: set[int]) -> list[Loop]:
     keys = [_key(node) for node in function.nodes]
     loops: list[Loop] = []

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from mgraph.codegen.bundles import ListType, expanded, is_list, picked
 from mgraph.codegen.liveness import Liveness, may_alias, written_operands
-from mgraph.codegen.loops import find_loops, loop_places
+from mgraph.codegen.loops import carried_until, find_loops, loop_places
 from mgraph.codegen.prepare import called, prepare
 from mgraph.codegen.torch_provider import absorbable, overwritable
 from mgraph.ir.dims import evaluate
@@ -216,7 +216,8 @@ class _Walk:
 
     def profile(self) -> Profile:
         function = self.function
-        liveness = Liveness(function, loop_places(find_loops(function)), absorbable)
+        loops = find_loops(function)
+        liveness = Liveness(function, loop_places(loops), absorbable, carried_until(loops))
         dying: dict[int, list[Value]] = {}
         for value, index in liveness.last_use.items():
             dying.setdefault(index, []).append(value)

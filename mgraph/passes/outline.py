@@ -36,6 +36,8 @@ from mgraph.passes.keys import attr_key, attrs_key
 
 _LAYER = re.compile(r"^((?:[^.]+\.)*?[^.]+)\.(\d+)(?=\.|$)")
 _LIFTABLE = (int, float)
+_ENTRIES = ("forward", "evaluation", "microbatch", "evaluate", "predict", "finish", "step", "greedy", "sample", "last")
+"""Names of entries that passes make later: no layer is called so."""
 
 
 @dataclass(frozen=True)
@@ -400,7 +402,7 @@ def _function_name(list_path: str, taken: Iterable[str]) -> str:
     """`layers` gives `layer`, then `layer_1`, …"""
     last = list_path.rpartition(".")[2]
     singular = last[:-1] if len(last) > 1 and last.endswith("s") and not last.endswith("ss") else last
-    names = set(taken)
+    names = {*taken, *_ENTRIES}
     name, number = singular, 0
     while name in names:
         number += 1

@@ -227,6 +227,27 @@ class TwoBecomeOne(Both):
         return made
 
 
+class Looking(Model):
+    """A view of what goes into a layer is read before it or, `late`, once the layer has given what goes on."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.late = late
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        total = x * 0.5
+        for layer in self.layers:
+            view = x.transpose(1, 2)
+            if not self.late:
+                total = total + (view * 2.0).transpose(1, 2)
+            x, _ = layer(x)
+            if self.late:
+                total = total + (view * 2.0).transpose(1, 2)
+        made: Tensor = self.head(x + total)
+        return made
+
+
 class AskedTwice(Model):
     """Each layer runs twice on the same, and gives the same twice."""
 
@@ -332,6 +353,14 @@ def both() -> nn.Module:
 
 def two_become_one() -> nn.Module:
     return TwoBecomeOne()
+
+
+def looking_late() -> nn.Module:
+    return Looking(late=True)
+
+
+def looking() -> nn.Module:
+    return Looking(late=False)
 
 
 def asked_twice() -> nn.Module:

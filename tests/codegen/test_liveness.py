@@ -29,7 +29,7 @@ entry f = @f -> (g)
 def test_facts_of_a_function() -> None:
     function = parse_module(TEXT).functions["f"]
     values = {v.name: v for n in function.nodes for v in n.results}
-    live = Liveness(function, {}, lambda node, total: False)
+    live = Liveness(function, {}, lambda node, total: False, {})
     assert {v.name for v in live.inlined} == {"t", "e"}
     # The inlined view stands in the product, so `a` is read there.
     assert live.last_use[values["a"]] == 3

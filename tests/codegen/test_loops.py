@@ -142,6 +142,8 @@ FORMS = [
     ("two_become_one", {}, 4),
     ("summing", {}, 4),
     ("asked_twice", {}, 4),
+    ("looking", {}, 4),
+    ("looking_late", {}, 4),
     ("first_dense", {}, 4),
     ("mixed", {"recompute": "full"}, 4),
     ("mixed", {}, 4),
@@ -164,7 +166,9 @@ MESHES: list[dict[str, Any]] = [
 ]
 
 QUICK = [
-    form for form in FORMS if form[0] in ("two", "running", "growing", "turned", "later") or form == ("balanced", {}, 4)
+    form
+    for form in FORMS
+    if form[0] in ("two", "running", "growing", "turned", "later", "looking_late") or form == ("balanced", {}, 4)
 ]
 
 
