@@ -36,7 +36,7 @@ from mgraph.passes.keys import attr_key, attrs_key
 
 _LAYER = re.compile(r"^((?:[^.]+\.)*?[^.]+)\.(\d+)(?=\.|$)")
 _LIFTABLE = (int, float)
-_ENTRIES = ("forward", "evaluation", "microbatch", "evaluate", "predict", "finish", "step", "greedy", "sample", "last")
+_ENTRIES = ("forward", "evaluation", "microbatch", "evaluate", "predict", "finish", "step", "likeliest", "sample")
 """Names of entries that passes make later: no layer is called so."""
 
 
