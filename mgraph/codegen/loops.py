@@ -112,8 +112,13 @@ class Loop:
     @property
     def turn(self) -> Dim:
         """How many iterations there are between the one of a layer's number and that of the lowest layer."""
+        return as_dim(sympy.floor(self._turn))
+
+    @property
+    def _turn(self) -> sympy.Expr:
+        """The same as a quotient, which is whole in every iteration."""
         layers = self.layers or range(self.count)
-        return as_dim(sympy.floor((symbol(INDEX) - min(layers)) / sympy.Integer(abs(layers.step))))
+        return (symbol(INDEX) - min(layers)) / sympy.Integer(abs(layers.step))
 
     def with_index(self, index: int) -> Node:
         """Node `index` of every iteration, by the name of the number of its layer."""
@@ -123,8 +128,7 @@ class Loop:
             first = _dim(node.attrs[key])
             lowest, up = (first, step) if layers.step > 0 else (first + step * (self.count - 1), -step)
             of_layers = isinstance(up, int) and up % layers.step == 0  # then it is told without a division
-            passed = (symbol(INDEX) - min(layers)) / sympy.Integer(abs(layers.step))
-            moved[key] = as_dim(lowest + up * (passed if of_layers else self.turn))
+            moved[key] = as_dim(lowest + up * (self._turn if of_layers else self.turn))
         return replace(node, attrs={**node.attrs, **moved}) if moved else node
 
     def carried(self) -> dict[tuple[int, int], Value]:
@@ -159,9 +163,9 @@ def carried_until(loops: Sequence[Loop]) -> dict[Node, int]:
     found: dict[Node, int] = {}
     for loop in loops:
         for (m, _), operand in loop.operands.items():
-            for t in range(loop.count) if isinstance(operand, Carried) else ():
-                assert isinstance(operand, Carried)
-                found[loop.node(t, m)] = min(operand.node, found.get(loop.node(t, m), operand.node))
+            if isinstance(operand, Carried):
+                for node in (loop.node(t, m) for t in range(loop.count)):
+                    found[node] = min(operand.node, found.get(node, operand.node))
     return found
 
 

@@ -26,7 +26,7 @@ from mgraph.ir.graph import Entry, Function, Module, Node, Phase, State, StateKi
 from mgraph.ir.types import DType, TensorType
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.calls import callee, callers_first, calls, part_of
-from mgraph.passes.dce import DeadCode
+from mgraph.passes.dce import DeadCode, size
 from mgraph.passes.differentiation import Differentiator, Sweep, gradient_type
 
 EVALUATION = "evaluation"
@@ -91,20 +91,15 @@ def _without_losses(module: Module, entry: Entry, predict: Function) -> dict[str
     alone = replace(module, functions={**module.functions, predict.name: predict}, entries={entry.name: entry})
     swept = DeadCode().run(alone, Report())
     own: dict[str, str] = {}
-    for name in reversed(callers_first(swept, {predict.name})):
+    for name in reversed(callers_first(swept, {predict.name})[1:]):
         function = swept.functions[name]
-        changed = name in module.functions and _extent(function) != _extent(module.functions[name])
-        if changed or any(callee(node) in own for node in calls(function)):
-            own[name] = name if name == predict.name else f"{name}.{predict.name}"
+        if size([function]) != size([module.functions[name]]) or any(callee(node) in own for node in calls(function)):
+            own[name] = f"{name}.{predict.name}"
     made = {}
     for name, new in {**own, predict.name: predict.name}.items():
         nodes = (_calling(node, own) if node.op == "call" else node for node in swept.functions[name].nodes)
         made[new] = replace(swept.functions[name], name=new, nodes=tuple(nodes))
     return made
-
-
-def _extent(function: Function) -> tuple[int, int, int]:
-    return len(function.nodes), len(function.results), len(function.inputs())
 
 
 def _calling(node: Node, names: Mapping[str, str]) -> Node:

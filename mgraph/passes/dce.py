@@ -58,7 +58,7 @@ def _sweep(module: Module, report: Report) -> Module:
         )
         functions[name] = function
     made = {name: _narrow(functions[name], keep) for name in functions if name in keep}
-    before, after = _size(module.functions.values()), _size(made.values())
+    before, after = size(module.functions.values()), size(made.values())
     if before == after:
         return module
     for what, old, new in zip(("functions", "nodes", "inputs", "results", "statics"), before, after, strict=True):
@@ -67,7 +67,7 @@ def _sweep(module: Module, report: Report) -> Module:
     return replace(module, functions=made)
 
 
-def _size(functions: Collection[Function]) -> tuple[int, int, int, int, int]:
+def size(functions: Collection[Function]) -> tuple[int, int, int, int, int]:
     """How many functions, nodes, inputs, results and statics."""
     return (
         len(functions),

@@ -465,13 +465,15 @@ def _sparse_grad_lines(problem: Router, cut: Tuning) -> list[str]:
 
 
 def _undivided(problem: Router, chosen: str) -> list[str]:
-    """`grad` of chosen scores from that of scores over their sum."""
+    """Where scores are divided by their sum: `grad` of chosen scores from that of the quotients."""
+    if not problem.renormalize:
+        return []
     more = f" + {problem.epsilon!r}" if problem.epsilon else ""
     return [
         f"total = tl.sum(tl.where({chosen}, scores, 0.0), axis=1){more}",
         "grad = grad - (tl.sum(grad * scores, axis=1) / total)[:, None]",
         f"grad = tl.where({chosen}, grad / total[:, None], 0.0)",
-    ] if problem.renormalize else []  # fmt: skip
+    ]
 
 
 def _dtype(problem: Router) -> str:
