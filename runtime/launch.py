@@ -46,6 +46,9 @@ class Device(Protocol):
     def load(self, cubin: bytes, symbol: str, shared: int) -> Any:
         """Load a binary; the handle of its kernel `symbol`, prepared for `shared` bytes of shared memory."""
 
+    def room(self, kernel: Any, threads: int, shared: int) -> int:
+        """How many programs of a kernel a multiprocessor has room for at once."""
+
     def launch(self, kernel: Any, grid: Shape, threads: int, shared: int, parameters: int, early: bool) -> None:
         """Launch on torch's current stream; `parameters` is the address of an array of pointers to the arguments. What
         waits for all launches before it may come `early`, while these end: in a graph it does."""
@@ -93,6 +96,12 @@ class CudaDevice:
                 attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self._checked(driver.cuFuncSetAttribute(function, attribute, shared))
         return function
+
+    def room(self, kernel: Any, threads: int, shared: int) -> int:
+        """See `Device.room`."""
+        with torch.cuda.device(self._index):
+            found = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel, threads, shared)
+        return int(self._checked(found))
 
     def launch(self, kernel: Any, grid: Shape, threads: int, shared: int, parameters: int, early: bool) -> None:
         """See `Device.launch`."""
@@ -152,6 +161,7 @@ class CubinLauncher:
             for binary in launch["binaries"]
             if runs_on(binary["arch"], device.capability) and binary["cuda"] <= device.cuda
         ]
+        self._is_even = launch.get("even", False)
         loaded = {binary["alignment"]: (self._load(directory, binary), binary) for binary in fitting}
         wanted = ALIGNMENT if launch.get("takes") == "aligned" else 1
         assert wanted in loaded, f"launch {launch['function']} has no binary for tensors on {wanted} bytes"
@@ -194,8 +204,16 @@ class CubinLauncher:
             for scratch in hidden:
                 slots[index] = 0 if scratch is None else scratch.data_ptr()
                 index += 1
-            early = binary.get("early", False)
+            early = binary.get("early", False) and not (self._is_even and self._is_crowding(kernel, binary, grid))
             self._device.launch(kernel, grid, binary["threads"], binary["shared"], self._address, early)
+
+    def _is_crowding(self, kernel: Any, binary: Mapping[str, Any], grid: Shape) -> bool:
+        """Whether all programs have room at once, and more than one of them on a multiprocessor: those that are free
+        first would take the share of the others."""
+        multiprocessors, programs = self._device.multiprocessors, math.prod(grid)
+        if programs <= multiprocessors:
+            return False
+        return programs < multiprocessors * self._device.room(kernel, binary["threads"], binary["shared"])
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:

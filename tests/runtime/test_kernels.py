@@ -60,12 +60,16 @@ class Recorder:
     def load(self, cubin: bytes, symbol: str, shared: int) -> Any:
         return (cubin.decode(), symbol, shared)
 
+    def room(self, kernel: Any, threads: int, shared: int) -> int:
+        return 3
+
     def launch(
         self, kernel: Any, grid: tuple[int, ...], threads: int, shared: int, parameters: int, early: bool
     ) -> None:
         pointers = (ctypes.c_uint64 * 7).from_address(parameters)
         values = [ctypes.c_uint64.from_address(pointer).value for pointer in pointers]
         record = {"kernel": kernel, "grid": grid, "threads": threads, "shared": shared, "values": values}
+        record["early"] = early
         self.launches.append(record)
 
 
@@ -120,6 +124,20 @@ def test_grid_is_bounded_by_the_device(package: Path) -> None:
     device = Recorder(multiprocessors=2)
     bind(package, device).scale(torch.ones(1000, 8), torch.ones(1000, 1))
     assert device.launches[0]["grid"] == (4, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("even", "rows", "early"),
+    [(False, 1000, True), (True, 8, True), (True, 12, False), (True, 20, False), (True, 24, True), (True, 1000, True)],
+)
+def test_even_programs_come_early_only_where_none_takes_the_share_of_another(
+    package: Path, even: bool, rows: int, early: bool
+) -> None:
+    launch = {**ENTRY["launches"][0], "even": even, "grid": [["cdiv", "rows", 4]]}
+    launch["binaries"] = [{**binary, "early": True} for binary in launch["binaries"]]
+    device = Recorder(multiprocessors=2)  # each has room for three
+    bind(package, device, entry={**ENTRY, "launches": [launch]}).scale(torch.ones(rows, 8), torch.ones(rows, 1))
+    assert device.launches[0]["early"] is early
 
 
 def test_unaligned_tensors_take_the_generic_binary(package: Path) -> None:

@@ -7,6 +7,11 @@ Each kernel first waits for what was launched before it, and then lets what foll
 So between two kernels of a CUDA graph, where the runtime launches them so, lies no launch any more: a microsecond, much
 of a step that decodes. A kernel may only be launched that way if all of its programs wait before they read or write
 anything: then what is before it has ended, and what follows, which waits for it, is after both.
+
+What comes early goes to multiprocessors in the order in which these become free, to the first of them as many programs
+as they have room for. Programs that end soon make up for that: others come in their place. Where each works long, and
+all have room at once, a few multiprocessors would do everything (the router of 32,768 tokens takes 39.6 us so, 29.2
+evenly): such a launch is `even`, and the runtime leaves it for when all multiprocessors are free.
 """
 
 from __future__ import annotations

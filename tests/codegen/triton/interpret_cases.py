@@ -60,6 +60,9 @@ class Interpreter:
     def load(self, cubin: bytes, symbol: str, shared: int) -> Any:
         raise AssertionError("the interpreter loads no binaries")
 
+    def room(self, kernel: Any, threads: int, shared: int) -> int:
+        raise AssertionError("the interpreter has no multiprocessors")
+
     def launch(
         self, kernel: Any, grid: tuple[int, ...], threads: int, shared: int, parameters: int, early: bool
     ) -> None:

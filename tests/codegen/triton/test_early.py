@@ -86,6 +86,6 @@ def test_a_launch_says_so() -> None:
         launcher.__dict__.update(
             _device=Recorder(), _aligned=(1, binary), _generic=(1, binary), _slots=slots, _args=[], _address=0
         )
-        launcher.__dict__["_lock"] = threading.Lock()
+        launcher.__dict__.update(_lock=threading.Lock(), _is_even=False)
         launcher.launch({}, {}, (1, 1, 1), True)
     assert seen == [True, False, False]
