@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.kernel_case import Case
+from benchmarks.gpu.kernel_case import Case, Halves
 from mgraph.codegen.triton import expert_glu, expert_sum, grouped, grouped_outer, moe_order, moe_route, moe_rows
 from mgraph.codegen.triton.expert_glu import ExpertGlu
 from mgraph.codegen.triton.expert_sum import ExpertSum
@@ -438,30 +438,30 @@ def trained_case(id_: str, layer: Layer) -> Case:
     before, after = outers_of(layer)
     rows = MoeRows(layer.width, layer.choices, "bf16", "f32")
 
-    def joined(kernels: Any) -> Callable[..., Any]:
-        def run(
-            x: Tensor,
-            logits: Tensor,
-            wg: Tensor,
-            wu: Tensor,
-            wd: Tensor,
-            dy: Tensor,
-            sg: Tensor,
-            su: Tensor,
-            sd: Tensor,
-        ) -> tuple[Tensor, ...]:
+    def joined(kernels: Any) -> Halves:
+        def forward(x: Tensor, logits: Tensor, wg: Tensor, wu: Tensor, wd: Tensor) -> tuple[Tensor, list[Any]]:
             weights, indices, order, offsets = kernels.router(logits)
             hidden, gate, up = kernels.units(x, order, offsets, wg, wu)
-            y = kernels.combine(kernels.down(hidden, wd, offsets), weights, order)
+            rows = kernels.down(hidden, wd, offsets)
             del hidden
+            return kernels.combine(rows, weights, order), [weights, indices, order, offsets, gate, up]
+
+        def backward(y: Tensor, kept: list[Any], *inputs: Tensor) -> tuple[Tensor, ...]:
+            x, logits, wg, wu, wd, dy, sg, su, sd = inputs
+            weights, indices, order, offsets, gate, up = kept
+            kept.clear()
             dgate, dup, weighted, dweights = kernels.units_grad(dy, weights, order, offsets, wd, gate, up)
+            del gate, up
             kernels.after(sd, weighted, dy, order, offsets)
+            del weighted
             kernels.before(sg, x, dgate, order, offsets)
             kernels.before(su, x, dup, order, offsets)
-            dx = kernels.dispatch_grad(kernels.back(dgate, wg, dup, wu, offsets), order)
+            drows = kernels.back(dgate, wg, dup, wu, offsets)
+            del dgate, dup
+            dx = kernels.dispatch_grad(drows, order)
             return y, dx, kernels.router_grad(dweights, logits, indices), sg, su, sd
 
-        return run
+        return Halves(5, forward, backward)
 
     return Case(
         id=id_,
@@ -480,25 +480,31 @@ def trained_case(id_: str, layer: Layer) -> Case:
         ),
         joined=joined,
         inputs=partial(layer_inputs, layer, True),
-        reference=partial(_trained, partial(exact_layer, layer)),
+        reference=_trained(partial(exact_layer, layer)),
         peers={
-            "eager": partial(_trained, partial(eager_layer, layer)),
-            "formula compiled": partial(_trained, _Compiled(partial(eager_layer, layer))),
+            "eager": _trained(partial(eager_layer, layer)),
+            "formula compiled": _trained(_Compiled(partial(eager_layer, layer))),
         },
         bytes=2 * 9 * layer.experts * layer.width * layer.inner,
         flops=9 * layer.product,
     )
 
 
-def _trained(form: Callable[..., Tensor], *given: Tensor) -> tuple[Tensor, ...]:
+def _trained(form: Callable[..., Tensor]) -> Halves:
     """The result of a layer and all gradients, those of matrices added to their sums."""
-    *inputs, dy, sg, su, sd = given
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    with torch.enable_grad():
-        y = form(*leaves)
-    dx, dlogits, *more = torch.autograd.grad(y, leaves, dy)
-    sums = [total.add_(grad) for total, grad in zip((sg, su, sd), more, strict=True)]
-    return y.detach(), dx, dlogits, *sums
+
+    def forward(*inputs: Tensor) -> tuple[Tensor, list[Any]]:
+        leaves: list[Any] = [tensor.detach().requires_grad_() for tensor in inputs]
+        with torch.enable_grad():
+            return form(*leaves), leaves
+
+    def backward(y: Tensor, leaves: list[Any], *inputs: Tensor) -> tuple[Tensor, ...]:
+        dy, sg, su, sd = inputs[len(leaves) :]
+        dx, dlogits, *more = torch.autograd.grad(y, leaves, dy)
+        sums = [total.add_(grad) for total, grad in zip((sg, su, sd), more, strict=True)]
+        return y.detach(), dx, dlogits, *sums
+
+    return Halves(5, forward, backward)
 
 
 class _Compiled:

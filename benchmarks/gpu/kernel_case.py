@@ -7,8 +7,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mgraph.codegen.triton import KernelSpec
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Work of inputs with a gradient: a first half of as many of them as it takes, which gives its result and what the
+    second one needs beside all inputs, and that second one, which may empty what it is handed."""
+
+    taken: int
+    forward: Callable[..., tuple[Tensor, list[Any]]]
+    backward: Callable[..., tuple[Any, ...]]
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        """Both halves."""
+        result, kept = self.forward(*inputs[: self.taken])
+        return self.backward(result, kept, *inputs)
 
 
 @dataclass(frozen=True)

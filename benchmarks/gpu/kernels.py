@@ -8,7 +8,8 @@ peers are captured in CUDA graphs of several calls, on inputs that do not fit in
 time of a call is taken. `fraction` is of what this card reaches in this run: the least bytes that the work moves over
 what a copy moves, or operations over those of a bf16 product of 8192^3 where these take longer; `reading_seconds` is
 what a kernel takes that reads as many bytes and does nothing else, where these are few; `peak_bytes` are those that a
-call has beside its inputs, of peers in `of_peers`. A kernel that is wrong has no row. Exit status 1 on any complaint.
+call has beside its inputs, and `kept_bytes`, of work with a gradient, those that its first half leaves for the second,
+its result not among them; of peers in `of_peers`. A kernel that is wrong has no row. Exit status 1 on any complaint.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import rows
-from benchmarks.gpu.kernel_case import Case
+from benchmarks.gpu.kernel_case import Case, Halves
 from benchmarks.gpu.reading import BELOW, reading_seconds
 from mgraph.codegen.triton.aot import Binaries, build_kernels
 from mgraph.runtime import kernels as runtime
@@ -106,13 +107,18 @@ def seconds_of(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], in_grap
     return statistics.median(taken[3:])
 
 
-def peak_of(run: Callable[..., Any], inputs: tuple[Any, ...]) -> int:
-    """Bytes that a call has beside its inputs at most, with what it gives."""
+def bytes_of(run: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, int]:
+    """Bytes that a call has beside its inputs at most, with what it gives; of one in halves also what is kept."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run(*inputs)
-    return torch.cuda.max_memory_allocated() - before
+    found = {"peak_bytes": torch.cuda.max_memory_allocated() - before}
+    if isinstance(run, Halves):
+        result, kept = run.forward(*inputs[: run.taken])
+        found["kept_bytes"] = torch.cuda.memory_allocated() - before - result.numel() * result.element_size()
+        kept.clear()
+    return found
 
 
 def sets_of(case: Case, device: torch.device) -> list[tuple[Any, ...]]:
@@ -151,7 +157,7 @@ def measure(
     more |= {"fraction": least[limit] / ours, "limit": limit, **rates}
     if limit == "copy" and case.bytes < BELOW:
         more["reading_seconds"] = reading_seconds(case.bytes, device)
-    more["peak_bytes"] = peak_of(site, sets[0])
+    more |= bytes_of(site, sets[0])
     times: dict[str, float] = {}
     of_peers: dict[str, dict[str, Any]] = {}
     for name, peer in case.peers.items() if with_peers else ():
@@ -159,7 +165,7 @@ def measure(
             torch._dynamo.reset()
             run = torch.compile(peer, dynamic=False) if name.startswith("compile") else peer
             times[name] = seconds_of(run, sets, name not in case.launched)
-            of_peers[name] = {"peak_bytes": peak_of(run, sets[0])}
+            of_peers[name] = dict(bytes_of(run, sets[0]))
         except Exception as error:  # a peer that does not run is a result, and the others go on
             complaints.append(f"{case.id}, {name}: {type(error).__name__}: {str(error).splitlines()[:1]}")
     more |= {"error": worst, "bound": case.bound}
