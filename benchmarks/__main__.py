@@ -32,8 +32,10 @@ ON_A_GPU = {
     "choices_h200": "benchmarks.gpu.choices FILE (A1)",
     "layer_graphs_h200": "benchmarks.gpu.layer_graphs build DIR (anywhere), then benchmarks.gpu.layer_graphs run DIR "
     "--rows FILE",
+    "launches_h200": "benchmarks.gpu.launches FILE",
     "linear_loss_h200": "benchmarks.gpu.linear_loss FILE (K6)",
     "start_up_h200": "mgraph compile MODEL (anywhere), then benchmarks.gpu.start_up PACKAGE FILE",
+    "profiled_h200": "mgraph compile MODEL (anywhere), then benchmarks.gpu.profiled PACKAGE FILE",
     "sanitizer_h200": "benchmarks.gpu.sanitize DIR [--prepare: anywhere] --results FILE",
     "offload_h200": "benchmarks.gpu.offload build DIR (anywhere), then benchmarks.gpu.offload run DIR FILE",
     "training_h100": "mgraph compile (anywhere), then benchmarks.gpu.check_training FILE PACKAGE FAMILY:SIZE",

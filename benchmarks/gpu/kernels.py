@@ -80,21 +80,23 @@ def error_of(found: Any, expected: Any) -> float:
     return worst
 
 
-def seconds_of(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], in_graph: bool = True) -> float:
+def seconds_of(
+    run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], in_graph: bool = True, calls: int = CALLS
+) -> float:
     """Median seconds of a call, in a graph of calls that take the sets of inputs by turns; or of as many launches."""
 
-    def calls() -> None:
-        for index in range(CALLS):
+    def all_calls() -> None:
+        for index in range(calls):
             run(*sets[index % len(sets)])
 
     for inputs in sets:
         run(*inputs)
     torch.cuda.synchronize()
-    again = calls
+    again = all_calls
     if in_graph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            calls()
+            all_calls()
         again = graph.replay
     taken = []
     for _ in range(15):
@@ -103,7 +105,7 @@ def seconds_of(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], in_grap
         again()
         end.record()
         torch.cuda.synchronize()
-        taken.append(float(begin.elapsed_time(end)) / 1e3 / CALLS)
+        taken.append(float(begin.elapsed_time(end)) / 1e3 / calls)
     return statistics.median(taken[3:])
 
 

@@ -180,14 +180,17 @@ def transformers_compiled(
     return step
 
 
-def liger(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Step:
-    """transformers' model with Liger's kernels: rotary embedding, norms, gated units or experts, fused linear and cross
-    entropy."""
+def liger(
+    shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, *, experts: bool
+) -> Step:
+    """transformers' model with Liger's kernels: rotary embedding, norms, gated units, fused linear and cross entropy.
+    `experts`: those of Liger, too, whose first step tries tunings for minutes; else torch's grouped product."""
     import liger_kernel.transformers as kernels  # type: ignore[import-not-found]
 
     kind = (configuration(shape.make_empty().config) or {})["model_type"]
     apply = getattr(kernels, f"apply_liger_kernel_to_{kind}")
-    apply(rope=True, swiglu=True, rms_norm=True, fused_linear_cross_entropy=True)
+    units = experts or not shape.make_empty().config.num_experts
+    apply(rope=True, swiglu=units, rms_norm=True, fused_linear_cross_entropy=True)
     model = _transformers(shape, weights, device)
     optimizer = Masters(model.parameters(), device, dtype)
 

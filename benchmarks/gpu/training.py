@@ -36,6 +36,8 @@ BATCHES = 8
 BLOCK = 5
 MODES = ("eager", "default", "max-autotune-no-cudagraphs")
 OURS, TUNED = "ours", "ours, tuned"
+LIGERS = {"liger": False, "liger experts": True}
+"""Whether Liger's own experts are among its kernels, which is for those who ask: its first step takes minutes then."""
 PEERS = (*MODES, "transformers", "liger")
 
 
@@ -216,7 +218,8 @@ def peers_of(shape: Shape, weights: dict[str, Tensor], device: torch.device) -> 
         for mode in MODES
     }
     made["transformers"] = lambda: peers.transformers_compiled(shape, weights, low, device)
-    made["liger"] = lambda: peers.liger(shape, weights, low, device)
+    for name, experts in LIGERS.items():
+        made[name] = lambda e=experts: peers.liger(shape, weights, low, device, experts=e)  # type: ignore[misc]
     return made
 
 
