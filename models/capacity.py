@@ -1,4 +1,5 @@
-"""Experts with room for so many tokens of a batch, as operators of which tracers see one node each.
+"""Experts with room for so many tokens of a batch, and for none that is padding, as operators of which tracers see one
+node each.
 
 Shapes: T tokens, K experts a token, E experts, R rows of pairs of a token and an expert, sorted by expert.
 """
@@ -24,7 +25,7 @@ def within_capacity(
     """
     room = math.ceil(Fraction(str(factor)) * experts.numel() / num_experts)
     flat = experts.flatten()
-    chosen = torch.nn.functional.one_hot(flat, num_experts)
+    chosen = torch.nn.functional.one_hot(flat, num_experts + 1)  # the number E, of no expert, may be among them
     if keep == "weight":
         order = weights.flatten().argsort(descending=True, stable=True)
         place = torch.empty_like(chosen)
@@ -53,6 +54,33 @@ def _to_kept(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None, No
 
 
 within_capacity.register_autograd(_to_kept, setup_context=_remember_kept)
+
+
+@torch.library.custom_op("zoo::without_padding", mutates_args=())
+def without_padding(weights: Tensor, experts: Tensor, real: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Tokens that are not `real`, bool[T], are no expert's: they have the weight 0, and E instead of its number.
+
+    weights [T, K], experts i64[T, K] -> the same with what is dropped; weights that stay are as they were.
+    """
+    padding = ~real[:, None]
+    return weights.masked_fill(padding, 0.0), experts.masked_fill(padding, num_experts)
+
+
+@without_padding.register_fake
+def _without_padding_fake(weights: Tensor, experts: Tensor, real: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(weights), torch.empty_like(experts)
+
+
+def _remember_real(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[2])
+
+
+def _to_real(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None, None, None]:
+    (real,) = ctx.saved_tensors
+    return grad.masked_fill(~real[:, None], 0.0), None, None, None
+
+
+without_padding.register_autograd(_to_real, setup_context=_remember_real)
 
 
 @torch.library.custom_op("zoo::clear_tail", mutates_args=())

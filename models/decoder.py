@@ -39,11 +39,14 @@ class Block(nn.Module):
         self.attn_post_norm = RMSNorm(config.d_model, config) if config.sandwich_norm else nn.Identity()
         self.ffn_post_norm = RMSNorm(config.d_model, config) if config.sandwich_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x [B, S, N] -> [B, S, N], and the router's loss f32[] if it has one."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, real: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [B, S, N] -> [B, S, N], and the router's loss f32[] if it has one. Experts get what is `real`, bool[B, S],
+        or everything."""
         x = x + self.attn_post_norm(self.attn(self.attn_norm(x), cos, sin, mask))
         normed = self.ffn_norm(x)
-        mixed, loss = self.ffn(normed) if isinstance(self.ffn, Experts) else (self.ffn(normed), None)
+        mixed, loss = self.ffn(normed, real) if isinstance(self.ffn, Experts) else (self.ffn(normed), None)
         return x + self.ffn_post_norm(mixed), loss
 
 
@@ -73,7 +76,7 @@ class Decoder(nn.Module):
         """tokens i64[B, S] -> logits [B, S, V], or `Output` where routers have a loss.
 
         position_ids i64[B, S] default to 0 .. S-1. Tokens of different segment_ids i64[B, S] do not see each other:
-        they are documents that share a row.
+        they are documents that share a row. Segment 0 is what fills a row up: no expert gets it.
         """
         x: Tensor = self.embed(tokens)
         if self.embed_scale is not None:
@@ -87,9 +90,10 @@ class Decoder(nn.Module):
             angles[window] = angles[0] if rotary is None else rotary(position_ids, x.dtype)
             masks[window] = self.mask(tokens, window, segment_ids)
 
+        real = segment_ids != 0 if segment_ids is not None and self.config.num_experts else None
         losses = []
         for layer, window in zip(self.layers, self.config.windows, strict=True):
-            x, loss = layer(x, *angles[window], masks[window])
+            x, loss = layer(x, *angles[window], masks[window], real)
             losses += [] if loss is None else [loss]
         logits = softcap(self.head(self.norm(x)), self.config.logit_softcap)
         return Output(logits, torch.stack(losses).sum()) if losses else logits

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .capacity import clear_tail
+from .capacity import clear_tail, without_padding
 from .config import ModelConfig
-from .custom_router import checked
+from .custom_router import Choice, checked
 from .feed_forward import FeedForward, hidden_units, is_gated
 from .grouped import grouped_linear
 from .layers import output_std
@@ -52,12 +52,15 @@ class Experts(nn.Module):
         self.down = GroupedLinear(config, config.d_ff, width, output_std(config))
         self.shared = FeedForward(config, config.shared_d_ff) if config.shared_d_ff else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x [B, S, N] -> [B, S, N], and the router's loss f32[] if it has one. The weighted sum is made in float32."""
+    def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """x [B, S, N] -> [B, S, N], and the router's loss f32[] if it has one. The weighted sum is made in float32.
+
+        What is not `real`, bool[B, S], is padding, which no expert gets.
+        """
         tokens = x.flatten(0, 1)
-        weights, experts, loss = checked(self.router(tokens), self.router, tokens, self.config.num_experts)
+        weights, experts, loss = self.chosen(tokens, None if real is None else real.flatten())
         top_k = experts.shape[1]
-        drops = bool(self.config.capacity_factor) or not isinstance(self.router, Router)
+        drops = bool(self.config.capacity_factor) or real is not None or not isinstance(self.router, Router)
 
         # One row for each (token, expert) pair, sorted by expert; ends[e] is where the rows of expert e end.
         by_expert, order = torch.sort(experts.flatten(), stable=True)
@@ -76,3 +79,14 @@ class Experts(nn.Module):
         rows = rows[torch.argsort(order)].view(-1, top_k, x.shape[-1])
         mixed = (rows.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype).view(x.shape)
         return mixed if self.shared is None else mixed + self.shared(x), loss
+
+    def chosen(self, tokens: Tensor, real: Tensor | None) -> Choice:
+        """What the router, or one in its place, gives for tokens [T, N], of which those that are not `real`, bool[T],
+        are no expert's."""
+        if isinstance(self.router, Router):
+            made: Choice = self.router(tokens, real)
+            return made
+        weights, experts, loss = checked(self.router(tokens), self.router, tokens, self.config.num_experts)
+        if real is not None:
+            weights, experts = without_padding(weights, experts, real, self.config.num_experts)
+        return weights, experts, loss

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .capacity import within_capacity
+from .capacity import within_capacity, without_padding
 from .config import ModelConfig
 from .layers import projection
 
@@ -28,15 +28,27 @@ def within_best_groups(scores: Tensor, num_groups: int, top_groups: int) -> Tens
     return kept.flatten(1)
 
 
-def balance_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
-    """E * sum over e of (share of the T * K choices that are e) * (mean probability of e): f32[], 1 in balance.
+def mean_of(values: Tensor, real: Tensor | None) -> Tensor:
+    """The mean of values [T, ...] over the tokens that are `real`, bool[T]; 0 where none is. None: over all."""
+    if real is None:
+        return values.mean(0)
+    taken = real.view(-1, *[1] * (values.dim() - 1))
+    return values.masked_fill(~taken, 0.0).sum(0) / real.sum().clamp(min=1)
 
-    probabilities f32[T, E] with rows that sum to 1, experts i64[T, K].
+
+def balance_loss(probabilities: Tensor, experts: Tensor, real: Tensor | None = None) -> Tensor:
+    """E * sum over e of (share of the choices that are e) * (mean probability of e), of `real` tokens: f32[], 1 in
+    balance.
+
+    probabilities f32[T, E] with rows that sum to 1, experts i64[T, K], real bool[T] or None for all.
     """
     chosen = experts.flatten()
     ones = torch.ones_like(chosen, dtype=torch.float32)
+    if real is not None:
+        ones = real.unsqueeze(1).expand_as(experts).flatten().to(torch.float32)
     counts = torch.zeros_like(probabilities[0]).index_add(0, chosen, ones)
-    return probabilities.shape[1] * (counts / counts.sum() * probabilities.mean(0)).sum()
+    total = counts.sum() if real is None else counts.sum().clamp(min=1)
+    return probabilities.shape[1] * (counts / total * mean_of(probabilities, real)).sum()
 
 
 def jittered(x: Tensor, size: float) -> Tensor:
@@ -60,10 +72,11 @@ class Router(nn.Module):
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.selection_bias else None
         self.register_buffer("selection_bias", bias)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [T, N] -> weights f32[T, K], experts i64[T, K], and the router's loss f32[] if it has one.
 
-        With a capacity, what an expert drops has weight 0 and the number E; the loss is that of all choices.
+        Tokens that are not `real`, bool[T], are padding: no expert's, and not in the loss. They, and with a capacity
+        what an expert drops, have weight 0 and the number E; the loss is that of all choices of the others.
         """
         config = self.config
         if config.jitter and self.training:
@@ -78,11 +91,13 @@ class Router(nn.Module):
             weights = weights / (total + _TINY if config.router == "sigmoid" else total)
         if config.routed_scale != 1.0:
             weights = weights * config.routed_scale
+        if real is not None:
+            weights, experts = without_padding(weights, experts, real, config.num_experts)
         if config.capacity_factor:
             weights, experts = within_capacity(
                 weights, experts, config.num_experts, config.capacity_factor, config.capacity_keeps
             )
-        return weights, experts, self.loss(logits, scores) if config.has_router_loss else None
+        return weights, experts, self.loss(logits, scores, real) if config.has_router_loss else None
 
     def scores(self, logits: Tensor) -> Tensor:
         """logits f32[T, E] -> what experts are chosen by, f32[T, E]."""
@@ -109,8 +124,9 @@ class Router(nn.Module):
         experts = choice.topk(config.top_k, dim=-1).indices
         return scores.gather(1, experts), experts
 
-    def loss(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """The weighted sum of `balance_loss` (of the plain choice: no groups, no bias) and z loss, f32[]."""
+    def loss(self, logits: Tensor, scores: Tensor, real: Tensor | None) -> Tensor:
+        """The weighted sum of `balance_loss` (of the plain choice: no groups, no bias) and z loss, of tokens that are
+        `real`, f32[]."""
         config = self.config
         total = logits.new_zeros(())
         if config.balance_loss:
@@ -119,7 +135,7 @@ class Router(nn.Module):
             else:
                 probabilities = logits.softmax(-1)
             plain = probabilities.topk(config.top_k, dim=-1).indices
-            total = total + config.balance_loss * balance_loss(probabilities, plain)
+            total = total + config.balance_loss * balance_loss(probabilities, plain, real)
         if config.z_loss:
-            total = total + config.z_loss * logits.logsumexp(-1).square().mean()
+            total = total + config.z_loss * mean_of(logits.logsumexp(-1).square(), real)
         return total

@@ -1,4 +1,4 @@
-"""Capacity of experts on torch: who is dropped, and that no gradient goes there.
+"""Capacity of experts on torch: who is dropped, padding among it, and that no gradient goes there.
 
 T tokens, K experts a token, E experts. Nothing waits for the device, nor do shapes depend on values.
 """
@@ -36,3 +36,9 @@ def moe_capacity(
 def moe_capacity_grad(dweights: Tensor, indices: Tensor, *, num_experts: int) -> Tensor:
     """Gradient of `moe_capacity` for the weights [T, K]; `indices` are the new ones."""
     return dweights.where(indices < num_experts, 0.0)
+
+
+def moe_drop_padding(weights: Tensor, indices: Tensor, real: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
+    """weights [T, K] and indices i64 [T, K] with 0 and E for tokens that are not `real`, bool [T]."""
+    padding = ~real[:, None]
+    return weights.masked_fill(padding, 0.0), indices.masked_fill(padding, num_experts)

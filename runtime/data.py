@@ -136,7 +136,7 @@ def validation_batches(source: Source, batch_size: int, limit: int, rank: int, n
 def whole_rows(tokens: Tensor) -> Batch:
     """tokens i64[B, S] with the position_ids and segment_ids of rows that are one document each."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).contiguous()
-    return {"tokens": tokens, "position_ids": positions, "segment_ids": torch.zeros_like(tokens)}
+    return {"tokens": tokens, "position_ids": positions, "segment_ids": torch.ones_like(tokens)}
 
 
 def epoch_key(seed: int, epoch: int) -> philox.Key:

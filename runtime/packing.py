@@ -2,8 +2,8 @@
 
 An example of n tokens takes n - 1 positions: each token but the last is an input, its label the token after it. So no
 label is ever a token of another example. Several examples stand in a row one behind the other; `position_ids` begin at
-0 in each, `segment_ids` number them from 1, and what is left of a row is segment 0, whose labels are ignored. A package
-that takes no segment ids gets one example a row.
+0 in each, `segment_ids` number them from 1, and what is left of a row is segment 0, padding, whose labels are ignored.
+A package that takes no segment ids gets one example a row.
 
 Which examples share a row is decided anew in each epoch: they are shuffled, and each run of `WINDOW` of them is packed
 by best fit, the longest first. The rows are shuffled once more, since those of a run are made in order of length. All

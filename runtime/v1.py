@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mgraph.runtime import mesh
 from mgraph.runtime.attention import attention, attention_grad
-from mgraph.runtime.capacity import moe_capacity, moe_capacity_grad
+from mgraph.runtime.capacity import moe_capacity, moe_capacity_grad, moe_drop_padding
 from mgraph.runtime.capacity_layout import (
     even_ends,
     padded_combine,
@@ -187,6 +187,7 @@ __all__ = [
     "moe_combine_grad",
     "moe_dispatch",
     "moe_dispatch_grad",
+    "moe_drop_padding",
     "moe_order",
     "moe_route",
     "moe_route_grad",

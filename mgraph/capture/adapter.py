@@ -111,7 +111,8 @@ class Adapter(nn.Module):
         keywords = {n: batch[n] for n in self._keywords}
         first = () if "tokens" in keywords or "tokens" not in batch else (batch["tokens"],)
         documents = packed.own_segments(self.model, batch["segment_ids"], self.where) if self._masked else nullcontext()
-        with documents, router_losses.traceable(self.model):
+        real = batch["segment_ids"] != 0 if self._masked else None
+        with documents, router_losses.traceable(self.model, real):
             outputs = self.model(*first, **keywords, **self._fixed)
         logits = logits_of(outputs)
         if self.loss is not None:

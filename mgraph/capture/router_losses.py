@@ -5,7 +5,8 @@ its place stands the same loss (Fedus et al. 2021, eq. 4 to 6), of L routers wit
 
     E * sum over e of f_e P_e,   f_e = (choices of e in all layers) / (L T),   P_e = mean probability of e over all
 
-made of sums and means over tokens, so that `joint-losses` can take them over the tokens of all ranks.
+made of sums over tokens, so that `joint-losses` can take them over the tokens of all ranks. Of rows that hold several
+documents, what fills them up is not among the tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from mgraph.capture.packed import is_transformers
 from mgraph.errors import ModelError
+from mgraph.models.router import mean_of
 
 NAME = "load_balancing_loss_func"
 PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
@@ -29,41 +31,46 @@ WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 """What classes, or their configurations, call the factor of such a loss."""
 
 
-def balance_loss(gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int) -> Tensor:
-    """The loss f32[] of routers that gave `gate_logits`, L tensors [T, E], and take the `top_k` best of each."""
+def balance_loss(gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int, real: Tensor | None = None) -> Tensor:
+    """The loss f32[] of routers that gave `gate_logits`, L tensors [T, E], and take the `top_k` best of each; of tokens
+    that are `real`, bool[T], where that is given."""
     counts, means = [], []
     for logits in gate_logits:
         probabilities = logits.softmax(-1)
         chosen = probabilities.topk(top_k, dim=-1).indices.flatten()
         probabilities = probabilities.float()
         ones = torch.ones_like(chosen, dtype=torch.float32)
+        if real is not None:
+            ones = real.unsqueeze(1).expand(-1, top_k).flatten().to(torch.float32)
         counts.append(torch.zeros_like(probabilities[0]).index_add(0, chosen, ones))
-        means.append(probabilities.mean(0))
+        means.append(mean_of(probabilities, real))
     chosen_of_each = torch.stack(counts).sum(0)
-    share = top_k * chosen_of_each / chosen_of_each.sum()
+    total = chosen_of_each.sum()
+    share = top_k * chosen_of_each / (total if real is None else total.clamp(min=1))
     return num_experts * (share * torch.stack(means).mean(0)).sum()
 
 
 @contextmanager
-def traceable(model: nn.Module) -> Iterator[None]:
-    """Within, transformers classes in a model that use the shared function have their losses from `balance_loss`."""
+def traceable(model: nn.Module, real: Tensor | None) -> Iterator[None]:
+    """Within, transformers classes in a model that use the shared function have their losses from `balance_loss`, of
+    tokens that are `real`, bool[B, S], where that is given."""
     classes = {c for part in model.modules() if is_transformers(part) for c in type(part).__mro__}
     homes = {name: sys.modules[name] for name in sorted({c.__module__ for c in classes}) if name in sys.modules}
     with ExitStack() as stack:
         for home in homes.values():
             own = getattr(home, NAME, None)
             if own is not None and list(inspect.signature(own).parameters) == PARAMETERS:
-                stack.enter_context(patch.object(home, NAME, _instead_of(own)))
+                stack.enter_context(patch.object(home, NAME, _instead_of(own, real)))
         yield
 
 
-def _instead_of(own: Callable[..., Any]) -> Callable[..., Any]:
+def _instead_of(own: Callable[..., Any], real: Tensor | None) -> Callable[..., Any]:
     """`balance_loss` for the calls that it is defined for; the class's own function for others."""
 
     def loss(gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Any = None) -> Any:
         if attention_mask is not None or num_experts is None or not isinstance(gate_logits, tuple):
             return own(gate_logits, num_experts, top_k, attention_mask)
-        return balance_loss(gate_logits, num_experts, top_k)
+        return balance_loss(gate_logits, num_experts, top_k, None if real is None else real.flatten())
 
     return loss
 

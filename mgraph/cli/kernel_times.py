@@ -149,7 +149,7 @@ def _inputs(manifest: Mapping[str, Any], sizes: Mapping[str, int], device: Any) 
         "tokens": tokens,
         "labels": tokens.roll(-1, 1),
         "position_ids": torch.arange(shape[1]).expand(shape),
-        "segment_ids": torch.zeros(shape, dtype=torch.int64),
+        "segment_ids": torch.ones(shape, dtype=torch.int64),
         "loss_mask": torch.ones(shape),
     }
     for item in manifest["inputs"]:

@@ -548,6 +548,7 @@ _EXPRESSIONS: dict[str, Callable[[Site], str]] = {
     "moe_combine_grad": _runtime(),
     "moe_dispatch": _runtime(),
     "moe_dispatch_grad": _runtime(),
+    "moe_drop_padding": _runtime(),
     "moe_order": _runtime(),
     "moe_route": _runtime(),
     "moe_route_grad": _runtime(),

@@ -15,7 +15,7 @@ from mgraph.ir.graph import Node, Value
 from mgraph.ir.types import PendingType, Shard
 from mgraph.passes.placing import is_pointwise, rules_of
 
-_BY_ROW = ("moe_route", "moe_dispatch", "grouped_matmul", "moe_combine")
+_BY_ROW = ("moe_route", "moe_drop_padding", "moe_dispatch", "grouped_matmul", "moe_combine")
 """Ops that order rows, and make each row of what they give from one row alone."""
 _ALONG = {
     "aten._log_softmax.default",

@@ -11,6 +11,7 @@
 %z = aten.add.Tensor(%y, %b)           # b: rows of a bias, indexed by %e: one operand more
 
 %w, %i = zoo.within_capacity.default(%v, %j)               ==>  %w, %i = moe_capacity(%v, %j)
+%w, %i = zoo.without_padding.default(%v, %j, %real)        ==>  %w, %i = moe_drop_padding(%v, %j, %real)
                                    # rows that experts dropped are cleared, which the raised ops need not be told
 
 %f = aten.argsort.default(%order)
@@ -194,7 +195,7 @@ def _emit_capacity(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
     return builder.emit("moe_capacity", (match["weights"], match["indices"]), attrs, names=("kept", "kept_indices"))
 
 
-def _capacity_exports(match: Match) -> tuple[Value, ...]:
+def _both(match: Match) -> tuple[Value, ...]:
     return match.root.results
 
 
@@ -212,7 +213,30 @@ _CAPACITY = Rule(
     (),
     _emit_capacity,
     (),
-    _capacity_exports,
+    _both,
+)
+
+
+def _emit_padding(builder: FunctionBuilder, match: Match) -> Sequence[Value]:
+    operands = (match["weights"], match["indices"], match["real"])
+    attrs = {"num_experts": match.attr("padding", "num_experts")}
+    return builder.emit("moe_drop_padding", operands, attrs, names=("real_weights", "real_indices"))
+
+
+_PADDING = Rule(
+    "moe_drop_padding",
+    op(
+        "zoo.without_padding.default",
+        capture("weights"),
+        capture("indices"),
+        capture("real"),
+        num_experts=ANY,
+        name="padding",
+    ),
+    (),
+    _emit_padding,
+    (),
+    _both,
 )
 
 
@@ -224,4 +248,4 @@ class RaiseMoe(RaisePass):
 
     def rules(self, module: Module, function: Function) -> Sequence[Rule]:
         """The same rules everywhere."""
-        return (ROUTE, _CAPACITY, _DISPATCH, _GROUPED_BIAS, _GROUPED_MATMUL, _COMBINE)
+        return (ROUTE, _PADDING, _CAPACITY, _DISPATCH, _GROUPED_BIAS, _GROUPED_MATMUL, _COMBINE)

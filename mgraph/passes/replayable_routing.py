@@ -39,7 +39,7 @@ from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.calls import callee
 
 _MOST_EXPERTS = 2**15
-_BEHIND = ("moe_capacity", "reshape")
+_BEHIND = ("moe_capacity", "moe_drop_padding", "reshape")
 """Ops between the decision of a router and the dispatch: what they give, of which operand."""
 _VALUES_AT = {"aten.topk.default": -1, "aten.max.dim": None, "aten.min.dim": None}
 """Ops that choose by scores and give these, too: and along which dim, if that is not said."""

@@ -139,3 +139,33 @@ def test_a_document_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
     assert torch.equal(before[second], after[second])
     assert not torch.isclose(before[~second], after[~second]).all(-1).any()
     assert not torch.allclose(logits(segment_ids=torch.zeros_like(tokens))[second], before[second])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    sampled(
+        [
+            ("moe-tiny-losses", {"expert_load": True}),
+            ("moe-tiny-losses", {"disable": "raise-*"}),
+            ("gpt-oss-tiny", {"recompute": "full", "expert_load": True}),
+        ],
+        2,
+    ),
+    ids=str,
+)
+def test_what_fills_rows_up_changes_nothing(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Losses of routers, gradients and loads are those of shorter rows: no expert gets padding."""
+    _, package, _ = compiled(name, tmp_path, packed=True, **options)
+    batch = rows_of(documents())
+    filling = {"tokens": 3, "labels": -100, "position_ids": 5, "segment_ids": 0}
+    longer = {n: torch.nn.functional.pad(t, (0, 9), value=filling[n]) for n, t in batch.items()}
+    states = [create_state(package.state_specs, 3, "cpu") for _ in range(2)]
+    outs = [run(package, state, given) for state, given in zip(states, (batch, longer), strict=True)]
+    assert relative(outs[1]["loss_sum"], outs[0]["loss_sum"]) <= 1e-6
+    assert_gradients(states[1], {n.removesuffix(".grad"): t for n, t in states[0].items() if n.endswith(".grad")})
+    loads = [n for n in states[0] if n.endswith(".load")]
+    assert bool(loads) == ("expert_load" in options)
+    choices = package.manifest["expert_loads"][0]["choices"] if loads else 0
+    for load in loads:
+        assert torch.equal(states[0][load], states[1][load])
+        assert int(states[0][load].sum()) == choices * int((batch["segment_ids"] > 0).sum())

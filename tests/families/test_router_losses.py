@@ -104,3 +104,30 @@ def test_a_model_with_such_a_loss_is_served(tmp_path: Path) -> None:
     """Nothing of the loss is left in what is served."""
     module = build_module(Recipe(model=write_config("qwen3-moe", tmp_path, **CHANGES), purpose="serve", arch="none"))
     assert not {"aten.index_add.default", "aten.mean.dim"} & {node.op for _, node in module.module.walk()}
+
+
+def test_what_fills_rows_up_is_not_in_the_loss(tmp_path: Path) -> None:
+    """As with the class, to which an attention mask says what fills up."""
+    config = write_config("qwen3-moe", tmp_path, **CHANGES)
+    compilation = compile_package(Recipe(model=config, packed=True, arch="none", output=str(tmp_path / "package")))
+    assert compilation.package is not None
+    package = load_package(compilation.package, "cpu")
+    state = create_state(package.state_specs, 3, "cpu")
+    (tokens, labels), *_ = batches(1)
+    real = torch.arange(tokens.shape[1]) < torch.tensor([[tokens.shape[1] - 2], [3], [tokens.shape[1]]])
+    labels = labels.masked_fill(~real, -100)
+    model = eager("qwen3-moe", **CHANGES).train()
+    fill(model, state)
+    out = model(tokens, attention_mask=real.long())
+    loss = F.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss = loss + WEIGHT * out.aux_loss * (labels != -100).sum()
+    loss.backward()
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
+    found = package.call("microbatch", state, tokens, labels, positions, real.long())["loss_sum"]
+    assert difference(loss.detach(), found, 1e-6) <= 1e-5
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert difference(parameter.grad, state[f"{name}.grad"], 1e-5) <= 1e-4, name
+    assert float(loss) != float(
+        package.call("microbatch", state, tokens, labels, positions, 1 + real.long())["loss_sum"]
+    )

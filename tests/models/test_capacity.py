@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from mgraph.models import ModelConfig
-from mgraph.models.capacity import clear_tail, within_capacity
+from mgraph.models.capacity import clear_tail, within_capacity, without_padding
 from mgraph.models.experts import Experts
 from mgraph.models.feed_forward import ACTIVATIONS
 
@@ -100,6 +100,8 @@ def test_operators_are_registered_well() -> None:
     """Fake shapes, gradient registration and tracing agree with the real operators."""
     weights, experts = torch.rand(7, 2, requires_grad=True), torch.randint(3, (7, 2))
     assert set(opcheck(within_capacity, (weights, experts, 3, 1.0, "weight")).values()) == {"SUCCESS"}
+    real = torch.tensor([True, False, True, True, False, True, False])
+    assert set(opcheck(without_padding, (weights, experts, real, 3)).values()) == {"SUCCESS"}
     ends = torch.tensor([2, 5], dtype=torch.int32)
     rows = torch.full((7, 3), float("nan"))
     rows[:5] = 1
@@ -120,7 +122,7 @@ def test_a_dense_model_has_no_capacity() -> None:
         ModelConfig(capacity_factor=1.0)
 
 
-@pytest.mark.parametrize("name", ["grouped_linear", "within_capacity"])
+@pytest.mark.parametrize("name", ["grouped_linear", "within_capacity", "without_padding"])
 def test_operators_are_found_in_a_process_that_reads_a_graph(name: str) -> None:
     code = f"from mgraph.ir.aten import overload; print(overload('zoo.{name}.default'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

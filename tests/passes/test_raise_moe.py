@@ -215,3 +215,26 @@ def test_raises_capacity() -> None:
     assert dispatch.attrs["others"] and combine.operands[3] is dispatch.results[2]
     assert report.near_misses == []
     assert_same(before, after)
+
+
+def test_raises_padding() -> None:
+    """What is no token's is dropped by all experts."""
+    text = EXPERTS.replace(
+        "  %b: i64[2*B] = reshape(%i)",
+        "  %best: f32[B] = aten.amax.default(%a) {dim = [1]}\n  %real: bool[B] = aten.gt.Scalar(%best) {other = 0.5}\n"
+        "  %kv: f32[B, 2], %ki: i64[B, 2] = zoo.without_padding.default(%v, %i, %real) "
+        "{num_experts = 4}\n  %b: i64[2*B] = reshape(%ki)",
+    )
+    text = text.replace("reshape(%v)", "reshape(%kv)")
+    text = text.replace(
+        "  %g: f32", "  %open: f32[2*B, 6] = zoo.clear_tail.default(%rows, %offsets)\n  %g: f32"
+    ).replace("grouped_linear.default(%rows", "grouped_linear.default(%open")
+    text = text.replace("  %p: i64", "  %end: f32[2*B, 6] = zoo.clear_tail.default(%h, %offsets)\n  %p: i64").replace(
+        "aten.index.Tensor(%h", "aten.index.Tensor(%end"
+    )
+    before, after, report = raised(RaiseMoe(), text)
+    expected = {"moe_route": 1, "moe_drop_padding": 1, "moe_dispatch": 1, "grouped_matmul": 2, "moe_combine": 1}
+    assert {op: n for op, n in ops(after.functions["f"]).items() if not op.startswith("aten.")} == expected
+    (dispatch,) = (n for n in after.functions["f"].nodes if n.op == "moe_dispatch")
+    assert dispatch.attrs["others"] and report.near_misses == []
+    assert_same(before, after)

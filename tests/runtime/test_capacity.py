@@ -25,3 +25,11 @@ def test_as_the_op_says(tokens: int, choices: int, experts: int, factor: float, 
             assert torch.equal(
                 rt.expert_counts(kept, num_experts=experts), kept.flatten().bincount(minlength=experts + 1)[:-1]
             )
+
+
+@pytest.mark.parametrize(("tokens", "choices", "experts"), CASES)
+def test_padding_as_the_op_says(tokens: int, choices: int, experts: int) -> None:
+    for kept in (0.0, 0.5, 1.0):
+        indices = routing(tokens, choices, experts)
+        weights = torch.rand(indices.shape, dtype=torch.float64).to(torch.bfloat16)
+        check("moe_drop_padding", weights, indices, torch.rand(tokens) < kept, num_experts=experts)

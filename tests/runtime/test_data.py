@@ -53,7 +53,7 @@ def test_labels_are_the_next_tokens() -> None:
     assert set(batch) == set(INPUTS)
     assert all(tensor.shape == (3, 7) and tensor.dtype == torch.int64 for tensor in batch.values())
     assert torch.equal(batch["labels"], batch["tokens"] + 1)
-    assert batch["position_ids"].tolist() == [list(range(7))] * 3 and not batch["segment_ids"].any()
+    assert batch["position_ids"].tolist() == [list(range(7))] * 3 and (batch["segment_ids"] == 1).all()
 
 
 @pytest.mark.parametrize(("length", "seq_len"), [(1000, 7), (1001, 10), (11, 10), (1000, 333)])
@@ -145,4 +145,4 @@ def test_validation_is_shared_and_filled_up_with_ignored_rows(num_ranks: int, li
 
 def test_whole_rows() -> None:
     batch = whole_rows(torch.tensor([[5, 6, 7], [8, 9, 10]]))
-    assert batch["position_ids"].tolist() == [[0, 1, 2]] * 2 and batch["segment_ids"].tolist() == [[0, 0, 0]] * 2
+    assert batch["position_ids"].tolist() == [[0, 1, 2]] * 2 and batch["segment_ids"].tolist() == [[1, 1, 1]] * 2

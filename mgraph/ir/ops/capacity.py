@@ -2,7 +2,7 @@
 
 Shapes: T tokens, E experts, K experts a token. An expert has room for `C = ceil(T·K / E · factor)` tokens. What it
 drops has the weight 0 and, instead of its number, E: dispatch puts such rows behind those of all experts, where no
-product reaches them. Weights are not divided by their sum again.
+product reaches them. Weights are not divided by their sum again. Padding is dropped likewise, by all experts.
 """
 
 from __future__ import annotations
@@ -53,8 +53,33 @@ def _moe_capacity(
 
 
 def _moe_capacity_grad(dweights: Tensor, indices: Tensor, *, num_experts: int) -> Tensor:
-    """Gradient of `moe_capacity` for the weights [T, K]: none where a pair was dropped; `indices` are the new ones."""
+    """Gradient of `moe_capacity`, or `moe_drop_padding`, for the weights [T, K]: none where a pair was dropped;
+    `indices` are the new ones."""
     return dweights.where(indices < num_experts, dweights.new_zeros(()))
+
+
+def _moe_drop_padding(weights: Tensor, indices: Tensor, real: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Drop the tokens that are not `real`, padding: no expert gets them.
+
+    weights [T, K], indices i64[T, K], real bool[T] → weights [T, K], 0 where dropped, and indices i64[T, K], there
+    `num_experts`.
+    """
+    padding = ~real[:, None]
+    return weights.masked_fill(padding, 0.0), indices.masked_fill(padding, num_experts)
+
+
+def _infer_padding(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    weights, indices, real = types
+    fitting = weights.shape == indices.shape and len(indices.shape) == 2 and indices.dtype is DType.I64
+    if not fitting or real.dtype is not DType.BOOL or real.shape != indices.shape[:1]:
+        raise ValueError(f"moe_drop_padding: weights {weights}, indices {indices} and real {real} do not fit")
+    return weights, indices
+
+
+def _padding_gradient(request: GradientRequest) -> Sequence[Value | None]:
+    attrs = {"num_experts": request.node.attrs["num_experts"]}
+    operands = (request.cotangent, request.node.results[1])
+    return (*request.builder.emit("moe_capacity_grad", operands, attrs, names=("dweights",)), None, None)
 
 
 def _infer(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
@@ -79,6 +104,15 @@ define_op(
     attrs={"num_experts": REQUIRED, "factor": REQUIRED, "keep": "weight"},
     gradient=_gradient,
     flops=per_element(2),
+    bytes=traffic,
+)
+define_op(
+    "moe_drop_padding",
+    _moe_drop_padding,
+    infer=_infer_padding,
+    attrs={"num_experts": REQUIRED},
+    gradient=_padding_gradient,
+    flops=per_element(1),
     bytes=traffic,
 )
 define_op(

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mgraph.ir.opdef import op_def
+from mgraph.ir.types import DType, TensorType
+
 CASES = [(1, 1, 2), (1, 2, 4), (9, 2, 4), (13, 3, 5), (64, 4, 8)]
 """Tokens, choices, experts."""
 FACTORS = [0.25, 1.0, 1.5, 100.0]
@@ -41,3 +44,29 @@ def test_capacity(check_op: Any, tokens: int, choices: int, experts: int, factor
     weights, indices = torch.rand(tokens, choices, requires_grad=True), routing(tokens, choices, experts, hot=hot)
     attrs = {"num_experts": experts, "factor": factor, "keep": keep}
     check_op("moe_capacity", (weights, indices), attrs, lambda w, i: reference(w, i, experts, factor, keep))
+
+
+@pytest.mark.parametrize(("tokens", "choices", "experts"), CASES)
+@pytest.mark.parametrize("kept", [0.0, 0.5, 1.0])
+def test_padding(check_op: Any, tokens: int, choices: int, experts: int, kept: float) -> None:
+    weights, indices = torch.rand(tokens, choices, requires_grad=True), routing(tokens, choices, experts)
+    real = torch.rand(tokens) < kept
+    rows = [
+        (list(row), e.tolist()) if is_real else None for row, e, is_real in zip(weights, indices, real, strict=True)
+    ]
+
+    def dropped(w: Tensor, i: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        mask = torch.stack([torch.full((choices,), float(row is not None)) for row in rows])
+        numbers = [[experts] * choices if row is None else row[1] for row in rows]
+        return w * mask, torch.tensor(numbers)
+
+    check_op("moe_drop_padding", (weights, indices, real), {"num_experts": experts}, dropped)
+
+
+def test_padding_of_other_tokens_is_refused() -> None:
+    infer = op_def("moe_drop_padding").infer
+    assert infer is not None
+    weights, indices = TensorType(DType.F32, (6, 2)), TensorType(DType.I64, (6, 2))
+    for real in (TensorType(DType.BOOL, (5,)), TensorType(DType.BOOL, (6, 2)), TensorType(DType.I64, (6,))):
+        with pytest.raises(ValueError, match=r"moe_drop_padding: .* do not fit"):
+            infer((weights, indices, real), {"num_experts": 4})
