@@ -107,7 +107,7 @@ def operands_and_attrs(
             operands.append(value(item))
             names.append(name)
         elif isinstance(item, list | tuple) and any(map(_is_tensor, item)):
-            for index, element in enumerate(item):
+            for index, element in enumerate(_joined(op_name(node), item, type_, value)):
                 if element is not None:
                     operands.append(value(element))
                     names.append(f"{name}.{index}")
@@ -132,6 +132,13 @@ def _normalise(name: str, attrs: dict[str, Any], operands: list[Value], type_: T
         end = attrs.get("end")
         if (isinstance(end, int) and end >= _OPEN_END) or end == operands[0].tensor.shape[dim]:
             attrs.pop("end", None)
+
+
+def _joined(name: str, tensors: Sequence[Any], type_: TensorType, value: Callable[[Any], Value]) -> Sequence[Any]:
+    """A list of tensors, without those that torch.cat passes over: among others, empty ones may have one dim alone."""
+    if name != "aten.cat.default":
+        return tensors
+    return [tensor for tensor in tensors if len(value(tensor).tensor.shape) == len(type_.shape)]
 
 
 def _is_tensor(item: Any) -> bool:

@@ -158,7 +158,7 @@ def _problem(node: Any, inputs: dict[str, Any], reader: ShapeReader) -> str | No
         return f"random numbers in forward ({name})"
     if name in _NORMS and argument(node, _NORMS[name], "training"):
         return f"running statistics ({name} in training)"
-    return _mutated(node, inputs) or _mixed(node, name) or _untyped(node, name, reader)
+    return _mutated(node, inputs) or _mixed(node, name) or _stood_in(node, name) or _untyped(node, name, reader)
 
 
 def _mutated(node: Any, inputs: dict[str, Any]) -> str | None:
@@ -173,6 +173,17 @@ def _mutated(node: Any, inputs: dict[str, Any]) -> str | None:
     spec = inputs[base.name]
     named = f"'{spec.target.partition('.')[2]}'" if spec.target else f"the input '{base.name}'"
     return f"{named} is changed in place ({op_name(node)})"
+
+
+def _stood_in(node: Any, name: str) -> str | None:
+    """Whether tensors get their dtype from an empty one of one dim that they are joined with, which adds nothing."""
+    if name != "aten.cat.default":
+        return None
+    made, parts = node.meta["val"], [part.meta["val"] for part in argument(node, 0, "tensors")]
+    whole = [part for part in parts if part.dim() == made.dim()]
+    if len(whole) == len(parts) or any(part.dtype == made.dtype for part in whole):
+        return None
+    return f"an empty tensor of another dtype among those that torch.cat joins ({made.dtype} results)"
 
 
 def _mixed(node: Any, name: str) -> str | None:

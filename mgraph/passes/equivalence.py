@@ -528,6 +528,8 @@ def _spread(before: Module, after: Module, shapes: Shapes) -> Evidence:
 
     def spread(seed: int, lifted: bool) -> Tensors:
         held = states(seed, range(len(numbers)))
+        if at_once:
+            _count_sequences(held, groups.values(), int(shapes.dims["B"]))
         made: Tensors = {}
         for entry in entries:
             outputs, updates = _Run(after, entry, inputs(entry, seed, range(len(numbers))), held, sizes).apart(lifted)
@@ -548,6 +550,14 @@ def _spread(before: Module, after: Module, shapes: Shapes) -> Evidence:
     method = f"one rank with the microbatches of {sizes[axis]}" if is_data else f"the same step without {axis}"
     method += ", as one" if at_once else ""
     return judge("finish", Tier.REASSOCIATING, method, seeds, functools.partial(_pair, single, spread))
+
+
+def _count_sequences(states: list[Tensors], groups: Iterable[Sequence[int]], batch: int) -> None:
+    """Say to random ops which sequences of the batch of its group a rank has, `batch` of them."""
+    for group in groups:
+        for place, rank in enumerate(group):
+            if "rng.sample" in states[rank]:
+                states[rank]["rng.sample"] = states[rank]["rng.sample"] * 0 + place * batch
 
 
 def _counts_together(module: Module, axis: str) -> bool:

@@ -54,6 +54,25 @@ return self.head(x)
     assert [str(s) for s in shapes[:4]] == ["(B, 8*S)", "(B, S, 8)", "(B*S, 8)", "(B, S, 8)"]
 
 
+def test_empty_tensors_of_one_dim_that_torch_joins_with_any_are_left_out(tmp_path: Path) -> None:
+    """As caches begin in some classes."""
+    nodes = captured(
+        tmp_path,
+        """
+x = torch.cat((torch.empty(0), x, torch.empty(0), x), dim=-1)[..., :8]
+return self.head(x + torch.cat((torch.empty(0), torch.ones(1))))
+""",
+    )
+    joins = [[v.tensor.shape for v in n.operands] for n in nodes if n.op == "aten.cat.default"]
+    assert [len(shapes) for shapes in joins] == [2, 2]
+    assert all(len(shape) == 3 for shape in joins[0]) and joins[1][0] == (0,)
+    body = "return self.head(torch.cat((torch.empty(0), x.half()), 1))"
+    with pytest.raises(
+        CaptureError, match=r"empty tensor of another dtype among those that torch\.cat joins .*float32"
+    ):
+        capture(write_model(tmp_path, body))
+
+
 def test_attrs_follow_the_schema_and_drop_defaults(tmp_path: Path) -> None:
     nodes = captured(
         tmp_path,

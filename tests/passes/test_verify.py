@@ -253,6 +253,20 @@ def test_a_tier_without_a_bound_is_unverified() -> None:
     assert "unverified" in verify_table([result])
 
 
+def test_noise_under_losses_of_all_ranks_is_that_of_each_sequence(tmp_path: Path) -> None:
+    """One rank with the tokens of both draws for the second's sequences what that one does."""
+    file = tmp_path / "noisy.py"
+    file.write_text(
+        "from dataclasses import replace\nfrom mgraph import models\n\ndef model():\n"
+        '    config = models.get("moe", "tiny-losses").config\n'
+        "    return models.Decoder(replace(config, jitter=0.1, num_layers=1))\n"
+    )
+    text = "outline,joint-losses,autodiff,adamw,data-parallel"
+    results = verify_pipeline(captured(f"{file}:model"), text)
+    assert results[-1].measured["verify"]["status"] == "verified", verify_table(results)
+    assert "as one" in str(results[-1].measured["verify"]["method"])
+
+
 def test_deep_models_are_checked_on_few_layers() -> None:
     check = TwinCheck()
     text = "outline,autodiff,recompute{mode=full},adamw,data-parallel,cse,dce,in-place"

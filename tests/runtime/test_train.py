@@ -76,7 +76,7 @@ def checked(entry, order):
     def call(state, *inputs):
         given = dict(zip(order, inputs, strict=True))
         assert torch.equal(given["position_ids"], torch.arange(given["tokens"].shape[1]).expand_as(given["tokens"]))
-        assert torch.equal(given["segment_ids"], torch.zeros_like(given["tokens"]))
+        assert torch.equal(given["segment_ids"], torch.ones_like(given["tokens"]))
         return entry(state, *(given[name] for name in ("tokens", "labels") if name in given))
     return call
 
