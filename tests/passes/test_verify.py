@@ -261,7 +261,7 @@ def test_noise_under_losses_of_all_ranks_is_that_of_each_sequence(tmp_path: Path
         '    config = models.get("moe", "tiny-losses").config\n'
         "    return models.Decoder(replace(config, jitter=0.1, num_layers=1))\n"
     )
-    text = "outline,joint-losses,autodiff,adamw,data-parallel"
+    text = "outline,canonicalize,constant-fold,joint-losses,autodiff,adamw,data-parallel"
     results = verify_pipeline(captured(f"{file}:model"), text)
     assert results[-1].measured["verify"]["status"] == "verified", verify_table(results)
     assert "as one" in str(results[-1].measured["verify"]["method"])
