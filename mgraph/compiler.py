@@ -160,7 +160,7 @@ def pipeline_text(recipe: Recipe) -> str:
     if recipe.offloaded:
         options: dict[str, OptionValue] = {"batch": recipe.batch, "seq": recipe.seq, "limit": recipe.offload_limit}
         away = print_spec("offload", {**dict.fromkeys(recipe.offloaded, True), **options}) + ","
-    return f"{NORMALIZE},{RAISE},{derive},{shard}{fuse}{schedule}cse,dce,{away}{update}in-place{graphs}"
+    return f"{NORMALIZE},{RAISE},{derive},{shard}by-layer,{fuse}{schedule}cse,dce,{away}{update}in-place{graphs}"
 
 
 def _sharding(recipe: Recipe, axis: str) -> str:

@@ -6,6 +6,10 @@ any float dtype, and gradients reach the router through them. Experts of a token
 all experts, drops a choice, whatever its weight. Nothing else is asked of it: it may have parameters, buffers and
 noise, and its states keep their own names (`layers.0.ffn.router.…`).
 
+What fills up rows of several documents is dropped behind it. One whose forward has a second parameter `real`, bool[T],
+is told in such rows which tokens are none of that: it leaves the others out of its loss, and drops them itself
+(`models.capacity.without_padding`), before a capacity.
+
     model = models.get("moe", "tiny")
     use_router(model, lambda config: CosineRouter(config))
 """

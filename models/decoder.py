@@ -46,7 +46,8 @@ class Block(nn.Module):
         or everything."""
         x = x + self.attn_post_norm(self.attn(self.attn_norm(x), cos, sin, mask))
         normed = self.ffn_norm(x)
-        mixed, loss = self.ffn(normed, real) if isinstance(self.ffn, Experts) else (self.ffn(normed), None)
+        given = (normed,) if real is None else (normed, real)
+        mixed, loss = self.ffn(*given) if isinstance(self.ffn, Experts) else (self.ffn(normed), None)
         return x + self.ffn_post_norm(mixed), loss
 
 

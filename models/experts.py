@@ -5,6 +5,8 @@ Shapes: B batch, S sequence, T = B * S tokens, N model width, E experts, K exper
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -82,11 +84,10 @@ class Experts(nn.Module):
 
     def chosen(self, tokens: Tensor, real: Tensor | None) -> Choice:
         """What the router, or one in its place, gives for tokens [T, N], of which those that are not `real`, bool[T],
-        are no expert's."""
-        if isinstance(self.router, Router):
-            made: Choice = self.router(tokens, real)
-            return made
-        weights, experts, loss = checked(self.router(tokens), self.router, tokens, self.config.num_experts)
-        if real is not None:
+        are no expert's: one that does not take `real` need not know."""
+        knows = real is not None and "real" in inspect.signature(type(self.router).forward).parameters
+        made = self.router(tokens, real) if knows else self.router(tokens)
+        weights, experts, loss = checked(made, self.router, tokens, self.config.num_experts)
+        if real is not None and not knows:
             weights, experts = without_padding(weights, experts, real, self.config.num_experts)
         return weights, experts, loss

@@ -125,7 +125,8 @@ def validation_batches(source: Source, batch_size: int, limit: int, rank: int, n
     """
     rows = source.rows(None)
     count = min(limit, -(-len(rows) // batch_size))
-    filler = {**rows[0], "labels": torch.full_like(rows[0]["labels"], IGNORED)}
+    ignored, padding = torch.full_like(rows[0]["labels"], IGNORED), torch.zeros_like(rows[0]["segment_ids"])
+    filler = {**rows[0], "labels": ignored, "segment_ids": padding}
     share = []
     for index in range(rank, -(-count // num_ranks) * num_ranks, num_ranks):
         places = range(index * batch_size, (index + 1) * batch_size)

@@ -161,8 +161,12 @@ class CubinLauncher:
             for binary in launch["binaries"]
             if runs_on(binary["arch"], device.capability) and binary["cuda"] <= device.cuda
         ]
-        self._is_even = launch.get("even", False)
         loaded = {binary["alignment"]: (self._load(directory, binary), binary) for binary in fitting}
+        self._room = {
+            alignment: device.room(kernel, binary["threads"], binary["shared"])
+            for alignment, (kernel, binary) in loaded.items()
+            if launch.get("spread")
+        }
         wanted = ALIGNMENT if launch.get("takes") == "aligned" else 1
         assert wanted in loaded, f"launch {launch['function']} has no binary for tensors on {wanted} bytes"
         self._generic = loaded[wanted]
@@ -204,16 +208,14 @@ class CubinLauncher:
             for scratch in hidden:
                 slots[index] = 0 if scratch is None else scratch.data_ptr()
                 index += 1
-            early = binary.get("early", False) and not (self._is_even and self._is_crowding(kernel, binary, grid))
+            early = binary.get("early", False) and not self._is_crowding(binary["alignment"], math.prod(grid))
             self._device.launch(kernel, grid, binary["threads"], binary["shared"], self._address, early)
 
-    def _is_crowding(self, kernel: Any, binary: Mapping[str, Any], grid: Shape) -> bool:
-        """Whether all programs have room at once, and more than one of them on a multiprocessor: those that are free
-        first would take the share of the others."""
-        multiprocessors, programs = self._device.multiprocessors, math.prod(grid)
-        if programs <= multiprocessors:
-            return False
-        return programs < multiprocessors * self._device.room(kernel, binary["threads"], binary["shared"])
+    def _is_crowding(self, alignment: int, programs: int) -> bool:
+        """Whether programs that are to be spread are more than the multiprocessors, and all have room at once: those
+        that are free first would take the share of the others."""
+        multiprocessors = self._device.multiprocessors
+        return multiprocessors < programs < multiprocessors * self._room.get(alignment, 0)
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:

@@ -260,7 +260,7 @@ def main() -> int:
     parser.add_argument("packages", type=Path)
     parser.add_argument("results", type=Path)
     parser.add_argument("models", nargs="*", default=["dense", "llama8"])
-    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated")
+    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; also 'liger experts'")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--unchecked", action="store_true", help="leave out the gate")
     parser.add_argument("--tune-products", action="store_true", help="measure ours with tuned products, too")

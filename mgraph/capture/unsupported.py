@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -181,7 +182,7 @@ def _stood_in(node: Any, name: str) -> str | None:
         return None
     made, parts = node.meta["val"], [part.meta["val"] for part in argument(node, 0, "tensors")]
     whole = [part for part in parts if part.dim() == made.dim()]
-    if len(whole) == len(parts) or any(part.dtype == made.dtype for part in whole):
+    if len(whole) == len(parts) or functools.reduce(torch.promote_types, (p.dtype for p in whole)) == made.dtype:
         return None
     return f"an empty tensor of another dtype among those that torch.cat joins ({made.dtype} results)"
 

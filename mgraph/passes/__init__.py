@@ -58,6 +58,7 @@ PASSES: dict[str, str] = {
     "fuse-linear": "mgraph.passes.fuse_linear:FuseLinear",
     "fuse-regions": "mgraph.passes.fuse_regions:FuseRegions",
     # schedule
+    "by-layer": "mgraph.passes.by_layer:ByLayer",
     "overlap-experts": "mgraph.passes.overlap_experts:OverlapExperts",
     "overlap-gradients": "mgraph.passes.overlap_gradients:OverlapGradients",
     "write-gradients": "mgraph.passes.write_gradients:WriteGradients",

@@ -554,10 +554,12 @@ def _spread(before: Module, after: Module, shapes: Shapes) -> Evidence:
 
 def _count_sequences(states: list[Tensors], groups: Iterable[Sequence[int]], batch: int) -> None:
     """Say to random ops which sequences of the batch of its group a rank has, `batch` of them."""
+    import torch
+
     for group in groups:
         for place, rank in enumerate(group):
             if "rng.sample" in states[rank]:
-                states[rank]["rng.sample"] = states[rank]["rng.sample"] * 0 + place * batch
+                states[rank]["rng.sample"] = torch.full_like(states[rank]["rng.sample"], place * batch)
 
 
 def _counts_together(module: Module, axis: str) -> bool:

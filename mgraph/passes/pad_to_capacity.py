@@ -89,7 +89,10 @@ class _Function:
 
     def _dispatch(self, builder: FunctionBuilder, node: Node) -> None:
         x, indices = node.operands
-        capacity = self.source.producers().get(indices)
+        makers = self.source.producers()
+        capacity = makers.get(indices)
+        while capacity is not None and capacity.op == "moe_drop_padding":  # behind a router that does not know of it
+            capacity = makers.get(capacity.operands[1])
         if capacity is None or capacity.op != "moe_capacity":
             path = node.origin.path or node.id
             raise PassError(f"the experts of {path} have no capacity", "--pad-to-capacity", _HINT)

@@ -163,7 +163,8 @@ def _input(value: Value, shapes: Shapes, source: Any) -> Any:
         given = torch.rand(shape, generator=source).argsort(-1)
         return given.where(torch.rand((*shape[:-1], 1), generator=source) < 0.5, -1).to(dtype)
     if value.name == "segment_ids":
-        return (torch.arange(shape[-1]) >= shape[-1] // 2).to(dtype).expand(shape).contiguous()
+        thirds = (torch.arange(shape[-1]) * 3 // shape[-1] + 1) % 3  # two documents and padding
+        return thirds.to(dtype).expand(shape).contiguous()
     made = torch.randint(shapes.vocab, shape, generator=source, dtype=dtype)
     if value.name == "labels":
         made.flatten()[0] = IGNORED

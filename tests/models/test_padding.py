@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mgraph.models import Decoder, ModelConfig
+from mgraph.models.capacity import within_capacity, without_padding
 from mgraph.models.custom_router import use_router
 from mgraph.models.experts import Experts
 from mgraph.models.router import Router, mean_of
@@ -76,13 +77,39 @@ def test_padding_takes_no_room() -> None:
     assert taken == [[False] * 4 + [True] * 4] * 2  # each has room for 8 * 2 / 2 * 0.5
 
 
-def test_a_router_of_ones_own_need_not_know_padding() -> None:
-    model = Decoder(BASE)
-    use_router(model, First)
-    layer = model.layers[0].ffn
-    assert isinstance(layer, Experts) and not isinstance(layer.router, Router)
-    _, experts, _ = layer.chosen(torch.randn(10, 12), REAL.flatten())
-    assert (experts[~REAL.flatten()] == 5).all() and (experts[REAL.flatten()] < 5).all()
+class Own(Router):
+    """One that is called as it always was."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # type: ignore[override]
+        return super().forward(x)
+
+
+class Knowing(First):
+    """A router that is told what is padding."""
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        weights, experts = super().forward(x)
+        assert real is not None, "it is asked about packed rows"
+        weights, experts = without_padding(weights, experts, real, 5)
+        weights, experts = within_capacity(weights, experts, 5, 0.5, "position")
+        return weights, experts
+
+
+def test_routers_of_all_kinds_drop_padding() -> None:
+    real, x = REAL.flatten(), torch.randn(10, 12)
+    for make in (First, Own, Router):
+        model = use_router(Decoder(BASE), make)
+        layer = model.layers[0].ffn  # type: ignore[union-attr, index]
+        assert isinstance(layer, Experts)
+        _, experts, _ = layer.chosen(x, real)
+        assert (experts[~real] == 5).all() and (experts[real] < 5).all()
+        assert (layer.chosen(x, None)[1] < 5).all()
+        model(torch.randint(11, (2, 5)), torch.arange(5).expand(2, 5), REAL.long())
+    layer = use_router(Decoder(BASE), Knowing).layers[0].ffn  # type: ignore[union-attr, index]
+    assert isinstance(layer, Experts)
+    _, experts, _ = layer.chosen(x, real)
+    assert [int((experts == e).sum()) for e in range(2)] == [2, 2], "each has room for 10 * 2 / 5 * 0.5"
+    assert (experts[real][:2] < 5).all(), "the first real tokens have it"
 
 
 def test_segment_0_is_padding() -> None:

@@ -88,3 +88,35 @@ def test_every_step_of_the_way_is_verified(directory: Path) -> None:
     assert "checked with expert-parallel" in found.pop("data-parallel")["why"]
     assert {measured["status"] for measured in found.values()} == {"verified"}
     assert max(found[name]["error"] for name in ("pad-to-capacity", "expert-parallel")) <= 1e-9
+
+
+ROUTER = """
+import torch
+from torch import nn
+from mgraph import models
+from mgraph.models.capacity import within_capacity
+from mgraph.models.custom_router import use_router
+
+class Limited(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.proj = nn.Linear(config.d_model, config.num_experts)
+
+    def forward(self, x):
+        weights, experts = self.proj(x).softmax(-1).topk(2, -1)
+        return within_capacity(weights, experts, 8, 0.75, "weight")
+
+def made():
+    return use_router(models.get("moe", "tiny"), Limited)
+"""
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_capacities_of_other_routers_are_found(packed: bool, tmp_path: Path) -> None:
+    """Behind them those that do not know of padding have it dropped."""
+    file = tmp_path / "own.py"
+    file.write_text(ROUTER)
+    module = build_module(Recipe(model=f"{file}:made", packed=packed, pad_to_capacity=True, arch="none")).module
+    ops = [node.op for _, node in module.walk()]
+    assert "padded_dispatch" in ops and "moe_dispatch" not in ops
+    assert ("moe_drop_padding" in ops) == packed

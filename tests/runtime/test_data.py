@@ -141,6 +141,8 @@ def test_validation_is_shared_and_filled_up_with_ignored_rows(num_ranks: int, li
     assert all(batch["tokens"].shape == (2, 7) for share in shares for batch in share)
     labels = torch.cat([batch["labels"].flatten() for share in shares for batch in share])
     assert int((labels != IGNORED).sum()) == 7 * len(expected)
+    segments = torch.cat([batch["segment_ids"].flatten() for share in shares for batch in share])
+    assert torch.equal(segments != 0, labels != IGNORED), "no expert gets what fills up"
 
 
 def test_whole_rows() -> None:

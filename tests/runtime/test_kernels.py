@@ -127,13 +127,13 @@ def test_grid_is_bounded_by_the_device(package: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("even", "rows", "early"),
+    ("spread", "rows", "early"),
     [(False, 1000, True), (True, 8, True), (True, 12, False), (True, 20, False), (True, 24, True), (True, 1000, True)],
 )
-def test_even_programs_come_early_only_where_none_takes_the_share_of_another(
-    package: Path, even: bool, rows: int, early: bool
+def test_programs_that_are_spread_come_early_only_where_none_takes_the_share_of_another(
+    package: Path, spread: bool, rows: int, early: bool
 ) -> None:
-    launch = {**ENTRY["launches"][0], "even": even, "grid": [["cdiv", "rows", 4]]}
+    launch = {**ENTRY["launches"][0], "spread": spread, "grid": [["cdiv", "rows", 4]]}
     launch["binaries"] = [{**binary, "early": True} for binary in launch["binaries"]]
     device = Recorder(multiprocessors=2)  # each has room for three
     bind(package, device, entry={**ENTRY, "launches": [launch]}).scale(torch.ones(rows, 8), torch.ones(rows, 1))

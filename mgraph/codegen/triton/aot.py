@@ -12,7 +12,7 @@ An entry of the manifest's `kernels` list, as `build_kernels` returns it:
               those that lie beside another: beside
     dims      named extents, in order of evaluation
     lists     of a kernel over lists of tensors: {chunk, numbers}
-    launches  in order; each {function, args, grid, num_warps, num_stages, most_registers, even, binaries}, each
+    launches  in order; each {function, args, grid, num_warps, num_stages, most_registers, spread, binaries}, each
               binary; those that some calls leave out have `when`, or `takes`: `aligned`, `others`
         file, symbol          cubin path inside the package, name of the kernel in it
         arch, cuda            `sm_90a`; least CUDA major version of the driver

@@ -11,7 +11,9 @@ anything: then what is before it has ended, and what follows, which waits for it
 What comes early goes to multiprocessors in the order in which these become free, to the first of them as many programs
 as they have room for. Programs that end soon make up for that: others come in their place. Where each works long, and
 all have room at once, a few multiprocessors would do everything (the router of 32,768 tokens takes 39.6 us so, 29.2
-evenly): such a launch is `even`, and the runtime leaves it for when all multiprocessors are free.
+evenly; attention of 128 requests in a window 14.4 and 13.5): such a launch is `spread`, and the runtime leaves it for
+when all multiprocessors are free. With no more programs than multiprocessors the launch counts for more than how they
+lie (the router of 256 tokens takes 6.5 us early, 7.3 otherwise), and they come.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Launch:
     launch out: so a site has several ways to do its work, chosen by shapes. `takes` says which calls it is for: `all`,
     those whose tensors are `aligned`, for which alone it is compiled then, or `others`: so a site has a way that only
     such tensors can go. A `large` one needs more shared memory than GPUs other than sm_90 and sm_100 may have: where a
-    package is for such ones it is left out, and the dim that is its `when` is 0. The programs of an `even` one work
+    package is for such ones it is left out, and the dim that is its `when` is 0. Programs of one that is `spread` work
     long, a few on each multiprocessor: it does not come early (`early.py`) where those that are free first would take
     the share of the others.
     """
@@ -123,7 +123,7 @@ class Launch:
     when: Expression = 1
     takes: str = "all"
     large: bool = False
-    even: bool = False
+    spread: bool = False
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def {name}(indices):
         outputs=outputs_of("pairs", problem.experts),
         scratch=scratch_of("pairs", groups, cut),
         launches=(
-            Launch(f"{name}_count", args, ("programs",), cut.num_warps, 1, aligned=False, even=True),
+            Launch(f"{name}_count", args, ("programs",), cut.num_warps, 1, aligned=False, spread=True),
             place_launch(name, "pairs"),
         ),
         dims={"pairs": ("mul", "T", problem.choices), "programs": programs_of("pairs", cut)},
@@ -126,7 +126,7 @@ def programs_of(tokens: str, cut: Tuning) -> Expression:
 def place_launch(name: str, tokens: str, more: tuple[str, ...] = ()) -> Launch:
     """The second launch, of the source that `place_source` gives."""
     args = ("indices", "words", "counts", "order", "offsets", tokens, *more)
-    return Launch(f"{name}_place", args, ("programs",), PLACE_WARPS, num_stages=2, aligned=True, even=True)
+    return Launch(f"{name}_place", args, ("programs",), PLACE_WARPS, num_stages=2, aligned=True, spread=True)
 
 
 def _share(tokens: str, cut: Tuning) -> list[str]:

@@ -141,7 +141,7 @@ def _spec(name: str, problem: Router, cut: Tuning, *, order: bool) -> KernelSpec
     scratch = scratch_of("T", problem.experts, cut) if order else ()
     end = (ENDS,) * problem.ended
     args = (*names, *(tensor.name for tensor in scratch), "T", *end)
-    launches = [Launch(f"{name}_choose", args, ("programs",), cut.num_warps, 1, _aligned(problem), even=True)]
+    launches = [Launch(f"{name}_choose", args, ("programs",), cut.num_warps, 1, _aligned(problem), spread=True)]
     source = _choose_source(name, problem, cut, args, counted=order)
     if order:
         outputs = (*outputs, *outputs_of(("mul", "T", problem.choices), problem.experts))

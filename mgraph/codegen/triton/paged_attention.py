@@ -192,7 +192,7 @@ def forward(name: str, problem: PagedAttention, ways: Mapping[str, Tuning] | Non
                     cut.most_registers,
                     when=1 if problem.run else way,
                     large=way == "long",
-                    even=True,
+                    spread=True,
                 )
                 for way, cut in ways.items()
             ),

@@ -76,16 +76,17 @@ def test_a_launch_says_so() -> None:
 
     class Recorder:
         torch_device = torch.device("cpu")
+        multiprocessors = 2
 
         def launch(self, *given: object) -> None:
             seen.append(bool(given[-1]))
 
     slots = (ctypes.c_uint64 * 1)()
     for early in ({"early": True}, {"early": False}, {}):
-        binary = {"threads": 32, "shared": 0, "hidden": [], **early}
+        binary = {"threads": 32, "shared": 0, "hidden": [], "alignment": 1, **early}
         launcher.__dict__.update(
             _device=Recorder(), _aligned=(1, binary), _generic=(1, binary), _slots=slots, _args=[], _address=0
         )
-        launcher.__dict__.update(_lock=threading.Lock(), _is_even=False)
+        launcher.__dict__.update(_lock=threading.Lock(), _room={})
         launcher.launch({}, {}, (1, 1, 1), True)
     assert seen == [True, False, False]
