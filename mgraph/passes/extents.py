@@ -129,6 +129,21 @@ def _relations(node: Node) -> Iterator[tuple[tuple[object, ...], Relation]]:
         yield from _repeat(node)
     elif node.op.startswith("aten.arange."):
         yield from _range(node)
+    elif node.op in ("aten.stack.default", "aten.unbind.int", "aten.select.int"):
+        yield from _counted(node)
+
+
+def _counted(node: Node) -> Iterator[tuple[tuple[object, ...], Relation]]:
+    """As many parts as a dim has are put together or taken apart, or one is taken that has to be there."""
+    dim, index = int(str(node.attrs.get("dim", 0))), node.attrs.get("index")
+    total = _tensor(node.result if node.op == "aten.stack.default" else node.operands[0]).shape[dim]
+    if not isinstance(total, int):
+        return
+    if node.op != "aten.select.int":
+        yield ("all", total), Relation((total,), lambda new: new[total] == total)
+    elif isinstance(index, int):
+        least = index + 1 if index >= 0 else -index
+        yield ("least", total, least), Relation((total,), lambda new: new[total] >= least)
 
 
 def _product(left: Counter[int], right: Counter[int]) -> Iterator[tuple[tuple[object, ...], Relation]]:

@@ -26,6 +26,8 @@ from mgraph.passes.verify import TwinCheck, verify_pipeline, verify_table
 from mgraph.recipe import Recipe
 from tests.passes.build import stacked
 from tests.passes.models import mlp_module
+from tests.passes.test_by_layer import MODELS
+from tests.sampling import sampled
 
 LLAMA = {  # so many layers that capture replays some, and twins leave some out
     "model_type": "llama",
@@ -265,6 +267,14 @@ def test_noise_under_losses_of_all_ranks_is_that_of_each_sequence(tmp_path: Path
     results = verify_pipeline(captured(f"{file}:model"), text)
     assert results[-1].measured["verify"]["status"] == "verified", verify_table(results)
     assert "as one" in str(results[-1].measured["verify"]["method"])
+
+
+@pytest.mark.parametrize("name", sampled(("Sizes", "Mixed"), 1))
+def test_models_that_have_a_number_for_each_layer_verify(name: str, tmp_path: Path) -> None:
+    """What is taken apart or put together in as many parts as there are layers keeps its size on the twin."""
+    file = tmp_path / "user.py"
+    file.write_text(f"{MODELS}\ndef made():\n    return {name}()\n")
+    statuses(captured(f"{file}:made"), pipeline_text(Recipe(model=f"{file}:made", arch="none")))
 
 
 def test_deep_models_are_checked_on_few_layers() -> None:
