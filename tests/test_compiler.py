@@ -14,6 +14,7 @@ from mgraph.recipe import Recipe
 def test_pipelines_of_both_purposes() -> None:
     common = (
         f"{NORMALIZE},{RAISE},joint-losses,autodiff,recompute{{mode=full}},adamw{{beta2=0.95}},data-parallel{{size=2}},"
+        "by-layer,"
     )
     for target, rest in (
         ("cpu", "cse,dce,in-place"),

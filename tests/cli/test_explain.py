@@ -116,7 +116,7 @@ def test_verified_passes_say_so(mgraph: Mgraph, near: Path, tmp_path: Path) -> N
     assert "every pass on the reduced twin: " in run.err
     lines = mgraph("explain", tmp_path / "out").out.splitlines()
     passes = [line for line in lines if re.match(r" *\d+ ", line)]
-    assert len(passes) == 21 and all(", verified" in line for line in passes)
+    assert len(passes) == 22 and all(", verified" in line for line in passes)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def test_diff_of_one_pass_and_of_all(mgraph: Mgraph, compiled: Path) -> None:
     text = mgraph("diff", compiled, "raise-norm").out
     assert text.startswith("# 5 dce -> 6 raise-norm\n")
     assert "rms_norm: 0 -> 3 (+3)" in text
-    assert mgraph("diff", compiled, "dce", "raise-norm").out.startswith("# 20 dce -> 6 raise-norm\n")
-    assert mgraph("diff", compiled).out.startswith("# 0 capture -> 21 in-place\n")
+    assert mgraph("diff", compiled, "dce", "raise-norm").out.startswith("# 21 dce -> 6 raise-norm\n")
+    assert mgraph("diff", compiled).out.startswith("# 0 capture -> 22 in-place\n")
     assert mgraph("diff", compiled, "recompute").out.endswith("no difference\n")
     data = json.loads(mgraph("diff", compiled, "raise-norm", "--format", "json").out)
     assert data["ops"]["rms_norm"] == [0, 3]
@@ -92,13 +92,13 @@ def test_wrong_usage(mgraph: Mgraph, compiled: Path, arguments: list[str], said:
         ("other launches", "kernel k of the manifest has launches or binaries that are none"),
         ("other arch", "kernel k has a binary for 'gfx90a'"),
         ("no graphs", "lacks graphs"),
-        ("not gzip", "021_in-place.mg.gz"),
-        ("not a graph", "021_in-place.mg.gz"),
+        ("not gzip", "022_in-place.mg.gz"),
+        ("not a graph", "022_in-place.mg.gz"),
         ("missing graph", "lacks graphs"),
     ],
 )
 def test_damaged_package(mgraph: Mgraph, package: Path, verb: str, damage: str, said: str) -> None:
-    manifest, graph = package / "manifest.json", package / "graphs" / "021_in-place.mg.gz"
+    manifest, graph = package / "manifest.json", package / "graphs" / "022_in-place.mg.gz"
     text = manifest.read_text()
     if damage == "no manifest":
         manifest.unlink()
