@@ -78,7 +78,7 @@ class _Order:
         self.behind, before = self._behind(), self._before()
         # What the backward makes of a forward's values is as large, and would live all along.
         self.ready = {n: part for n, part in self.behind.items() if part and self.calls[part - 1].phase is n.phase}
-        early = [node for node in self._alike(self.ready, -1) if self._go(node)]
+        early = dict.fromkeys(node for node in self._alike(self.ready, -1) if self._go(node))
         late: dict[int, list[Node]] = {}
         for node in self._alike({n: part for n, part in before.items() if n not in early}, 0):
             late.setdefault(before[node], []).append(node)
