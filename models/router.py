@@ -36,17 +36,26 @@ def mean_of(values: Tensor, real: Tensor | None) -> Tensor:
     return values.masked_fill(~taken, 0.0).sum(0) / real.sum().clamp(min=1)
 
 
+def choices_of_each(probabilities: Tensor, experts: Tensor, real: Tensor | None) -> Tensor:
+    """How often `real` tokens, bool[T] or None for all, chose each expert: f32[E].
+
+    probabilities f32[T, E], experts i64[T, K].
+    """
+    chosen = experts.flatten()
+    if real is None:
+        ones = torch.ones_like(chosen, dtype=torch.float32)
+    else:
+        ones = real.unsqueeze(1).expand_as(experts).flatten().to(torch.float32)
+    return torch.zeros_like(probabilities[0]).index_add(0, chosen, ones)
+
+
 def balance_loss(probabilities: Tensor, experts: Tensor, real: Tensor | None = None) -> Tensor:
     """E * sum over e of (share of the choices that are e) * (mean probability of e), of `real` tokens: f32[], 1 in
     balance.
 
     probabilities f32[T, E] with rows that sum to 1, experts i64[T, K], real bool[T] or None for all.
     """
-    chosen = experts.flatten()
-    ones = torch.ones_like(chosen, dtype=torch.float32)
-    if real is not None:
-        ones = real.unsqueeze(1).expand_as(experts).flatten().to(torch.float32)
-    counts = torch.zeros_like(probabilities[0]).index_add(0, chosen, ones)
+    counts = choices_of_each(probabilities, experts, real)
     total = counts.sum() if real is None else counts.sum().clamp(min=1)
     return probabilities.shape[1] * (counts / total * mean_of(probabilities, real)).sum()
 

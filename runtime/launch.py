@@ -208,14 +208,14 @@ class CubinLauncher:
             for scratch in hidden:
                 slots[index] = 0 if scratch is None else scratch.data_ptr()
                 index += 1
-            early = binary.get("early", False) and not self._is_crowding(binary["alignment"], math.prod(grid))
+            early = binary.get("early", False) and not (self._room and self._is_crowding(binary["alignment"], grid))
             self._device.launch(kernel, grid, binary["threads"], binary["shared"], self._address, early)
 
-    def _is_crowding(self, alignment: int, programs: int) -> bool:
+    def _is_crowding(self, alignment: int, grid: Shape) -> bool:
         """Whether programs that are to be spread are more than the multiprocessors, and all have room at once: those
         that are free first would take the share of the others."""
         multiprocessors = self._device.multiprocessors
-        return multiprocessors < programs < multiprocessors * self._room.get(alignment, 0)
+        return multiprocessors < math.prod(grid) < multiprocessors * self._room[alignment]
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:

@@ -109,13 +109,13 @@ def seconds_of(
     return statistics.median(taken[3:])
 
 
-def bytes_of(run: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, int]:
+def bytes_of(run: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Any]:
     """Bytes that a call has beside its inputs at most, with what it gives; of one in halves also what is kept."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run(*inputs)
-    found = {"peak_bytes": torch.cuda.max_memory_allocated() - before}
+    found: dict[str, Any] = {"peak_bytes": torch.cuda.max_memory_allocated() - before}
     if isinstance(run, Halves):
         result, kept = run.forward(*inputs[: run.taken])
         found["kept_bytes"] = torch.cuda.memory_allocated() - before - result.numel() * result.element_size()
@@ -167,7 +167,7 @@ def measure(
             torch._dynamo.reset()
             run = torch.compile(peer, dynamic=False) if name.startswith("compile") else peer
             times[name] = seconds_of(run, sets, name not in case.launched)
-            of_peers[name] = dict(bytes_of(run, sets[0]))
+            of_peers[name] = bytes_of(run, sets[0])
         except Exception as error:  # a peer that does not run is a result, and the others go on
             complaints.append(f"{case.id}, {name}: {type(error).__name__}: {str(error).splitlines()[:1]}")
     more |= {"error": worst, "bound": case.bound}

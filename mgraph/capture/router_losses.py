@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mgraph.capture.packed import is_transformers
 from mgraph.errors import ModelError
-from mgraph.models.router import mean_of
+from mgraph.models.router import choices_of_each, mean_of
 
 NAME = "load_balancing_loss_func"
 PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
@@ -37,12 +37,9 @@ def balance_loss(gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int, 
     counts, means = [], []
     for logits in gate_logits:
         probabilities = logits.softmax(-1)
-        chosen = probabilities.topk(top_k, dim=-1).indices.flatten()
+        experts = probabilities.topk(top_k, dim=-1).indices
         probabilities = probabilities.float()
-        ones = torch.ones_like(chosen, dtype=torch.float32)
-        if real is not None:
-            ones = real.unsqueeze(1).expand(-1, top_k).flatten().to(torch.float32)
-        counts.append(torch.zeros_like(probabilities[0]).index_add(0, chosen, ones))
+        counts.append(choices_of_each(probabilities, experts, real))
         means.append(mean_of(probabilities, real))
     chosen_of_each = torch.stack(counts).sum(0)
     total = chosen_of_each.sum()

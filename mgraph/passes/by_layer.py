@@ -18,7 +18,7 @@ call that reads what they give only if that keeps no more memory: what they read
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mgraph.ir.dims import evaluate, names_in
@@ -26,6 +26,7 @@ from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.ir.ops.cost import value_bytes
 from mgraph.ir.types import PendingType
 from mgraph.passes.base import Pass, Report, Stage, Tier
+from mgraph.passes.calls import callee, calls
 from mgraph.passes.differentiation import VIEWS
 
 _EXTENT = 4096
@@ -58,23 +59,20 @@ class ByLayer(Pass):
         return module
 
 
-@dataclass
 class _Order:
     """The parts of a function between its calls, and in which of them each node stands: part p is before call p."""
 
-    function: Function
-    part: dict[Node, int] = field(default_factory=dict)
-    side: dict[Node, int] = field(default_factory=dict)
-    """Whether a node stands at the begin of its part (behind a call), at the end (before one), or between."""
-    moved: list[Node] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.makers, self.users = self.function.producers(), self.function.users()
-        self.calls = [node for node in self.function.nodes if node.op == "call"]
-        calls = 0
-        for node in self.function.nodes:
-            self.part[node] = calls
-            calls += node.op == "call"
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.makers, self.users, self.calls = function.producers(), function.users(), calls(function)
+        self.part: dict[Node, int] = {}
+        self.side: dict[Node, int] = {}
+        """Whether a node stands at the begin of its part (behind a call), at the end (before one), or between."""
+        self.moved: list[Node] = []
+        part = 0
+        for node in function.nodes:
+            self.part[node] = part
+            part += node.op == "call"
         self.behind, before = self._behind(), self._before()
         # What the backward makes of a forward's values is as large, and would live all along.
         self.ready = {n: part for n, part in self.behind.items() if part and self.calls[part - 1].phase is n.phase}
@@ -99,8 +97,8 @@ class _Order:
         """Of each node that could move: the first part that has all it is made of, 0 for constants."""
         found: dict[Node, int] = {}
         for node in self.function.nodes:
-            made = [self.makers[value] for value in node.operands if value in self.makers]
             if self._may_move(node):
+                made = self._made_of(node)
                 found[node] = max((found.get(m, self.part[m] + (m.op == "call")) for m in made), default=0)
         return found
 
@@ -120,7 +118,7 @@ class _Order:
             number = parts.get(node, 0) + call
             if node in parts and 0 <= number < len(self.calls):
                 origin = node.origin.file, node.origin.line, node.phase, node.op, len(node.operands)
-                groups.setdefault((self.calls[number].attrs["callee"], *origin), []).append(node)
+                groups.setdefault((callee(self.calls[number]), *origin), []).append(node)
         several = [group for group in groups.values() if len({parts[node] for node in group}) > 1]
         apart = [group for group in several if any(parts[node] != self.part[node] for node in group)]
         chosen = {node for group in apart for node in group}
@@ -129,7 +127,7 @@ class _Order:
     def _go(self, node: Node) -> bool:
         """Move a node to the first part that has all it is made of, and constants among that before the first call.
         Whether it stands there."""
-        made = [self.makers[value] for value in node.operands if value in self.makers]
+        made = self._made_of(node)
         for maker in made:
             late = self.behind.get(maker) != 0 and self.part[maker] + (maker.op == "call") > self.behind[node]
             if late and not (maker in self.ready and self._go(maker)):
@@ -152,6 +150,9 @@ class _Order:
             if all(reader.op == "call" or self.side.get(reader) == LAST for reader in self._readers(node)):
                 self.side[node] = LAST
 
+    def _made_of(self, node: Node) -> list[Node]:
+        return [self.makers[value] for value in node.operands if value in self.makers]
+
     def _readers(self, node: Node) -> list[Node]:
         return [reader for value in node.results for reader in self.users.get(value, [])]
 
@@ -164,9 +165,8 @@ class _Order:
         """Put a constant, with what it is made of, before the first call."""
         if self.behind.get(node) == 0 and self.part[node] > 0:
             self.part[node] = 0
-            for value in node.operands:
-                if value in self.makers:
-                    self._hoist(self.makers[value])
+            for maker in self._made_of(node):
+                self._hoist(maker)
 
     def _keep_no_more(self, nodes: set[Node], part: int) -> bool:
         """Whether what nodes read and would keep until a part is no larger than what they give, which would not be
@@ -190,9 +190,8 @@ class _Order:
         """Let a node be at the begin of its part, with what it needs there."""
         if self.side.get(node) != FIRST:
             self.side[node] = FIRST
-            for value in node.operands:
-                maker = self.makers.get(value)
-                if maker is not None and maker.op != "call" and self.part[maker] == self.part[node]:
+            for maker in self._made_of(node):
+                if maker.op != "call" and self.part[maker] == self.part[node]:
                     self._begin(maker)
 
     def _may_move(self, node: Node) -> bool:

@@ -193,6 +193,16 @@ def test_a_bias_of_another_shape_stays_outside() -> None:
     assert_same(before, after)
 
 
+def cleared(text: str) -> str:
+    """EXPERTS whose dropped rows are cleared before the first product and after the last."""
+    text = text.replace(
+        "  %g: f32", "  %open: f32[2*B, 6] = zoo.clear_tail.default(%rows, %offsets)\n  %g: f32"
+    ).replace("grouped_linear.default(%rows", "grouped_linear.default(%open")
+    return text.replace("  %p: i64", "  %end: f32[2*B, 6] = zoo.clear_tail.default(%h, %offsets)\n  %p: i64").replace(
+        "aten.index.Tensor(%h", "aten.index.Tensor(%end"
+    )
+
+
 def test_raises_capacity() -> None:
     """What experts dropped is marked as others', and nothing clears it any more."""
     text = EXPERTS.replace(
@@ -201,13 +211,7 @@ def test_raises_capacity() -> None:
         '{factor = 0.5, keep = "position", num_experts = 4}\n  %b: i64[2*B] = reshape(%ki)',
     )
     text = text.replace("reshape(%v)", "reshape(%kv)")
-    text = text.replace(
-        "  %g: f32", "  %open: f32[2*B, 6] = zoo.clear_tail.default(%rows, %offsets)\n  %g: f32"
-    ).replace("grouped_linear.default(%rows", "grouped_linear.default(%open")
-    text = text.replace("  %p: i64", "  %end: f32[2*B, 6] = zoo.clear_tail.default(%h, %offsets)\n  %p: i64").replace(
-        "aten.index.Tensor(%h", "aten.index.Tensor(%end"
-    )
-    before, after, report = raised(RaiseMoe(), text)
+    before, after, report = raised(RaiseMoe(), cleared(text))
     expected = {"moe_route": 1, "moe_capacity": 1, "moe_dispatch": 1, "grouped_matmul": 2, "moe_combine": 1}
     assert ops(after.functions["f"]) == expected
     (dispatch,) = (n for n in after.functions["f"].nodes if n.op == "moe_dispatch")
@@ -226,13 +230,7 @@ def test_raises_padding() -> None:
         "{num_experts = 4}\n  %b: i64[2*B] = reshape(%ki)",
     )
     text = text.replace("reshape(%v)", "reshape(%kv)")
-    text = text.replace(
-        "  %g: f32", "  %open: f32[2*B, 6] = zoo.clear_tail.default(%rows, %offsets)\n  %g: f32"
-    ).replace("grouped_linear.default(%rows", "grouped_linear.default(%open")
-    text = text.replace("  %p: i64", "  %end: f32[2*B, 6] = zoo.clear_tail.default(%h, %offsets)\n  %p: i64").replace(
-        "aten.index.Tensor(%h", "aten.index.Tensor(%end"
-    )
-    before, after, report = raised(RaiseMoe(), text)
+    before, after, report = raised(RaiseMoe(), cleared(text))
     expected = {"moe_route": 1, "moe_drop_padding": 1, "moe_dispatch": 1, "grouped_matmul": 2, "moe_combine": 1}
     assert {op: n for op, n in ops(after.functions["f"]).items() if not op.startswith("aten.")} == expected
     (dispatch,) = (n for n in after.functions["f"].nodes if n.op == "moe_dispatch")
