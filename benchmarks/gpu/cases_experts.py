@@ -542,6 +542,7 @@ CASES = [
     outer_case("K10-before-qwen", QWEN, outers_of(QWEN)[0]),
     outer_case("K10-after-qwen", QWEN, outers_of(QWEN)[1]),
     outer_case("K10-before-e64", E64, outers_of(E64)[0]),
+    outer_case("K10-after-e64", E64, outers_of(E64)[1]),
     trained_case("K10-layer", QWEN),
     trained_case("K10-layer-skewed", SKEWED),
     trained_case("K10-layer-e64", E64),

@@ -5,11 +5,11 @@
 
 Sums are in f32, of bf16, f16 or f32. Rows past the last offset are of no expert: nothing is computed for them, and what
 they hold is undefined. A small launch lists the tiles: some rows of one expert each, as many as there are. What then
-runs takes tiles in an order in which those that run at a time share rows and matrices, so that both come from the
-cache; it has as many programs as there may be tiles, or some for each multiprocessor, which take one tile after the
-other. A call with few rows for each expert, as a step that writes has, takes lower tiles: each reads only its part of
-the matrix of an expert that was chosen. The lowest find their rows by themselves, since a launch would cost more than
-that.
+runs takes the tiles of one expert after those of the one before, in an order in which those that run at a time share
+rows and columns, so that both come from the cache; it has as many programs as there may be tiles, or some for each
+multiprocessor, which take one tile after the other. A call with few rows for each expert, as a step that writes has,
+takes lower tiles: each reads only its part of the matrix of an expert that was chosen. The lowest find their rows by
+themselves, since a launch would cost more than that.
 
 Other templates make their sources of the same parts: `Tiles`, and the lines of a product.
 """
@@ -33,6 +33,10 @@ from mgraph.ir.graph import Node, Value
 
 LISTED = 32
 """Tiles that one program of the small launch lists."""
+
+FIELDS = ("expert", "begin", "stop", "before")
+"""What is known of a tile of rows: its expert, where the rows of that begin and end, and how many tiles come before its
+first one."""
 
 UNIT = 16
 """Widths are multiples of it, so that rows begin on 16-byte boundaries and a product has no ragged end."""
@@ -147,8 +151,8 @@ class Tiles:
         return {self.bound: ("min", "R", ("add", ("cdiv", "R", self.cut.rows), self.experts))}
 
     def scratch(self) -> tuple[TensorSpec, ...]:
-        """Expert, first row, end, and the number of tiles, for each."""
-        return (TensorSpec(self.tiles, "i32", (self.bound, 4)),) if self.listed else ()
+        """For each: expert, the rows of that, begin and end, the number of its first tile, and of all tiles."""
+        return (TensorSpec(self.tiles, "i32", (self.bound, len(FIELDS) + 1)),) if self.listed else ()
 
     def launches(self, args: tuple[str, ...], aligned: bool = True) -> tuple[Launch, ...]:
         """The launch that lists them, and those which take them, with arguments `args`."""
@@ -181,26 +185,24 @@ class Tiles:
         """The source of the launch that lists them."""
         if not self.listed:
             return ""
+        place = f"{self.tiles}_ptr + tile * {len(FIELDS) + 1}"
         body = lines_of(
-            *self._count_lines("expert", "begin", "end", "count"),
-            "last = tl.cumsum(count, axis=0)",
+            *self._count_lines("each", "begins", "ends", "tiles"),
+            "last = tl.cumsum(tiles, axis=0)",
             f"tile = tl.program_id(0) * {LISTED} + tl.arange(0, {LISTED})",
-            "which = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), axis=1)",
-            "here = expert[None, :] == which[:, None]",
-            f"start = begin[None, :] + (tile[:, None] - (last - count)[None, :]) * {self.cut.rows}",
-            "start = tl.sum(tl.where(here, start, 0), axis=1)",
-            "end = tl.sum(tl.where(here, end[None, :], 0), axis=1)",
+            "expert = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), axis=1)",
+            "here = each[None, :] == expert[:, None]",
+            "begin = tl.sum(tl.where(here, begins[None, :], 0), axis=1)",
+            "stop = tl.sum(tl.where(here, ends[None, :], 0), axis=1)",
+            "before = tl.sum(tl.where(here, (last - tiles)[None, :], 0), axis=1)",
             f"listed = tile < {self.bound}",
-            f"tl.store({self.tiles}_ptr + tile * 4, which, mask=listed)",
-            f"tl.store({self.tiles}_ptr + tile * 4 + 1, start, mask=listed)",
-            f"tl.store({self.tiles}_ptr + tile * 4 + 2, end, mask=listed)",
-            f"tl.store({self.tiles}_ptr + tile * 4 + 3, tl.sum(count, axis=0) + tile * 0, mask=listed)",
+            *(f"tl.store({place} + {index}, {field}, mask=listed)" for index, field in enumerate(FIELDS)),
+            f"tl.store({place} + {len(FIELDS)}, tl.sum(tiles, axis=0) + tile * 0, mask=listed)",
         )
         return f'''
 @triton.jit
 def {self.function}(offsets_ptr, {self.tiles}_ptr, {self.bound}):
-    """Expert, first row, end of rows, and the number of all tiles, for each tile of {self.cut.rows} rows of one expert.
-    """
+    """For each tile of {self.cut.rows} rows of one expert: this, its rows, its first tile; the number of all tiles."""
 {body}
 '''
 
@@ -215,43 +217,43 @@ def {self.function}(offsets_ptr, {self.tiles}_ptr, {self.bound}):
         ]
 
     def _found_lines(self) -> tuple[list[str], list[str]]:
-        """`count`, the number of all tiles; and of the tile `along`: `expert`, `row`, and `stop`, where rows end."""
-        cut = self.cut
-        rows = f"tl.arange(0, {cut.rows})"
-
-        def row(top: str) -> list[str]:
-            return [f"top = {top}", f"row = top + {rows}"] if cut.described else [f"row = {top} + {rows}"]
-
+        """`count`, the number of all tiles of rows; and of the `place`-th of them, the `FIELDS`."""
         if self.listed:
-            return [f"count = tl.load({self.tiles}_ptr + 3)"], [
-                f"expert = tl.load({self.tiles}_ptr + along * 4)",
-                *row(f"tl.load({self.tiles}_ptr + along * 4 + 1)"),
-                f"stop = tl.load({self.tiles}_ptr + along * 4 + 2)",
-            ]
+            at = f"{self.tiles}_ptr + place * {len(FIELDS) + 1}"
+            loads = [f"{field} = tl.load({at} + {index})" for index, field in enumerate(FIELDS)]
+            return [f"count = tl.load({self.tiles}_ptr + {len(FIELDS)})"], loads
         head = [
             *self._count_lines("each", "begins", "ends", "tiles"),
             "last = tl.cumsum(tiles, axis=0)",
             "count = tl.sum(tiles, axis=0)",
         ]
         return head, [
-            "expert = tl.sum((last <= along).to(tl.int32), axis=0)",
-            f"start = begins + (along - last + tiles) * {cut.rows}",
-            *row("tl.sum(tl.where(each == expert, start, 0), axis=0)"),
-            "stop = tl.sum(tl.where(each == expert, ends, 0), axis=0)",
+            "expert = tl.sum((last <= place).to(tl.int32), axis=0)",
+            "here = each == expert",
+            "begin = tl.sum(tl.where(here, begins, 0), axis=0)",
+            "stop = tl.sum(tl.where(here, ends, 0), axis=0)",
+            "before = tl.sum(tl.where(here, last - tiles, 0), axis=0)",
         ]
 
     def loop(self, body: Sequence[str], before: Sequence[str] = ()) -> str:
         """The body of a kernel that does something with each tile: `expert`, `row`, `inside`, `column`, and `block`,
-        the number of the tile from the left. What comes `before` is done once."""
+        the number of the tile from the left. What comes `before` is done once.
+
+        The tiles of an expert follow one another, so that its matrix is read from memory once; groups of its tiles of
+        rows take all columns, so that many rows are. Of 64 experts and 131,072 rows an H200 reads 1.40 GB for gates
+        and ups so, 2.28 where groups have rows of two experts."""
         cut, across = self.cut, self.across
         per_group = cut.group * across
         all_, own = self._found_lines()
         lines = [
-            f"first = tile // {per_group} * {cut.group}",
-            f"high = tl.minimum(count - first, {cut.group})",
-            f"along = first + tile % {per_group} % high",
-            f"block = tile % {per_group} // high",
+            f"place = tile // {across}",
             *own,
+            f"within = tile - before * {across}",
+            f"first = within // {per_group} * {cut.group}",
+            f"high = tl.minimum(tl.cdiv(stop - begin, {cut.rows}) - first, {cut.group})",
+            f"top = begin + (first + within % {per_group} % high) * {cut.rows}",
+            f"block = within % {per_group} // high",
+            f"row = top + tl.arange(0, {cut.rows})",
             "inside = row < stop",
             "matrix = expert.to(tl.int64)",
             f"column = block * {cut.columns} + tl.arange(0, {cut.columns})",
