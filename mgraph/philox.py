@@ -148,6 +148,31 @@ def uniform_by_sample(
     return _by_sample(_to_uniform, torch.float32, shape, samples, key, step, first)
 
 
+STRETCH = 1024
+"""Elements of a row that take the same lane of as many blocks, which a kernel reads side by side."""
+
+
+def gumbel_by_row(seeds: Tensor, draws: Tensor, classes: int) -> Tensor:
+    """Gumbel noise f32 [N, classes], of each row its own: the key is its seed, draws count on, both i64 [N].
+
+    Element i of a row is lane `i // STRETCH % 4` of the block with counter (i // 4 STRETCH * STRETCH + i % STRETCH, low
+    and high word of draws). The largest of log-probabilities with such noise is at each class as often as its
+    probability says (Gumbel 1954; Maddison, Tarlow and Minka 2014, arXiv:1411.0030).
+    """
+    blocks = -(-classes // (4 * STRETCH)) * STRETCH
+    out = torch.empty(len(seeds), classes, device=seeds.device)
+    at_once = max(1, _CHUNK.get(out.device.type, _CHUNK_ACCELERATOR) // 4 // blocks)
+    for row in range(0, len(seeds), at_once):
+        seed, draw = (numbers[row : row + at_once, None] for numbers in (seeds, draws))
+        block = torch.arange(blocks, device=out.device).repeat(len(seed), 1)
+        nothing = torch.zeros_like(block)
+        counter = block, nothing + (draw & _MASK), nothing + ((draw >> 32) & _MASK), nothing.clone()
+        words = torch.stack(philox4x32(counter, (seed & _MASK, (seed >> 32) & _MASK)), 1)
+        lanes = words.view(len(seed), 4, -1, STRETCH).transpose(1, 2)
+        out[row : row + at_once] = _to_gumbel(lanes.reshape(len(seed), -1)[:, :classes])
+    return out
+
+
 def _by_sample(
     transform: Callable[[Tensor], Tensor],
     dtype: torch.dtype,
@@ -256,6 +281,15 @@ def _to_uniform(words: Tensor) -> Tensor:
     return (words >> 8).to(torch.float32).mul_(2.0**-24)
 
 
+def _to_gumbel(words: Tensor) -> Tensor:
+    """-log(-log(1 - v)) of v in steps of 2**-32, f32: small v, of which the largest noise is, are exact."""
+    v = words.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
+    rest = 1.0 - v
+    # -log(1 - v), which the rounding of 1 - v does not harm (Kahan), and v itself where that is 1
+    waited = torch.where(rest == 1.0, v, _log(rest) * v / (rest - 1.0))
+    return -_log(waited)
+
+
 def _to_normal(words: Tensor) -> Tensor:
     """i64[4, ...] words to f32[4, ...]: words 0 and 2 give radii, words 1 and 3 angles of two points each."""
     # (w + 1) / 2**24 lies in (0, 1], so the logarithm is finite.
@@ -280,7 +314,7 @@ def _square_root(x: Tensor) -> Tensor:
 
 
 def _log(x: Tensor) -> Tensor:
-    """Natural logarithm of f32 numbers in (0, 1]: log(m 2**e) = e log 2 + 2 artanh((m - 1) / (m + 1))."""
+    """Natural logarithm of positive f32 numbers: log(m 2**e) = e log 2 + 2 artanh((m - 1) / (m + 1))."""
     mantissa, exponent = torch.frexp(x)  # mantissa in [1/2, 1)
     small = mantissa < math.sqrt(0.5)
     mantissa = torch.where(small, mantissa * 2.0, mantissa)

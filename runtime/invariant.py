@@ -43,7 +43,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 EXACT = _names(
-    "abs add bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min copy div eq floor "
+    "abs add bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min copy div eq floor frexp "
     "ge gt isfinite isinf isnan le logical_and logical_not logical_or lt masked_fill maximum minimum mul ne neg "
     "reciprocal relu round sign sqrt square sub to_copy where bitwise_xor bitwise_left_shift "
     "bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ rsub logical_xor sgn trunc"

@@ -1,7 +1,7 @@
 """Logits to tokens on torch: penalties, cuts of the distribution, and draws that depend on seed and count alone.
 
-N rows of logits, V classes. The random number of a row is a function of its seed and of how many tokens its request has
-drawn before, whatever else is in the batch.
+N rows of logits, V classes. The noise of a row is a function of its seed and of how many tokens its request has drawn
+before, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from torch import Tensor
 
 from mgraph import philox
 from mgraph.runtime.ops import wide
-
-_WORD = 0xFFFFFFFF
 
 
 def change_scores(
@@ -49,12 +47,47 @@ def likeliest(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, (logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)).float()
 
 
-def uniform(seeds: Tensor, draws: Tensor) -> Tensor:
-    """f64 [N] in [0, 1): 53 bits of the block with counter `draws` under the key `seeds`, both i64 [N]."""
-    key = seeds & _WORD, (seeds >> 32) & _WORD
-    counter = draws & _WORD, (draws >> 32) & _WORD, torch.zeros_like(draws), torch.zeros_like(draws)
-    high, low, _, _ = philox.philox4x32(counter, key)
-    return (high * 2**21 + (low >> 11)).double() * 2.0**-53
+def perturb(scores: Tensor, temperature: Tensor, seeds: Tensor, draws: Tensor) -> Tensor:
+    """Scores [N, V] divided by the temperature f32 [N] of their row, with Gumbel noise by seeds and draws i64 [N]; as
+    they are where that is 0. f32 [N, V]."""
+    scores, cold = wide(scores), (temperature == 0)[:, None]
+    scaled = scores / temperature[:, None].masked_fill(cold, 1.0)
+    return torch.where(cold, scores, scaled.add_(philox.gumbel_by_row(seeds, draws, scores.shape[-1])))
+
+
+def choose(
+    logits: Tensor,
+    scores: Tensor,
+    keys: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    targets: Tensor,
+    *,
+    alternatives: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The token of each row with the largest of `keys` [N, V] among those that its cuts leave, its log-probability by
+    the logits [N, V], and the likeliest ones.
+
+    Temperature 0 takes the likeliest. Else scores [N, V] are divided by it; of the k largest (and what equals the last
+    of them; k 0: all) those are left before which less than top_p of the probability lies, then those at least min_p
+    times as probable as the likeliest. Equal scores stand in the order of tokens. Where a target is not negative it is
+    taken.
+    """
+    ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+    ordered, cold, classes = ordered.double(), temperature == 0, scores.shape[-1]
+    last = torch.where(top_k > 0, top_k.long(), classes).clamp(max=classes)
+    mass = ((ordered - ordered[:, :1]) / torch.where(cold, 1.0, temperature.double())[:, None]).exp()
+    mass = mass * (ordered >= ordered.gather(1, last[:, None] - 1))
+    before = mass.cumsum(-1) - mass
+    inside = (before < top_p.double()[:, None] * mass.sum(-1, keepdim=True)) | (before == 0)
+    inside = inside & (mass > 0) & (mass >= min_p.double()[:, None] * mass[:, :1])
+    place = keys.gather(1, order).masked_fill(~inside, -torch.inf).argmax(-1).masked_fill(cold, 0)
+    chosen = torch.where(targets < 0, order.gather(1, place[:, None])[:, 0], targets)
+    logprobs = logits - logits.logsumexp(-1, keepdim=True)
+    top, ids = logprobs.topk(alternatives, -1)
+    return chosen, logprobs.gather(1, chosen[:, None])[:, 0].float(), ids, top.float()
 
 
 def sample(
@@ -70,24 +103,6 @@ def sample(
     *,
     alternatives: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A token of each row drawn by its scores [N, V], its log-probability by the logits [N, V], and the likeliest ones.
-
-    Temperature 0 takes the likeliest. Else scores are divided by it; of the k largest (and what equals the last of
-    them; k 0: all) those are left before which less than top_p of the probability lies, then those at least min_p times
-    as probable as the likeliest. Equal scores stand in the order of tokens. Where a target is not negative it is taken.
-    """
-    ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-    ordered, cold, classes = ordered.double(), temperature == 0, scores.shape[-1]
-    last = torch.where(top_k > 0, top_k.long(), classes).clamp(max=classes)
-    mass = ((ordered - ordered[:, :1]) / torch.where(cold, 1.0, temperature.double())[:, None]).exp()
-    mass = mass * (ordered >= ordered.gather(1, last[:, None] - 1))
-    before = mass.cumsum(-1) - mass
-    inside = (before < top_p.double()[:, None] * mass.sum(-1, keepdim=True)) | (before == 0)
-    mass = mass * (inside & (mass >= min_p.double()[:, None] * mass[:, :1]))
-    total = mass.cumsum(-1)
-    point = uniform(seeds, draws)[:, None] * total[:, -1:]
-    place = torch.where(cold, 0, (total <= point).sum(-1).clamp(max=classes - 1))
-    chosen = torch.where(targets < 0, order.gather(1, place[:, None])[:, 0], targets)
-    logprobs = logits - logits.logsumexp(-1, keepdim=True)
-    top, ids = logprobs.topk(alternatives, -1)
-    return chosen, logprobs.gather(1, chosen[:, None])[:, 0].float(), ids, top.float()
+    """`perturb` and `choose` at once, as packages of before call them."""
+    keys = perturb(scores, temperature, seeds, draws)
+    return choose(logits, scores, keys, temperature, top_k, top_p, min_p, targets, alternatives=alternatives)

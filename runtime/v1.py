@@ -106,7 +106,7 @@ from mgraph.runtime.ops import (
 from mgraph.runtime.pad import pad_extent, pad_extent_grad, padded_part
 from mgraph.runtime.paged import kv_append_, paged_attention, rope_kv_append_
 from mgraph.runtime.repeat import repeat_parts, repeat_parts_grad, repeated_part, repeated_part_grad
-from mgraph.runtime.sampling import change_scores, likeliest, sample
+from mgraph.runtime.sampling import change_scores, choose, likeliest, perturb, sample
 from mgraph.runtime.vocabulary import (
     by_token,
     cross_entropy_join,
@@ -137,6 +137,7 @@ __all__ = [
     "axis_share",
     "by_token",
     "change_scores",
+    "choose",
     "clear_tail",
     "copy_",
     "cross_entropy",
@@ -206,6 +207,7 @@ __all__ = [
     "padded_part",
     "paged_attention",
     "part_of",
+    "perturb",
     "places_overrun",
     "random",
     "read_sizes",

@@ -33,10 +33,11 @@ from mgraph.ir.builder import FunctionBuilder
 from mgraph.ir.graph import Function, Module, Node, Origin, Static, Value
 from mgraph.passes.base import Pass, Report, Stage
 from mgraph.passes.keys import attr_key, attrs_key
+from mgraph.passes.serve_entries import SAMPLING
 
 _LAYER = re.compile(r"^((?:[^.]+\.)*?[^.]+)\.(\d+)(?=\.|$)")
 _LIFTABLE = (int, float)
-_ENTRIES = ("forward", "evaluation", "microbatch", "evaluate", "predict", "finish", "step", "likeliest", "sample")
+_ENTRIES = ("forward", "evaluation", "microbatch", "evaluate", "predict", "finish", "step", *SAMPLING)
 """Names of entries that passes make later: no layer is called so."""
 
 

@@ -1,7 +1,8 @@
-"""The entries of a serve package that make tokens of logits: each is one op (`mgraph/ir/ops/sampling.py`).
+"""The entries of a serve package that make tokens of logits, of ops in `mgraph/ir/ops/sampling.py`.
 
 likeliest        every row takes the likeliest token, and nobody asks for others
-sample           temperature, top-k, top-p, min-p, and the likeliest tokens
+draw             temperature, of all tokens
+sample           top-k, top-p, min-p, too, and the likeliest tokens
 sample_changed   the same after penalties and a bias
 """
 
@@ -16,11 +17,12 @@ ROWS, HISTORY = "N", "K"
 """The dims of rows of logits, and of tokens of penalised texts."""
 ALTERNATIVES = 20
 """How many of the likeliest tokens are given, in models that have so many."""
-SAMPLING = ("likeliest", "sample", "sample_changed")
+SAMPLING = ("likeliest", "draw", "sample", "sample_changed")
 DIMS = (NamedDim(ROWS, 1), NamedDim(HISTORY, 1))
 
-_CHOICE = (("temperature", DType.F32), ("top_k", DType.I32), ("top_p", DType.F32), ("min_p", DType.F32))
-_NUMBERS = (("seeds", DType.I64), ("draws", DType.I64), ("targets", DType.I64))
+_TEMPERATURE, _TARGETS = (("temperature", DType.F32),), (("targets", DType.I64),)
+_CUTS = (("top_k", DType.I32), ("top_p", DType.F32), ("min_p", DType.F32))
+_NOISE = (("seeds", DType.I64), ("draws", DType.I64))
 _PENALTIES = tuple((name, DType.F32) for name in ("repetition", "presence", "frequency"))
 _TEXT = (("tokens", DType.I64), ("owners", DType.I64), ("written", DType.BOOL))
 _RESULTS = ("token", "logprob", "top_tokens", "top_logprobs")
@@ -44,8 +46,12 @@ def _function(name: str, classes: Dim, origin: Origin, made_by: str) -> Function
         return [builder.param(n, TensorType(dtype, (extent,))) for n, dtype in params]
 
     if name == "likeliest":
-        return builder.build(builder.emit(name, [logits, *given(_NUMBERS[2:])], names=_RESULTS[:2]))
-    operands = [*given(_CHOICE), *given(_NUMBERS)]
+        return builder.build(builder.emit(name, [logits, *given(_TARGETS)], names=_RESULTS[:2]))
+    if name == "draw":
+        keys = builder.one("perturb", logits, *given(_TEMPERATURE), *given(_NOISE), name="keys")
+        drawn, _ = builder.emit("likeliest", [keys, *given(_TARGETS)], names=("drawn", "largest"))
+        return builder.build(builder.emit("likeliest", [logits, drawn], names=_RESULTS[:2]))
+    (temperature,), cuts, noise, (targets,) = map(given, (_TEMPERATURE, _CUTS, _NOISE, _TARGETS))
     scores = logits
     if name == "sample_changed":
         penalties = given(_PENALTIES)
@@ -53,4 +59,6 @@ def _function(name: str, classes: Dim, origin: Origin, made_by: str) -> Function
         text = given(_TEXT, symbol(HISTORY))
         scores = builder.one("change_scores", logits, *penalties, bias, *text, name="scores")
     many = min(ALTERNATIVES, classes) if isinstance(classes, int) else ALTERNATIVES
-    return builder.build(builder.emit("sample", [logits, scores, *operands], {"alternatives": many}, names=_RESULTS))
+    keys = builder.one("perturb", scores, temperature, *noise, name="keys")
+    operands = [logits, scores, keys, temperature, *cuts, targets]
+    return builder.build(builder.emit("choose", operands, {"alternatives": many}, names=_RESULTS))

@@ -18,7 +18,9 @@ from mgraph.runtime.invariant import fixed_shapes
 from mgraph.runtime.serving.step import I64, MOST_ALTERNATIVES, Sampling
 
 CHOICE = ("temperature", "top_k", "top_p", "min_p", "seeds", "draws", "targets")
-"""The inputs of the entry `sample` beside the logits; the last alone is that of `likeliest`."""
+"""The inputs of the entry `sample` beside the logits."""
+DRAWN = ("temperature", "seeds", "draws", "targets")
+"""Those of `draw`; the last alone is that of `likeliest`."""
 PENALTIES = ("repetition", "presence", "frequency")
 """Inputs that `sample_changed` has besides; then come a bias and the tokens of penalised texts."""
 
@@ -29,6 +31,8 @@ class Sampler(StrEnum):
     NONE = "none"
     """There is no row."""
     LIKELIEST = "likeliest"
+    DRAW = "draw"
+    """Of all tokens."""
     SAMPLE = "sample"
     CHANGED = "sample_changed"
 
@@ -39,7 +43,25 @@ def sampler_of(sampling: Sampling) -> Sampler:
         return Sampler.NONE
     if sampling.prompts is not None or sampling.bias is not None:
         return Sampler.CHANGED
-    return Sampler.SAMPLE if sampling.alternatives or sampling.temperature.any() else Sampler.LIKELIEST
+    if sampling.alternatives or sampling.top_k.any() or (sampling.top_p != 1).any() or sampling.min_p.any():
+        return Sampler.SAMPLE
+    return Sampler.DRAW if sampling.temperature.any() else Sampler.LIKELIEST
+
+
+def inputs_of(sampler: Sampler) -> tuple[str, ...]:
+    """The inputs of an entry that are numbers of rows, in order."""
+    if sampler is Sampler.LIKELIEST:
+        return DRAWN[-1:]
+    if sampler is Sampler.DRAW:
+        return DRAWN
+    return CHOICE + (PENALTIES if sampler is Sampler.CHANGED else ())
+
+
+def drawn_by_sample(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The inputs of `draw` as those of `sample`, for packages of before, which lack the former."""
+    logits, temperature, *others = inputs
+    zero, one = torch.zeros_like(temperature), torch.ones_like(temperature)
+    return logits, temperature, zero.int(), one, zero, *others
 
 
 def text_of(sampling: Sampling) -> tuple[I64, I64, NDArray[np.bool_]]:
@@ -105,11 +127,8 @@ def sampled(
 ) -> Sequence[Tensor]:
     """The results of the entry for logits [N, V], launched op by op; `known` fills in unknown tokens of the text."""
     sampler = sampler_of(sampling)
-    if sampler is Sampler.LIKELIEST:
-        return called(call, sampler, logits, [on_device(sampling.targets)], sampling.padding_from)
-    given = [on_device(getattr(sampling, name)) for name in CHOICE]
+    given = [on_device(getattr(sampling, name)) for name in inputs_of(sampler)]
     if sampler is Sampler.CHANGED:
-        given += [on_device(getattr(sampling, name)) for name in PENALTIES]
         given.append(logits.new_zeros(logits.shape) if sampling.bias is None else on_device(sampling.bias))
         tokens, owners, written = (on_device(array) for array in text_of(sampling))
         given += [known(tokens), owners, written]

@@ -50,6 +50,7 @@ def rows_of_each_kind(vocab_size: int) -> dict[str, Sampling]:
         zero, np.zeros(1, np.int32), one, zero, numbers, numbers, numbers - 1, one, zero, zero, None, None, None, 0
     )
     drawn = replace(greedy, temperature=one)
+    cut = replace(drawn, top_k=np.ones(1, np.int32))
     bias = np.zeros((1, vocab_size), np.float32)
     changed = replace(drawn, prompts=(numbers,), outputs=(numbers,), bias=bias, alternatives=vocab_size)
-    return {Sampler.LIKELIEST: greedy, Sampler.SAMPLE: drawn, Sampler.CHANGED: changed}
+    return {Sampler.LIKELIEST: greedy, Sampler.DRAW: drawn, Sampler.SAMPLE: cut, Sampler.CHANGED: changed}

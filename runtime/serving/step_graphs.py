@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mgraph.errors import PackageError
-from mgraph.runtime.serving.choices import CHOICE, PENALTIES, Sampler, called, text_of, with_all
+from mgraph.runtime.serving.choices import PENALTIES, Sampler, called, inputs_of, text_of, with_all
 from mgraph.runtime.serving.dispatch import Bucket, Key, Why, choose
 from mgraph.runtime.serving.step import Batch, Sampling
 
@@ -310,24 +310,25 @@ def known(tokens: Tensor, last: Tensor) -> Tensor:
     return torch.where(tokens < 0, last[(-1 - tokens).clamp(min=0, max=len(last) - 1)], tokens)
 
 
+_KINDS = {"top_k": np.int32, "seeds": np.int64, "draws": np.int64, "targets": np.int64}
+"""Of the numbers of rows; all others are f32."""
+
+
 def _sampler_inputs(rows: int, sampler: Sampler, text: int) -> _Shapes:
-    i64, i32, f32 = np.int64, np.int32, np.float32
-    if sampler is Sampler.LIKELIEST:
-        return {CHOICE[-1]: ((rows,), i64)}
-    kinds = (f32, i32, f32, f32, i64, i64, i64)
-    inputs: _Shapes = {name: ((rows,), kind) for name, kind in zip(CHOICE, kinds, strict=True)}
+    inputs: _Shapes = {name: ((rows,), _KINDS.get(name, np.float32)) for name in inputs_of(sampler)}
     if sampler is Sampler.CHANGED:
-        inputs |= dict.fromkeys(PENALTIES, ((rows,), f32))
-        inputs |= {"tokens": ((text,), i64), "owners": ((text,), i64), "written": ((text,), np.bool_)}
+        inputs |= {"tokens": ((text,), np.int64), "owners": ((text,), np.int64), "written": ((text,), np.bool_)}
     return inputs
 
 
 def _padded_choice(sampling: Sampling, rows: int, sampler: Sampler, text: int) -> dict[str, Any]:
     """The arrays of what samples, as long as its inputs. Rows beyond the step's are greedy and have no text."""
     more = rows - len(sampling.targets)
-    padded: dict[str, Any] = {name: np.pad(getattr(sampling, name), (0, more)) for name in CHOICE}
+    padded: dict[str, Any] = {
+        name: np.pad(getattr(sampling, name), (0, more), constant_values=name in PENALTIES)
+        for name in inputs_of(sampler)
+    }
     if sampler is Sampler.CHANGED:
-        padded |= {name: np.pad(getattr(sampling, name), (0, more), constant_values=1) for name in PENALTIES}
         tokens, owners, written = text_of(sampling)
         owners[0] = rows
         padded["tokens"] = np.pad(tokens, (0, text - len(tokens)))

@@ -42,7 +42,7 @@ class Likeliest:
 
 
 def problem_of(node: Node) -> Likeliest | str:
-    """The instance that a node `likeliest` is, or why the kernel does not take it."""
+    """The instance that a node `likeliest` or `perturb` is, or why the kernel does not take it."""
     logits = node.operands[0].tensor
     classes, dtype = logits.shape[1], logits.dtype.text
     if not isinstance(classes, int):

@@ -1,7 +1,8 @@
 """How logits become tokens: penalties, temperature, cuts of the distribution, and random numbers of each request's own.
 
-A request's random numbers are a function of its seed and of how many tokens it has drawn before (Philox, as in
-`mgraph.philox`), so that they do not depend on what else is in the batch.
+A token is drawn by the largest of its row's scores with Gumbel noise, of all tokens or of those that cuts leave. The
+noise of a request is a function of its seed and of how many tokens it has drawn before (Philox, as in `mgraph.philox`),
+so that it does not depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from mgraph.ir.types import DType, TensorType
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_WORD = 0xFFFFFFFF
 
 
 def change_scores(
@@ -51,16 +50,6 @@ def change_scores(
     return changed
 
 
-def _uniform(seeds: Tensor, draws: Tensor) -> Tensor:
-    """f64 [N] in [0, 1): 53 bits of the block with counter `draws` under the key `seeds`."""
-    from mgraph import philox
-
-    key = seeds & _WORD, (seeds >> 32) & _WORD
-    zeros = draws.new_zeros(draws.shape)
-    high, low, _, _ = philox.philox4x32((draws & _WORD, (draws >> 32) & _WORD, zeros, zeros.clone()), key)
-    return (high * 2**21 + (low >> 11)).double() * 2.0**-53
-
-
 def likeliest(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The likeliest token of each row, or its target where that is not negative; and its log-probability.
 
@@ -70,23 +59,37 @@ def likeliest(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, (logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)).float()
 
 
-def sample(
+def perturb(scores: Tensor, temperature: Tensor, seeds: Tensor, draws: Tensor) -> Tensor:
+    """Scores [N, V] divided by the temperature of their row, with Gumbel noise: the largest is where a token is that is
+    drawn from their softmax. Temperature 0 leaves them as they are.
+
+    temperature f32 [N], seeds and draws i64 [N] → like scores, in at least f32.
+    """
+    from mgraph import philox
+
+    wide, cold = promote(scores), (temperature == 0)[:, None]
+    noise = philox.gumbel_by_row(seeds, draws, scores.shape[-1])
+    perturbed: Tensor = wide.where(cold, wide / temperature[:, None].where(~cold, 1.0) + noise)
+    return perturbed
+
+
+def choose(
     logits: Tensor,
     scores: Tensor,
+    keys: Tensor,
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
     min_p: Tensor,
-    seeds: Tensor,
-    draws: Tensor,
     targets: Tensor,
     *,
     alternatives: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A token of each row, drawn from the distribution of `scores`, and log-probabilities by `logits`.
+    """Of each row the token with the largest key among those that the cuts leave, and log-probabilities by `logits`.
 
-    logits f32 [N, V], scores f32 [N, V]; temperature, top_p, min_p f32 [N], top_k i32 [N]; seeds, draws, targets i64
-    [N] → tokens i64 [N], logprobs f32 [N], the likeliest `alternatives` (M) tokens i64 [N, M], theirs f32 [N, M].
+    logits f32 [N, V], scores f32 [N, V], keys f32 [N, V] as `perturb` makes them; temperature, top_p, min_p f32 [N],
+    top_k i32 [N]; targets i64 [N] → tokens i64 [N], logprobs f32 [N], the likeliest `alternatives` (M) tokens i64
+    [N, M], theirs f32 [N, M].
 
     Temperature 0 takes the likeliest. Else scores are divided by it; of the k largest (and what equals the last of
     them; k 0: all) those are left before which less than top_p of the probability lies, then those at least min_p times
@@ -104,10 +107,8 @@ def sample(
     mass = hot.exp() * kept
     before = mass.cumsum(-1) - mass
     kept = kept & ((before < top_p.double()[:, None] * mass.sum(-1, keepdim=True)) | (before == 0))
-    mass = mass * (kept & (mass >= min_p.double()[:, None] * mass[:, :1]))
-    total = mass.cumsum(-1)
-    point = _uniform(seeds, draws)[:, None] * total[:, -1:]
-    place = (total <= point).sum(-1).clamp(max=classes - 1).where(~cold, 0)
+    kept = kept & (mass >= min_p.double()[:, None] * mass[:, :1])
+    place = keys.gather(1, order).where(kept, -torch.inf).argmax(-1).where(~cold, 0)
     chosen = order.gather(1, place[:, None])[:, 0]
     chosen = chosen.where(targets < 0, targets)
     logprobs = logits - logits.logsumexp(-1, keepdim=True)
@@ -135,8 +136,13 @@ def _infer_likeliest(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> t
     return TensorType(DType.I64, (rows,)), TensorType(DType.F32, (rows,))
 
 
-def _infer_sample(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
-    rows, count = _infer_rows(types, 9), attrs["alternatives"]
+def _infer_perturb(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    _infer_rows(types, 4)
+    return (TensorType(DType.F64 if types[0].dtype is DType.F64 else DType.F32, types[0].shape),)
+
+
+def _infer_choose(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    rows, count = _infer_rows(types, 8), attrs["alternatives"]
     one, many = (rows,), (rows, count)
     return (
         TensorType(DType.I64, one),
@@ -166,9 +172,18 @@ define_op(
 )
 define_op("likeliest", likeliest, infer=_infer_likeliest, flops=per_element(3), bytes=traffic, compute_dtype="f32")
 define_op(
-    "sample",
-    sample,
-    infer=_infer_sample,
+    "perturb",
+    perturb,
+    infer=_infer_perturb,
+    flops=per_element(60),
+    bytes=traffic,
+    workspace=_workspace(48),
+    compute_dtype="f32",
+)
+define_op(
+    "choose",
+    choose,
+    infer=_infer_choose,
     attrs={"alternatives": REQUIRED},
     flops=per_element(20),
     bytes=traffic,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from mgraph.ir.opdef import op_def
 from mgraph.runtime import v1 as rt
@@ -24,8 +26,16 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
     return c
 
 
+def noise(seed: int, draws: int, token: int) -> float:
+    """-log(-log(1 - v)) in Python's doubles, v of the token's word."""
+    block = token // 4096 * 1024 + token % 1024
+    words = philox([block, draws & (2**32 - 1), draws >> 32, 0], [seed & (2**32 - 1), seed >> 32])
+    v = min((words[token // 1024 % 4] + 0.5) / 2**32, 1 - 2**-24)
+    return -math.log(-math.log1p(-v))
+
+
 def drawn(scores: Any, temperature: float, top_k: int, top_p: float, min_p: float, seeds: int, draws: int) -> int:
-    """The token of one row: sort, cut, and invert the cumulative sum."""
+    """The token of one row: sort, cut, and take the largest with noise."""
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
     if temperature == 0:
         return order[0]
@@ -39,10 +49,8 @@ def drawn(scores: Any, temperature: float, top_k: int, top_p: float, min_p: floa
             kept[i] = weight
         before += weight
     kept[kept < float(np.float32(min_p)) * kept[0]] = 0
-    high, low, *_ = philox([draws & (2**32 - 1), draws >> 32, 0, 0], [seeds & (2**32 - 1), seeds >> 32])
-    point = (high * 2**21 + (low >> 11)) / 2**53 * kept.sum()
-    place = int((np.cumsum(kept) <= point).sum())
-    return order[min(place, len(order) - 1)]
+    keys = [scaled[i] + noise(seeds, draws, token) for i, token in enumerate(order)]
+    return order[max((i for i in range(len(order)) if kept[i]), key=keys.__getitem__)]
 
 
 def choices(seed: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
@@ -58,7 +66,26 @@ def choices(seed: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("body", [op_def("sample").body, rt.sample], ids=["meaning", "runtime"])
+def meaning(
+    logits: Tensor,
+    scores: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    draws: Tensor,
+    targets: Tensor,
+    *,
+    alternatives: int,
+) -> Any:
+    """What an entry `sample` does, by the ops."""
+    keys = op_def("perturb").body(scores, temperature, seeds, draws)
+    cuts = (top_k, top_p, min_p)
+    return op_def("choose").body(logits, scores, keys, temperature, *cuts, targets, alternatives=alternatives)
+
+
+@pytest.mark.parametrize("body", [meaning, rt.sample], ids=["meaning", "runtime"])
 @pytest.mark.parametrize("seed", range(8))
 def test_tokens_and_log_probabilities_are_those_of_numpy(body: Any, seed: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(100 + seed).normal(0, 2, (ROWS, CLASSES))).float()
@@ -85,17 +112,46 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         assert all(torch.equal(a[0], b[row]) for a, b in zip(alone, together, strict=True))
 
 
-def test_frequencies_are_the_probabilities() -> None:
-    """Chi-square of 20,000 draws of one request over 8 classes: 99.9 % quantile with 7 degrees of freedom."""
+def test_all_tokens_are_drawn_alike_with_cuts_that_cut_nothing() -> None:
+    """A request gets what it gets, whether others in its step have cuts or not."""
+    logits, given = 3 * torch.randn(ROWS, 5000), choices(3)
+    given |= {"top_k": torch.full((ROWS,), 5000).int(), "top_p": torch.ones(ROWS), "min_p": torch.zeros(ROWS)}
+    tokens, logprobs, _, _ = rt.sample(logits, logits, *given.values(), alternatives=2)
+    keys = rt.perturb(logits, given["temperature"], given["seeds"], given["draws"])
+    drawn_, _ = rt.likeliest(keys, given["targets"])
+    assert torch.equal(drawn_, tokens)
+    torch.testing.assert_close(rt.likeliest(logits, drawn_)[1], logprobs)
+
+
+def test_noise_is_that_of_each_token() -> None:
+    """In rows of more than one stretch of each lane, by seeds and draws beyond 32 bits; alone and among others."""
+    seeds, draws = torch.tensor([2**61 + 12345, 7]), torch.tensor([2**33 + 1, 0])
+    made = rt.perturb(torch.zeros(2, 9001), torch.ones(2), seeds, draws)
+    for row in range(2):
+        for token in (0, 1, 1023, 1024, 3072, 4095, 4096, 5120, 9000):
+            wanted = noise(int(seeds[row]), int(draws[row]), token)
+            assert abs(float(made[row, token]) - wanted) < 1e-5 * max(1.0, abs(wanted))
+    assert torch.equal(made[1:], rt.perturb(torch.zeros(1, 9001), torch.ones(1), seeds[1:], draws[1:]))
+    assert bool(made.isfinite().all())
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_frequencies_are_the_probabilities(cut: bool) -> None:
+    """Chi-square of 20,000 draws of one request over 8 classes, or over the 5 that a cut leaves: 99.9 % quantiles with
+    7 and 4 degrees of freedom."""
     count = 20_000
     row = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, 1.5, -2.0])
     logits = row.expand(count, -1)
     ones, none = torch.ones(count), torch.zeros(count)
     seeds, draws = torch.full((count,), 123456789), torch.arange(count)
-    tokens, *_ = rt.sample(logits, logits, ones, none.int(), ones, none, seeds, draws, none.long() - 1, alternatives=1)
-    wanted = row.double().softmax(0) * count
-    chi = ((tokens.bincount(minlength=8) - wanted) ** 2 / wanted).sum()
-    assert float(chi) < 24.3
+    top_k = none.int() + 5 * cut
+    tokens, *_ = rt.sample(logits, logits, ones, top_k, ones, none, seeds, draws, none.long() - 1, alternatives=1)
+    left = torch.full_like(row, -torch.inf).scatter(0, row.topk(5 if cut else 8).indices, 0.0)
+    wanted = (row + left).double().softmax(0) * count
+    found = tokens.bincount(minlength=8).double()
+    assert not found[wanted == 0].any()
+    chi = ((found - wanted) ** 2 / wanted)[wanted > 0].sum()
+    assert float(chi) < (18.5 if cut else 24.3)
 
 
 @pytest.mark.parametrize("body", [op_def("change_scores").body, rt.change_scores], ids=["meaning", "runtime"])
