@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,9 +48,10 @@ class Asked:
     output: int
     done: int = 0
 
-    def params(self) -> SamplingParams:
-        """What is left to generate."""
-        return SamplingParams(temperature=0, max_tokens=self.output - self.done, ignore_eos=True)
+    def params(self, **sampling: float) -> SamplingParams:
+        """What is left to generate, the likeliest token each time or as `sampling` says."""
+        given: dict[str, Any] = {"temperature": 0, **sampling}
+        return SamplingParams(max_tokens=self.output - self.done, ignore_eos=True, **given)
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,13 @@ def in_the_middle(trace: Sequence[Asked], slots: int) -> list[Asked]:
     return [*under_way, *trace[slots:]]
 
 
-def submit(engine: Engine, trace: Sequence[Asked]) -> None:
-    """All of it at once. What is under way has the tokens that it wrote in its prompt: they are computed in chunks."""
+def submit(engine: Engine, trace: Sequence[Asked], **sampling: float) -> None:
+    """All of it at once, sampled so. What is under way has the tokens that it wrote in its prompt: they are computed in
+    chunks."""
     source = random.Random(SEED)
     for one in trace:
         prompt = [source.randrange(1, engine.stepper.vocab_size) for _ in range(one.prompt + one.done)]
-        engine.submit(prompt, one.params())
+        engine.submit(prompt, one.params(**sampling))
 
 
 class Blank:

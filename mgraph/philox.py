@@ -152,6 +152,13 @@ STRETCH = 1024
 """Elements of a row that take the same lane of as many blocks, which a kernel reads side by side."""
 
 
+def gumbel_at_once(rows: int, classes: int) -> tuple[int, int]:
+    """Rows that `gumbel_by_row` computes at once, about a million elements, and words of theirs: whole stretches."""
+    row = -(-classes // (4 * STRETCH)) * 4 * STRETCH
+    at_once = max(1, min(rows, (1 << 20) // row))
+    return at_once, at_once * row
+
+
 def gumbel_by_row(seeds: Tensor, draws: Tensor, classes: int) -> Tensor:
     """Gumbel noise f32 [N, classes], of each row its own: the key is its seed, draws count on, both i64 [N].
 
@@ -161,7 +168,7 @@ def gumbel_by_row(seeds: Tensor, draws: Tensor, classes: int) -> Tensor:
     """
     blocks = -(-classes // (4 * STRETCH)) * STRETCH
     out = torch.empty(len(seeds), classes, device=seeds.device)
-    at_once = max(1, _CHUNK.get(out.device.type, _CHUNK_ACCELERATOR) // 4 // blocks)
+    at_once, _ = gumbel_at_once(len(seeds), classes)
     for row in range(0, len(seeds), at_once):
         seed, draw = (numbers[row : row + at_once, None] for numbers in (seeds, draws))
         block = torch.arange(blocks, device=out.device).repeat(len(seed), 1)

@@ -55,39 +55,30 @@ def perturb(scores: Tensor, temperature: Tensor, seeds: Tensor, draws: Tensor) -
     return torch.where(cold, scores, scaled.add_(philox.gumbel_by_row(seeds, draws, scores.shape[-1])))
 
 
-def choose(
-    logits: Tensor,
-    scores: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    targets: Tensor,
-    *,
-    alternatives: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The token of each row with the largest of `keys` [N, V] among those that its cuts leave, its log-probability by
-    the logits [N, V], and the likeliest ones.
+def cut_keys(scores: Tensor, keys: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """`keys` [N, V] of the tokens that are left of each row, minus infinity for all others.
 
-    Temperature 0 takes the likeliest. Else scores [N, V] are divided by it; of the k largest (and what equals the last
-    of them; k 0: all) those are left before which less than top_p of the probability lies, then those at least min_p
-    times as probable as the likeliest. Equal scores stand in the order of tokens. Where a target is not negative it is
-    taken.
+    Of the k largest of scores [N, V] (and what equals the last of them; k 0: all), divided by the temperature, those
+    are left before which less than top_p of the probability lies, then those at least min_p times as probable as the
+    likeliest. Equal scores stand in the order of tokens. Where the temperature is 0 all are left.
     """
     ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-    ordered, cold, classes = ordered.double(), temperature == 0, scores.shape[-1]
+    ordered, cold, classes = ordered.double(), (temperature == 0)[:, None], scores.shape[-1]
     last = torch.where(top_k > 0, top_k.long(), classes).clamp(max=classes)
-    mass = ((ordered - ordered[:, :1]) / torch.where(cold, 1.0, temperature.double())[:, None]).exp()
-    mass = mass * (ordered >= ordered.gather(1, last[:, None] - 1))
-    before = mass.cumsum(-1) - mass
-    inside = (before < top_p.double()[:, None] * mass.sum(-1, keepdim=True)) | (before == 0)
-    inside = inside & (mass > 0) & (mass >= min_p.double()[:, None] * mass[:, :1])
-    place = keys.gather(1, order).masked_fill(~inside, -torch.inf).argmax(-1).masked_fill(cold, 0)
-    chosen = torch.where(targets < 0, order.gather(1, place[:, None])[:, 0], targets)
-    logprobs = logits - logits.logsumexp(-1, keepdim=True)
-    top, ids = logprobs.topk(alternatives, -1)
-    return chosen, logprobs.gather(1, chosen[:, None])[:, 0].float(), ids, top.float()
+    mass = ((ordered - ordered[:, :1]) / temperature.double()[:, None].masked_fill(cold, 1.0)).exp_()
+    among = ordered >= ordered.gather(1, last[:, None] - 1)
+    mass = mass.masked_fill_(~among, 0.0)
+    before, part = mass.cumsum(-1).sub_(mass), top_p.double()[:, None]
+    left = among & ((part >= 1) | (before < part * mass.sum(-1, keepdim=True)) | (before == 0))
+    left = left & (mass >= min_p.double()[:, None] * mass[:, :1])
+    left = torch.zeros_like(left).scatter_(1, order, left)
+    return torch.where(left | cold, keys, -torch.inf)
+
+
+def top_logprobs(logits: Tensor, *, count: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens i64 [N, count] of each row, the likeliest first, and their log-probabilities f32."""
+    top, ids = (logits - logits.logsumexp(-1, keepdim=True)).topk(count, -1)
+    return ids, top.float()
 
 
 def sample(
@@ -103,6 +94,7 @@ def sample(
     *,
     alternatives: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`perturb` and `choose` at once, as packages of before call them."""
-    keys = perturb(scores, temperature, seeds, draws)
-    return choose(logits, scores, keys, temperature, top_k, top_p, min_p, targets, alternatives=alternatives)
+    """All of it at once, as packages of before call it."""
+    keys = cut_keys(scores, perturb(scores, temperature, seeds, draws), temperature, top_k, top_p, min_p)
+    drawn, _ = likeliest(keys, targets)
+    return *likeliest(logits, drawn), *top_logprobs(logits, count=alternatives)

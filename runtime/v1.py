@@ -106,7 +106,7 @@ from mgraph.runtime.ops import (
 from mgraph.runtime.pad import pad_extent, pad_extent_grad, padded_part
 from mgraph.runtime.paged import kv_append_, paged_attention, rope_kv_append_
 from mgraph.runtime.repeat import repeat_parts, repeat_parts_grad, repeated_part, repeated_part_grad
-from mgraph.runtime.sampling import change_scores, choose, likeliest, perturb, sample
+from mgraph.runtime.sampling import change_scores, cut_keys, likeliest, perturb, sample, top_logprobs
 from mgraph.runtime.vocabulary import (
     by_token,
     cross_entropy_join,
@@ -137,7 +137,6 @@ __all__ = [
     "axis_share",
     "by_token",
     "change_scores",
-    "choose",
     "clear_tail",
     "copy_",
     "cross_entropy",
@@ -146,6 +145,7 @@ __all__ = [
     "cross_entropy_part",
     "cross_entropy_part_grad",
     "cross_entropy_with_grad",
+    "cut_keys",
     "device",
     "dropout",
     "dropout_part",
@@ -235,6 +235,7 @@ __all__ = [
     "swap_blocks",
     "to_device_start",
     "to_host_start",
+    "top_logprobs",
     "unpack_rows",
     "wait",
     "within_room",

@@ -42,13 +42,13 @@ FAMILIES = (
     "experts",
     "few_rows",
     "glu",
-    "likeliest",
     "loss",
     "moe",
     "norm",
     "paged",
     "region",
     "rope",
+    "sampling",
 )
 L2_BYTES = 50e6
 CALLS = 10

@@ -16,13 +16,13 @@ from benchmarks.gpu import cases_exchange as exchange
 from benchmarks.gpu import cases_experts as experts
 from benchmarks.gpu import cases_few_rows as few
 from benchmarks.gpu import cases_glu as glu
-from benchmarks.gpu import cases_likeliest as likeliest
 from benchmarks.gpu import cases_loss as loss
 from benchmarks.gpu import cases_moe as moe
 from benchmarks.gpu import cases_norm as norm
 from benchmarks.gpu import cases_paged as paged
 from benchmarks.gpu import cases_region as region
 from benchmarks.gpu import cases_rope as rope
+from benchmarks.gpu import cases_sampling as sampling
 from benchmarks.gpu.kernel_case import Case
 from mgraph.codegen.triton import RmsNorm, expert_glu, grouped, rms_norm
 from mgraph.codegen.triton.attention_problem import Attention
@@ -146,7 +146,9 @@ CASES = [
     glu.joined_case("odd-turns", (7, 1368), TURNS),
     *glu.relu_cases("relu-odd", (7, 1369)),
     *glu.relu_cases("relu-narrow", (3, 5, 66)),
-    likeliest.case(3, 1001),
+    sampling.likeliest_case(3, 1001),
+    sampling.keys_case(3, 1001),
+    sampling.left_case(3, 1001),
     loss.both_case("odd", 7, loss.ODD),
     loss.loss_case("padded", 7, loss.PADDED),
     loss.gradient_case("padded", 7, loss.PADDED),

@@ -128,7 +128,8 @@ def main() -> None:
     trace = traces.in_the_middle(traces.read(options.trace, options.scale), options.slots)
     noted = Noted(stepper)
     engine = Engine(noted, None)
-    traces.submit(engine, trace)
+    sampling = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
+    traces.submit(engine, trace, **sampling)
     filled = fill(engine)
     phases["filled"] = since_start()
     print(json.dumps({k: round(v, 2) for k, v in (phases | filled).items()}), flush=True)
@@ -139,6 +140,8 @@ def main() -> None:
             stepper.graphs = stepper.graphs_of(CudaCapture())
         found = window(engine, noted, options.warm, options.steps, cuda)
         workload = f"{options.package.name}, {options.trace}, {options.slots} slots"
+        if options.temperature:
+            workload += ", " + ", ".join(f"{name} {number:g}" for name, number in sampling.items())
         how = f"a window of {options.steps} steps of the stationary state, after {options.warm}"
         more = {"variant": policy, "graphs": len(buckets), **found, "how": how, "ready_seconds": phases}
         row = rows.row("E4", workload, more.pop("tokens_per_second"), "tokens/s", **more)
@@ -160,6 +163,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=120)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--scale", type=int, default=1, help="divide all lengths by this")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     return parser.parse_args()

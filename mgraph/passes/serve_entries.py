@@ -2,7 +2,8 @@
 
 likeliest        every row takes the likeliest token, and nobody asks for others
 draw             temperature, of all tokens
-sample           top-k, top-p, min-p, too, and the likeliest tokens
+draw_cut         top-k, top-p and min-p, too
+sample           and the likeliest tokens
 sample_changed   the same after penalties and a bias
 """
 
@@ -17,7 +18,7 @@ ROWS, HISTORY = "N", "K"
 """The dims of rows of logits, and of tokens of penalised texts."""
 ALTERNATIVES = 20
 """How many of the likeliest tokens are given, in models that have so many."""
-SAMPLING = ("likeliest", "draw", "sample", "sample_changed")
+SAMPLING = ("likeliest", "draw", "draw_cut", "sample", "sample_changed")
 DIMS = (NamedDim(ROWS, 1), NamedDim(HISTORY, 1))
 
 _TEMPERATURE, _TARGETS = (("temperature", DType.F32),), (("targets", DType.I64),)
@@ -47,18 +48,21 @@ def _function(name: str, classes: Dim, origin: Origin, made_by: str) -> Function
 
     if name == "likeliest":
         return builder.build(builder.emit(name, [logits, *given(_TARGETS)], names=_RESULTS[:2]))
-    if name == "draw":
-        keys = builder.one("perturb", logits, *given(_TEMPERATURE), *given(_NOISE), name="keys")
-        drawn, _ = builder.emit("likeliest", [keys, *given(_TARGETS)], names=("drawn", "largest"))
-        return builder.build(builder.emit("likeliest", [logits, drawn], names=_RESULTS[:2]))
-    (temperature,), cuts, noise, (targets,) = map(given, (_TEMPERATURE, _CUTS, _NOISE, _TARGETS))
+    (temperature,) = given(_TEMPERATURE)
+    cuts = given(_CUTS) if name != "draw" else []
+    noise, targets = given(_NOISE), given(_TARGETS)
     scores = logits
     if name == "sample_changed":
         penalties = given(_PENALTIES)
         bias = builder.param("bias", TensorType(DType.F32, (rows, classes)))
         text = given(_TEXT, symbol(HISTORY))
         scores = builder.one("change_scores", logits, *penalties, bias, *text, name="scores")
-    many = min(ALTERNATIVES, classes) if isinstance(classes, int) else ALTERNATIVES
     keys = builder.one("perturb", scores, temperature, *noise, name="keys")
-    operands = [logits, scores, keys, temperature, *cuts, targets]
-    return builder.build(builder.emit("choose", operands, {"alternatives": many}, names=_RESULTS))
+    if cuts:
+        keys = builder.one("cut_keys", scores, keys, temperature, *cuts, name="left")
+    drawn, _ = builder.emit("likeliest", [keys, *targets], names=("drawn", "largest"))
+    results = builder.emit("likeliest", [logits, drawn], names=_RESULTS[:2])
+    if name.startswith("sample"):
+        many = min(ALTERNATIVES, classes) if isinstance(classes, int) else ALTERNATIVES
+        results = (*results, *builder.emit("top_logprobs", [logits], {"count": many}, names=_RESULTS[2:]))
+    return builder.build(results)

@@ -18,7 +18,7 @@ from mgraph.runtime.invariant import fixed_shapes
 from mgraph.runtime.serving.step import I64, MOST_ALTERNATIVES, Sampling
 
 CHOICE = ("temperature", "top_k", "top_p", "min_p", "seeds", "draws", "targets")
-"""The inputs of the entry `sample` beside the logits."""
+"""The inputs of the entries `draw_cut` and `sample` beside the logits."""
 DRAWN = ("temperature", "seeds", "draws", "targets")
 """Those of `draw`; the last alone is that of `likeliest`."""
 PENALTIES = ("repetition", "presence", "frequency")
@@ -33,6 +33,7 @@ class Sampler(StrEnum):
     LIKELIEST = "likeliest"
     DRAW = "draw"
     """Of all tokens."""
+    CUT = "draw_cut"
     SAMPLE = "sample"
     CHANGED = "sample_changed"
 
@@ -43,8 +44,10 @@ def sampler_of(sampling: Sampling) -> Sampler:
         return Sampler.NONE
     if sampling.prompts is not None or sampling.bias is not None:
         return Sampler.CHANGED
-    if sampling.alternatives or sampling.top_k.any() or (sampling.top_p != 1).any() or sampling.min_p.any():
+    if sampling.alternatives:
         return Sampler.SAMPLE
+    if sampling.top_k.any() or (sampling.top_p != 1).any() or sampling.min_p.any():
+        return Sampler.CUT
     return Sampler.DRAW if sampling.temperature.any() else Sampler.LIKELIEST
 
 
@@ -57,8 +60,10 @@ def inputs_of(sampler: Sampler) -> tuple[str, ...]:
     return CHOICE + (PENALTIES if sampler is Sampler.CHANGED else ())
 
 
-def drawn_by_sample(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The inputs of `draw` as those of `sample`, for packages of before, which lack the former."""
+def inputs_of_sample(sampler: Sampler, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The inputs of `draw` or `draw_cut` as those of `sample`, for packages of before, which lack these."""
+    if sampler is Sampler.CUT:
+        return inputs
     logits, temperature, *others = inputs
     zero, one = torch.zeros_like(temperature), torch.ones_like(temperature)
     return logits, temperature, zero.int(), one, zero, *others

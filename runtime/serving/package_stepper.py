@@ -29,7 +29,7 @@ from mgraph.runtime.mesh import ALONE, Mesh, bind_axes
 from mgraph.runtime.package import Package, State, StateSpec, load_package
 from mgraph.runtime.room import free_bytes, room, size_text
 from mgraph.runtime.serving.blocks import Windows, most_blocks
-from mgraph.runtime.serving.choices import Sampler, drawn_by_sample, sampled
+from mgraph.runtime.serving.choices import Sampler, inputs_of_sample, sampled
 from mgraph.runtime.serving.dispatch import Bucket
 from mgraph.runtime.serving.opening import check_kind
 from mgraph.runtime.serving.proof import check_entries, check_place, rows_of_each_kind
@@ -198,8 +198,8 @@ class PackageStepper:
         return self._sample(logits, sampling)
 
     def _call(self, entry: str, *inputs: Tensor) -> Sequence[Tensor]:
-        if entry == Sampler.DRAW and entry not in self.package.entries:
-            return self._call(Sampler.SAMPLE, *drawn_by_sample(inputs))[:2]
+        if entry in (Sampler.DRAW, Sampler.CUT) and entry not in self.package.entries:
+            return self._call(Sampler.SAMPLE, *inputs_of_sample(Sampler(entry), inputs))[:2]
         with fixed_shapes(self._batch_invariant):
             return list(self.package.call(entry, self.state, *inputs).values())
 

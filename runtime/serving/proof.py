@@ -51,6 +51,8 @@ def rows_of_each_kind(vocab_size: int) -> dict[str, Sampling]:
     )
     drawn = replace(greedy, temperature=one)
     cut = replace(drawn, top_k=np.ones(1, np.int32))
+    asked = replace(cut, alternatives=1)
     bias = np.zeros((1, vocab_size), np.float32)
     changed = replace(drawn, prompts=(numbers,), outputs=(numbers,), bias=bias, alternatives=vocab_size)
-    return {Sampler.LIKELIEST: greedy, Sampler.DRAW: drawn, Sampler.SAMPLE: cut, Sampler.CHANGED: changed}
+    kinds = [sampler for sampler in Sampler if sampler is not Sampler.NONE]
+    return dict(zip(kinds, (greedy, drawn, cut, asked, changed), strict=True))

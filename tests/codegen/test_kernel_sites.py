@@ -40,5 +40,5 @@ def test_with_one_way_the_same_functions_run_for_any_number_of_rows(module: Modu
     greedy = {
         fixed: {spec.name for spec in specs if spec.name.startswith("likeliest")} for fixed, specs in ways.items()
     }
-    assert greedy == {True: set(), False: {"likeliest_0"}}, "a greedy row among sampled ones is not the kernel's"
+    assert list(greedy.values()) == [{"likeliest_0"}] * 2, "one kernel for greedy rows and for sampled ones"
     assert set(FIXED_ON_GPUS) - {"aten.addmm.default"} <= set(ON_GPUS)

@@ -6,7 +6,7 @@ import json
 import math
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from mgraph.codegen.memory import RankMemory
 from mgraph.compiler import build_module, compile_package
 from mgraph.ir.graph import StateKind
 from mgraph.ir.mesh import mesh_sizes
+from mgraph.ir.opdef import op_def
 from mgraph.ir.parser import parse_module
 from mgraph.ir.types import DType, Shard, TensorType
 from mgraph.passes.activations import extents
@@ -31,6 +32,7 @@ from mgraph.passes.in_place import InPlace
 from mgraph.passes.serve_samples import serving_inputs
 from mgraph.passes.tensor_parallel import TensorParallel
 from mgraph.recipe import Recipe
+from mgraph.runtime import v1 as rt
 from mgraph.runtime.package import load_package
 from mgraph.runtime.state import create_state
 from tests.passes.spread import trained
@@ -75,7 +77,7 @@ def test_what_samples_is_measured(tmp_path: Path) -> None:
     module = open_package(path).snapshots[-1].module
     memory = RankMemory(module, extents(module, {"N": 48, "K": 30}), {})
     package = load_package(path, "cpu", sizes={"P": 1})
-    for entry in ("sample", "sample_changed"):
+    for entry in ("draw", "draw_cut", "sample", "sample_changed"):
         inputs = list(serving_inputs(module.entry_function(entry), 256, torch.Generator().manual_seed(0)).values())
         # The inputs are made for 3 rows and 5 tokens of texts.
         wide = [t.repeat(16 if t.shape[0] == 3 else 6, *[1] * (t.dim() - 1)) for t in inputs]
@@ -83,6 +85,25 @@ def test_what_samples_is_measured(tmp_path: Path) -> None:
             package.entries[entry]({}, *wide)
         peak = memory.entry(entry).bytes
         assert abs(peak - live.peak) <= TOLERANCE * live.peak, (entry, peak, live.peak)
+
+
+@pytest.mark.parametrize(("rows", "classes"), [(8, 20000), (3, 400000)])
+def test_what_ops_that_sample_need_is_measured(rows: int, classes: int) -> None:
+    """Of vocabularies whose rows are computed at once, and one by one."""
+    x, ones = torch.randn(rows, classes), torch.ones(rows)
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
+        "perturb": ((x, ones, ones.long(), ones.long()), {}),
+        "cut_keys": ((x, x + 1, ones, ones.int() * 50, ones * 0.9, ones * 0.1), {}),
+        "top_logprobs": ((x,), {"count": 20}),
+    }
+    for name, (given, attrs) in calls.items():
+        with LiveBytes(list(given), []) as live, torch.no_grad():
+            made = getattr(rt, name)(*given, **attrs)
+        kept = sum(t.nbytes for t in (*given, *([made] if isinstance(made, torch.Tensor) else made)))
+        needs = op_def(name).workspace
+        assert needs is not None
+        needed = math.prod(cast(Any, needs)(None, [t.shape for t in given]).shape)
+        assert abs(kept + needed - live.peak) <= TOLERANCE * live.peak, (name, kept + needed, live.peak)
 
 
 @pytest.mark.parametrize(

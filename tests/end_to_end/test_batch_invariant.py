@@ -113,8 +113,7 @@ def test_ops_that_may_depend_on_the_batch_are_refused_with_their_lines(opened: A
     shutil.copytree(opened("moe-tiny", "fp32", False).package.path, path)
     text = (path / "step.py").read_text()
     for place in ("    logits = ", "    token, logprob = "):
-        assert text.count(place) == 1
-        text = text.replace(place, f"    torch.linalg.qr(torch.ones(2, 2))\n{place}")
+        text = text.replace(place, f"    torch.linalg.qr(torch.ones(2, 2))\n{place}", 1)
     (path / "step.py").write_text(text)
     with pytest.raises(PackageError) as refused:
         PackageStepper(path, num_blocks=40, batch_invariant=True)

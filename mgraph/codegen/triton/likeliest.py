@@ -42,7 +42,7 @@ class Likeliest:
 
 
 def problem_of(node: Node) -> Likeliest | str:
-    """The instance that a node `likeliest` or `perturb` is, or why the kernel does not take it."""
+    """The instance that a node `likeliest`, `perturb` or `cut_keys` is, or why the kernel does not take it."""
     logits = node.operands[0].tensor
     classes, dtype = logits.shape[1], logits.dtype.text
     if not isinstance(classes, int):
@@ -50,11 +50,6 @@ def problem_of(node: Node) -> Likeliest | str:
     if dtype not in TRITON_LANGUAGE_DTYPES:
         return f"the logits are {dtype}; the kernel takes {', '.join(TRITON_LANGUAGE_DTYPES)}"
     return Likeliest(classes, dtype)
-
-
-def fixed_problem_of(node: Node) -> str:
-    """Why the kernel takes no node of a batch-invariant package."""
-    return "among rows that are sampled a row's log-probability is torch's, and it must have the same bits alone"
 
 
 def build(name: str, problem: Likeliest) -> KernelSpec:

@@ -73,47 +73,39 @@ def perturb(scores: Tensor, temperature: Tensor, seeds: Tensor, draws: Tensor) -
     return perturbed
 
 
-def choose(
-    logits: Tensor,
-    scores: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    targets: Tensor,
-    *,
-    alternatives: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each row the token with the largest key among those that the cuts leave, and log-probabilities by `logits`.
+def cut_keys(scores: Tensor, keys: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Keys [N, V] of the tokens that are left of each row, and minus infinity for all others.
 
-    logits f32 [N, V], scores f32 [N, V], keys f32 [N, V] as `perturb` makes them; temperature, top_p, min_p f32 [N],
-    top_k i32 [N]; targets i64 [N] → tokens i64 [N], logprobs f32 [N], the likeliest `alternatives` (M) tokens i64
-    [N, M], theirs f32 [N, M].
-
-    Temperature 0 takes the likeliest. Else scores are divided by it; of the k largest (and what equals the last of
-    them; k 0: all) those are left before which less than top_p of the probability lies, then those at least min_p times
-    as probable as the likeliest. Equal scores stand in the order of tokens. Where a target is not negative it is taken.
+    scores [N, V]; temperature, top_p, min_p f32 [N], top_k i32 [N]. Of the k largest scores (and what equals the last
+    of them; k 0: all), divided by the temperature, those are left before which less than top_p of the probability lies,
+    then those at least min_p times as probable as the likeliest. Equal scores stand in the order of tokens. Where the
+    temperature is 0 all are left.
     """
     import torch
 
-    cold = temperature == 0
+    cold = (temperature == 0)[:, None]
     ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     ordered = ordered.double()
     classes = scores.shape[-1]
     last = torch.where(top_k > 0, top_k.long(), classes).clamp(max=classes)
     kept = ordered >= ordered.gather(1, last[:, None] - 1)
-    hot = (ordered - ordered[:, :1]) / torch.where(cold, 1.0, temperature.double())[:, None]
+    hot = (ordered - ordered[:, :1]) / torch.where(cold, 1.0, temperature.double()[:, None])
     mass = hot.exp() * kept
     before = mass.cumsum(-1) - mass
-    kept = kept & ((before < top_p.double()[:, None] * mass.sum(-1, keepdim=True)) | (before == 0))
+    part = top_p.double()[:, None]
+    kept = kept & ((part >= 1) | (before < part * mass.sum(-1, keepdim=True)) | (before == 0))
     kept = kept & (mass >= min_p.double()[:, None] * mass[:, :1])
-    place = keys.gather(1, order).where(kept, -torch.inf).argmax(-1).where(~cold, 0)
-    chosen = order.gather(1, place[:, None])[:, 0]
-    chosen = chosen.where(targets < 0, targets)
-    logprobs = logits - logits.logsumexp(-1, keepdim=True)
-    top, ids = logprobs.topk(alternatives, -1)
-    return chosen, logprobs.gather(1, chosen[:, None])[:, 0].float(), ids, top.float()
+    left = torch.zeros_like(kept).scatter(1, order, kept)
+    return keys.where(left | cold, -torch.inf)
+
+
+def top_logprobs(logits: Tensor, *, count: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens of each row, the likeliest first, and their log-probabilities.
+
+    logits f32 [N, V] → tokens i64 [N, count], log-probabilities f32 [N, count].
+    """
+    top, ids = (logits - logits.logsumexp(-1, keepdim=True)).topk(count, -1)
+    return ids, top.float()
 
 
 def _infer_rows(types: Sequence[TensorType], columns: int) -> int | Any:
@@ -141,15 +133,16 @@ def _infer_perturb(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tup
     return (TensorType(DType.F64 if types[0].dtype is DType.F64 else DType.F32, types[0].shape),)
 
 
-def _infer_choose(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
-    rows, count = _infer_rows(types, 8), attrs["alternatives"]
-    one, many = (rows,), (rows, count)
-    return (
-        TensorType(DType.I64, one),
-        TensorType(DType.F32, one),
-        TensorType(DType.I64, many),
-        TensorType(DType.F32, many),
-    )
+def _infer_cut(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    _infer_rows(types, 6)
+    if types[1].shape != types[0].shape:
+        raise ValueError(f"cut_keys: {types[0]} and {types[1]} do not fit")
+    return (types[1],)
+
+
+def _infer_top(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    shape = (types[0].shape[0], attrs["count"])
+    return TensorType(DType.I64, shape), TensorType(DType.F32, shape)
 
 
 def _workspace(each: int) -> Callable[[Node, Sequence[Sequence[int]]], TensorType]:
@@ -171,22 +164,42 @@ define_op(
     compute_dtype="f32",
 )
 define_op("likeliest", likeliest, infer=_infer_likeliest, flops=per_element(3), bytes=traffic, compute_dtype="f32")
+
+
+def _perturb_workspace(node: Node, shapes: Sequence[Sequence[int]]) -> TensorType:
+    """Words, or what they become, of the rows that are computed at once; scores and noise of all."""
+    from mgraph import philox
+
+    rows, classes = shapes[0]
+    at_once, words = philox.gumbel_at_once(rows, classes)
+    return TensorType(DType.U8, (max(26 * words, 8 * words + 48 * at_once * classes) + 8 * rows * classes,))
+
+
 define_op(
     "perturb",
     perturb,
     infer=_infer_perturb,
     flops=per_element(60),
     bytes=traffic,
-    workspace=_workspace(48),
+    workspace=_perturb_workspace,
     compute_dtype="f32",
 )
 define_op(
-    "choose",
-    choose,
-    infer=_infer_choose,
-    attrs={"alternatives": REQUIRED},
-    flops=per_element(20),
+    "cut_keys",
+    cut_keys,
+    infer=_infer_cut,
+    flops=per_element(200),
     bytes=traffic,
-    workspace=_workspace(45),
+    workspace=_workspace(35),
     compute_dtype="f64",
+)
+define_op(
+    "top_logprobs",
+    top_logprobs,
+    infer=_infer_top,
+    attrs={"count": REQUIRED},
+    flops=per_element(8),
+    bytes=traffic,
+    workspace=_workspace(4),
+    compute_dtype="f32",
 )

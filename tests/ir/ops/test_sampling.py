@@ -80,9 +80,11 @@ def meaning(
     alternatives: int,
 ) -> Any:
     """What an entry `sample` does, by the ops."""
-    keys = op_def("perturb").body(scores, temperature, seeds, draws)
-    cuts = (top_k, top_p, min_p)
-    return op_def("choose").body(logits, scores, keys, temperature, *cuts, targets, alternatives=alternatives)
+    ops = {name: op_def(name).body for name in ("perturb", "cut_keys", "likeliest", "top_logprobs")}
+    keys = ops["perturb"](scores, temperature, seeds, draws)
+    keys = ops["cut_keys"](scores, keys, temperature, top_k, top_p, min_p)
+    drawn_, _ = ops["likeliest"](keys, targets)
+    return *ops["likeliest"](logits, drawn_), *ops["top_logprobs"](logits, count=alternatives)
 
 
 @pytest.mark.parametrize("body", [meaning, rt.sample], ids=["meaning", "runtime"])
