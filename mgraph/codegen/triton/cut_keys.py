@@ -3,66 +3,90 @@
 What is left of a row is a beginning of its scores in falling order: the k largest and what equals the last of them; of
 these, those before which less than top_p of the probability lies, equal scores in the order of tokens; and those at
 least min_p times as probable as the likeliest. No row is sorted for that. Floats have the order of whole numbers made
-of their bits, so a program finds where a row ends three bits at a time: it goes over the row and sums, for each of the
-eight ways that the next bits may be, how many scores, or how much probability, lie there or above. A row that is not
-cut is copied. What becomes of it does not depend on other rows.
+of their bits, and where a row ends is found four bits after the other: for each of the sixteen ways that the next bits
+may be, how many scores, or how much probability, lie there or above.
+
+A program has a part of a row. It is launched again for each step, knows from its own place in `whole` which step it
+is, and adds up what all parts of its row found in the step before; so no program waits for another:
+
+    0 … 7     the bits of the k-th largest score
+    8         the probability of what k leaves, of which top_p is the target
+    9 … 16    the bits of the score with which that is reached
+    17        how many equal that
+
+A step that a row has no use for ends at once; so do those of the lower bits where all scores have been bf16. Sums are
+over parts of fixed columns, in one order: what becomes of a row does not depend on others.
 """
 
 from __future__ import annotations
 
 from mgraph.codegen.triton.kernel import ITEM_BYTES, LOG2E, LOWEST, KernelSpec, Launch, TensorSpec
-from mgraph.codegen.triton.likeliest import Likeliest
+from mgraph.codegen.triton.likeliest import PART, Likeliest
 
-BLOCK = 4096
-"""Columns that are looked at at once."""
-BITS = 3
-"""That are found in one walk over a row."""
+BITS, WAYS = 4, 16
+"""That are found in a step, and how they may be."""
+LEVELS = 32 // BITS
+STEPS = 2 * LEVELS + 2
+PER_ROW = (("temperature", "f32"), ("top_k", "i32"), ("top_p", "f32"), ("min_p", "f32"))
 
 
 def build(name: str, problem: Likeliest) -> KernelSpec:
     """The site `left = name(scores, keys, temperature, top_k, top_p, min_p)`: scores [N, V], keys f32 [N, V],
     temperature, top_p, min_p f32 [N], top_k i32 [N] → f32 [N, V]."""
-    per_row = ("temperature", "f32"), ("top_k", "i32"), ("top_p", "f32"), ("min_p", "f32")
-    names = tuple(text for text, _ in per_row)
-    whole = ("*", problem.classes)
+    names = tuple(text for text, _ in PER_ROW)
+    all_, parts = ("*", problem.classes), problem.parts
+    aligned = problem.classes % (16 // ITEM_BYTES[problem.dtype]) == 0
+    state = ("tops", "sums", "whole", "real")
+
+    def launch(function: str, *args: str) -> Launch:
+        return Launch(f"{name}_{function}", args, ("rows", parts), num_warps=8, num_stages=1, aligned=aligned)
+
     return KernelSpec(
         name=name,
-        source=_search_source(name, problem) + _source(name, problem),
+        source=_source(name, problem),
         twin=f'''
 def {name}(scores, keys, {", ".join(names)}):
     """The keys of what the cuts leave of each row, minus infinity for all else."""
     return rt.cut_keys(scores, keys, {", ".join(names)})
 ''',
         inputs=(
-            TensorSpec("scores", problem.dtype, whole),
-            TensorSpec("keys", "f32", whole),
-            *(TensorSpec(text, dtype, ("*",)) for text, dtype in per_row),
+            TensorSpec("scores", problem.dtype, all_),
+            TensorSpec("keys", "f32", all_),
+            *(TensorSpec(text, dtype, ("*",)) for text, dtype in PER_ROW),
         ),
-        outputs=(TensorSpec("left", "f32", whole),),
-        scratch=(),
+        outputs=(TensorSpec("left", "f32", all_),),
+        scratch=(
+            TensorSpec("tops", "f32", ("*", parts)),
+            TensorSpec("sums", "f32", ("*", parts * 2 * WAYS)),  # of a step and the one before
+            TensorSpec("whole", "i32", ("*", parts * 4)),
+            TensorSpec("real", "f32", ("*", parts * 4)),
+        ),
         launches=(
-            Launch(
-                name,
-                ("scores", "keys", *names, "left"),
-                ("rows",),
-                num_warps=16,
-                num_stages=3,
-                aligned=problem.classes % (16 // ITEM_BYTES[problem.dtype]) == 0,
-            ),
+            launch("top", "scores", "tops", "whole", "real"),
+            *[launch("step", "scores", *names[:3], *state)] * STEPS,
+            launch("write", "scores", "keys", *names, *state[1:], "left"),
         ),
     )
 
 
-def _search_source(name: str, problem: Likeliest) -> str:
-    ways = range(1, 2**BITS)
-    levels = -(-32 // BITS)
+def _width(problem: Likeliest) -> int:
+    """All parts of a row, as a power of two."""
+    return 1 << (problem.parts - 1).bit_length()
 
-    def lines(form: str, depth: int) -> str:
-        return "\n".join(f"{' ' * 4 * depth}{form.format(way=way, next=way + 1)}" for way in ways)
 
-    above = f"tl.where(digit == {len(ways)}, above, sum_{len(ways)})"
-    for way in reversed(ways[:-1]):
-        above = f"tl.where(digit == {way - 1}, sum_{way}, {above})"
+def _read(problem: Likeliest) -> str:
+    return f"""column = part * {PART} + tl.arange(0, {PART})
+    inside = column < {problem.classes}
+    place = row.to(tl.int64) * {problem.classes} + column
+    score = tl.load(scores_ptr + place, mask=inside, other=float("-inf")).to(tl.float32)"""
+
+
+def _source(name: str, problem: Likeliest) -> str:
+    return _top_source(name, problem) + _step_source(name, problem) + _write_source(name, problem)
+
+
+def _top_source(name: str, problem: Likeliest) -> str:
+    parts = problem.parts
     return f'''
 @triton.jit
 def {name}_order(score):
@@ -72,82 +96,118 @@ def {name}_order(score):
 
 
 @triton.jit
-def {name}_weight(score, order, top, scale, lowest, COUNTED: tl.constexpr):
-    """1, or probabilities but for a factor, of scores from the order `lowest` on."""
-    weight = tl.where(score > float("-inf"), 1.0, 0.0) if COUNTED else tl.exp2((score - top) * scale)
-    return tl.where(order >= lowest, weight, 0.0)
-
-
-@triton.jit
-def {name}_search(scores_ptr, top, scale, lowest, target, COUNTED: tl.constexpr):
-    """The largest order from which on the weights reach `target`, and the weight above it."""
-    reached = (lowest * 0).to(tl.uint32)
-    above = target * 0.0
-    for level in range({levels}):
-        shift = tl.maximum({32 - BITS} - {BITS} * level, 0).to(tl.uint32)
-{lines(f"part_{{way}} = tl.zeros([{BLOCK}], dtype=tl.float32)", 2)}
-        for at in tl.range(0, {problem.classes}, {BLOCK}):
-            column = at + tl.arange(0, {BLOCK})
-            score = tl.load(scores_ptr + column, mask=column < {problem.classes}, other=float("-inf")).to(tl.float32)
-            order = {name}_order(score)
-            weight = {name}_weight(score, order, top, scale, lowest, COUNTED)
-{lines("part_{way} += tl.where(order >= reached + (shift * 0 + {way} << shift), weight, 0.0)", 3)}
-{lines("sum_{way} = tl.sum(part_{way})", 2)}
-        digit = tl.where(sum_1 >= target, 1, 0)
-{lines("digit += tl.where(sum_{next} >= target, 1, 0)", 2).rpartition(chr(10))[0]}
-        above = {above}
-        reached += digit.to(tl.uint32) << shift
-    return reached, above
-
+def {name}_top(scores_ptr, tops_ptr, whole_ptr, real_ptr):
+    """The largest score of a part and its lower bits; and that nothing is known yet: the step, what is reached by bits,
+    from where on k leaves scores; the largest of the row, what lies above, the target."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    {_read(problem)}
+    at = row * {parts} + part
+    tl.store(tops_ptr + at, tl.maximum(tl.max(score), {LOWEST!r}))
+    lower = tl.max(score.to(tl.int32, bitcast=True) & 0xFFFF)
+    tl.store(whole_ptr + at * 4 + tl.arange(0, 4), tl.where(tl.arange(0, 4) == 3, lower, 0))
+    tl.store(real_ptr + at * 4 + tl.arange(0, 4), tl.zeros([4], dtype=tl.float32))
 '''
 
 
-def _source(name: str, problem: Likeliest) -> str:
-    classes = problem.classes
+def _step_source(name: str, problem: Likeliest) -> str:
+    parts, width = problem.parts, _width(problem)
+    above = "tl.sum(tl.where(order >= reached + (zero + {way} << shift), weight, 0.0))"
+    levels = "\n".join(f"{' ' * 12}tl.store(found + {way}, {above.format(way=way)})" for way in range(1, WAYS))
+    return f'''
+
+@triton.jit
+def {name}_step(
+    scores_ptr, temperature_ptr, top_k_ptr, top_p_ptr, tops_ptr, sums_ptr, whole_ptr, real_ptr,
+):
+    """The next step of a part."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    mine = (row * {parts} + part) * 4
+    step = tl.load(whole_ptr + mine)
+    temperature, k, p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    hot = temperature != 0.0
+    counted, cut = hot & (k > 0) & (k < {problem.classes}), hot & (p < 1.0)
+    every = tl.arange(0, {width})
+    lower = tl.load(whole_ptr + (row * {parts} + every) * 4 + 3, mask=every < {parts}, other=0)
+    known = tl.where(tl.max(lower) == 0, {LEVELS // 2}, {LEVELS})  # after so many levels all bits are
+    tops = tl.load(tops_ptr + row * {parts} + every, mask=every < {parts}, other={LOWEST!r})
+    top = tl.max(tops)
+    tl.debug_barrier()  # of a program's warps none may write what another has yet to read
+    tl.store(whole_ptr + mine, step + 1)
+    tl.store(real_ptr + mine, top)
+    level = tl.where(step <= {LEVELS}, step, step - {LEVELS + 1})  # whose sums are to be made, if it is one
+    last, useful = step == {STEPS - 1}, (level <= known) | (step == {LEVELS})
+    if ((counted & (step <= {LEVELS})) | (cut & (step >= {LEVELS}))) & (useful | last):
+        way = tl.arange(0, {WAYS})
+        places = (row * {parts} + every[:, None]) * {2 * WAYS} + (step + 1) % 2 * {WAYS} + way[None, :]
+        there = (every < {parts})[:, None] & (step > 0) & (way[None, :] >= 0)
+        sums = tl.sum(tl.load(sums_ptr + places, mask=there, other=0.0), axis=0)
+        reached = tl.load(whole_ptr + mine + 1).to(tl.uint32, bitcast=True)
+        lowest = tl.load(whole_ptr + mine + 2).to(tl.uint32, bitcast=True)
+        above, target = tl.load(real_ptr + mine + 1), tl.load(real_ptr + mine + 2)
+        tl.debug_barrier()
+        # The bits of the step before: the last way in which the target is reached.
+        digit = tl.sum(tl.where((way > 0) & (sums >= target), 1, 0))
+        further = tl.where(digit == {WAYS - 1}, above, tl.sum(tl.where(way == digit + 1, sums, 0.0)))
+        resolved = (level > 0) & (level <= known) & (counted | (step > {LEVELS}))
+        zero = lowest * 0
+        bits = digit.to(tl.uint32) << tl.maximum({32 - BITS} - {BITS} * (level - 1), 0).to(tl.uint32)
+        reached = tl.where(resolved, reached + bits, reached)
+        above = tl.where(resolved, further, above)
+        lowest = tl.where((step == {LEVELS}) & counted, reached, lowest)
+        target = tl.where(step == 0, k.to(tl.float32), target)
+        begun = step == {LEVELS + 1}
+        # Of no probability there is no part: the likeliest is left.
+        target = tl.where(begun, tl.maximum(p * tl.sum(tl.where(way == 0, sums, 0.0)), 1e-30), target)
+        reached, above = tl.where(begun, zero, reached), tl.where(begun, 0.0, above)
+        # Lower bits that are 0 are 1 in the order of negative numbers.
+        filled = last & (known < {LEVELS}) & (reached < 0x80000000)
+        reached = tl.where(filled, reached | 0xFFFF, reached)
+        tl.store(whole_ptr + mine + 1, reached.to(tl.int32, bitcast=True))
+        tl.store(whole_ptr + mine + 2, lowest.to(tl.int32, bitcast=True))
+        tl.store(real_ptr + mine + 1, above)
+        tl.store(real_ptr + mine + 2, target)
+        {_read(problem).replace(chr(10), chr(10) + "    ")}
+        order = {name}_order(score)
+        chance = tl.exp2((score - top) * ({LOG2E!r} / tl.where(hot, temperature, 1.0)))
+        one = tl.where(score > float("-inf"), 1.0, 0.0)
+        weight = tl.where(step < {LEVELS}, one, tl.where(order >= lowest, chance, 0.0))
+        found = sums_ptr + (row * {parts} + part) * {2 * WAYS} + step % 2 * {WAYS}
+        if step == {LEVELS}:
+            tl.store(found, tl.sum(weight))
+        elif last:
+            tl.store(found, tl.sum(tl.where(inside & (order == reached), 1.0, 0.0)))
+        elif level < known:
+            shift = ({32 - BITS} - {BITS} * level).to(tl.uint32)
+{levels}
+'''
+
+
+def _write_source(name: str, problem: Likeliest) -> str:
+    parts, width = problem.parts, _width(problem)
     return f'''
 @triton.jit
-def {name}(scores_ptr, keys_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, left_ptr):
-    """A row: its keys where its score is left, minus infinity elsewhere."""
-    row = tl.program_id(0)
-    start = row.to(tl.int64) * {classes}
-    temperature, k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
-    p, least = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+def {name}_write(
+    scores_ptr, keys_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, sums_ptr, whole_ptr, real_ptr, left_ptr,
+):
+    """The keys of a part where its scores are left, minus infinity elsewhere."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    mine = (row * {parts} + part) * 4
+    temperature, p, least = tl.load(temperature_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
     hot = temperature != 0.0
-    scale = {LOG2E!r} / tl.where(hot, temperature, 1.0)
-    top = temperature * 0.0
-    if hot & ((p < 1.0) | (least > 0.0)):
-        tops = tl.full([{BLOCK}], {LOWEST!r}, dtype=tl.float32)
-        for at in tl.range(0, {classes}, {BLOCK}):
-            column = at + tl.arange(0, {BLOCK})
-            score = tl.load(scores_ptr + start + column, mask=column < {classes}, other=float("-inf"))
-            tops = tl.maximum(tops, score.to(tl.float32))
-        top = tl.max(tops)
-    lowest = (row * 0).to(tl.uint32)
-    if hot & (k > 0) & (k < {classes}):
-        lowest, _ = {name}_search(scores_ptr + start, top, scale, lowest, k.to(tl.float32), True)
-    last, above, target = lowest * 0, top * 0.0, top * 0.0
-    if hot & (p < 1.0):
-        sums = tl.zeros([{BLOCK}], dtype=tl.float32)
-        for at in tl.range(0, {classes}, {BLOCK}):
-            column = at + tl.arange(0, {BLOCK})
-            score = tl.load(scores_ptr + start + column, mask=column < {classes}, other=float("-inf")).to(tl.float32)
-            sums += {name}_weight(score, {name}_order(score), top, scale, lowest, False)
-        # Of nothing there is no part: the likeliest is left.
-        target = tl.maximum(p * tl.sum(sums), 1e-30)
-        last, above = {name}_search(scores_ptr + start, top, scale, lowest, target, False)
-    equals = row * 0
-    for at in tl.range(0, {classes}, {BLOCK}):
-        column = at + tl.arange(0, {BLOCK})
-        inside = column < {classes}
-        score = tl.load(scores_ptr + start + column, mask=inside, other=float("-inf")).to(tl.float32)
-        key = tl.load(keys_ptr + start + column, mask=inside, other=0.0)
-        order = {name}_order(score)
-        weight = tl.exp2((score - top) * scale)
-        equal = (inside & (order == last)).to(tl.int32)
-        before = above + (equals + tl.cumsum(equal, axis=0) - equal).to(tl.float32) * weight
-        equals += tl.sum(equal)
-        left = (order > last) | ((equal != 0) & (before < target))
-        left = left & (order >= lowest) & (weight >= least)
-        key = tl.where(hot, tl.where(left, key, float("-inf")), key)
-        tl.store(left_ptr + start + column, key, mask=inside)
+    last = tl.load(whole_ptr + mine + 1).to(tl.uint32, bitcast=True)
+    lowest = tl.load(whole_ptr + mine + 2).to(tl.uint32, bitcast=True)
+    top, above, target = tl.load(real_ptr + mine), tl.load(real_ptr + mine + 1), tl.load(real_ptr + mine + 2)
+    last = tl.where(hot & (p < 1.0), last, last * 0)
+    every = tl.arange(0, {width})
+    equals = sums_ptr + (row * {parts} + every) * {2 * WAYS} + {(STEPS - 1) % 2 * WAYS}
+    earlier = tl.sum(tl.load(equals, mask=(every < part) & (last > 0), other=0.0))
+    {_read(problem)}
+    key = tl.load(keys_ptr + place, mask=inside, other=0.0)
+    order = {name}_order(score)
+    weight = tl.exp2((score - top) * ({LOG2E!r} / tl.where(hot, temperature, 1.0)))
+    equal = (inside & (order == last)).to(tl.int32)
+    before = above + (earlier + (tl.cumsum(equal, axis=0) - equal).to(tl.float32)) * weight
+    left = ((order > last) | ((equal != 0) & (before < target))) & (order >= lowest) & (weight >= least)
+    key = tl.where(hot, tl.where(left, key, float("-inf")), key)
+    tl.store(left_ptr + place, key, mask=inside)
 '''

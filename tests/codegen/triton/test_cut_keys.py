@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mgraph.codegen.triton import cut_keys, reference_text
-from mgraph.codegen.triton.cut_keys import BLOCK
+from mgraph.codegen.triton.likeliest import PART as BLOCK
 from mgraph.codegen.triton.likeliest import Likeliest
 from mgraph.ir.opdef import op_def
 from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER, interpret
