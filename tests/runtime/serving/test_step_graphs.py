@@ -21,8 +21,10 @@ from torch import Tensor
 
 from mgraph.compiler import compile_package
 from mgraph.errors import OptionError
+from mgraph.passes.serve_entries import SAMPLING
 from mgraph.recipe import Recipe
 from mgraph.runtime.handshake import MeshError
+from mgraph.runtime.package import Package
 from mgraph.runtime.serving import package_stepper
 from mgraph.runtime.serving.choices import Sampler
 from mgraph.runtime.serving.dispatch import Bucket, Why
@@ -63,25 +65,30 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def answers(stepper: PackageStepper) -> list[list[tuple[int, ...]]]:
-    """What requests of all kinds get, several at a time."""
+KINDS = [
+    (3, SamplingParams(max_tokens=8, temperature=0)),
+    (11, SamplingParams(max_tokens=6, temperature=1.0, seed=5)),
+    (1, SamplingParams(max_tokens=9, temperature=0.7, top_k=20, seed=6, logprobs=2)),
+    (18, SamplingParams(max_tokens=5, temperature=0)),
+    (9, SamplingParams(max_tokens=7, temperature=0, frequency_penalty=1.5, repetition_penalty=1.3)),
+    (2, SamplingParams(max_tokens=6, temperature=0.9, seed=8, presence_penalty=1.0, logit_bias={65: 5.0})),
+    (5, SamplingParams(max_tokens=4, temperature=0, allowed_token_ids=[3, 5, 7], logprobs=1)),
+    (4, SamplingParams(max_tokens=7, temperature=1.2, top_p=0.8, min_p=0.01, seed=9)),
+]
+"""Lengths of prompts, and what requests of all kinds ask for."""
+
+
+def answers(stepper: PackageStepper, which: Sequence[int] = range(len(KINDS))) -> list[tuple[int, ...]]:
+    """What some of the requests get, several at a time."""
     engine = Engine(stepper, prefix_cache=False, chunk=7)
     said: dict[int, list[int]] = {}
-    kinds = [
-        SamplingParams(max_tokens=8, temperature=0),
-        SamplingParams(max_tokens=6, temperature=1.0, seed=5),
-        SamplingParams(max_tokens=9, temperature=0.7, top_k=20, seed=6, logprobs=2),
-        SamplingParams(max_tokens=5, temperature=0),
-        SamplingParams(max_tokens=7, temperature=0, frequency_penalty=1.5, repetition_penalty=1.3),
-        SamplingParams(max_tokens=6, temperature=0.9, seed=8, presence_penalty=1.0, logit_bias={65: 5.0}),
-        SamplingParams(max_tokens=4, temperature=0, allowed_token_ids=[3, 5, 7], logprobs=1),
-    ]
-    for number, (length, params) in enumerate(zip((3, 11, 1, 18, 9, 2, 5), kinds, strict=True)):
+    for number in which:
+        length, params = KINDS[number]
         said[engine.submit([(7 * i + number) % 256 for i in range(length)], params)] = []
     while engine.unfinished:
         for delta in engine.step():
             said[delta.group] += delta.tokens
-    return [[tuple(tokens)] for tokens in said.values()]
+    return [tuple(tokens) for tokens in said.values()]
 
 
 def test_tokens_are_those_of_steps_without_buckets(package: Path) -> None:
@@ -96,6 +103,30 @@ def test_tokens_are_those_of_steps_without_buckets(package: Path) -> None:
     assert sum(padded.launches.values()) == sum(plain.launches.values()) and padded.launches["graph"] == graphs.replayed
     samplers = {(name[0], name[1]) for name in graphs._held if isinstance(name, tuple)}
     assert samplers >= {(4, Sampler.SAMPLE), (4, Sampler.CHANGED)}, "all buckets of four rows share them"
+
+
+def test_a_request_gets_the_same_by_any_entry_and_without_those_of_draws(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone a step takes the cheapest entry that does what its request asks for; packages of before have two less."""
+    stepper = PackageStepper(package, num_blocks=64, max_tokens=16, max_requests=4)
+    called: list[str] = []
+    call = Package.call
+
+    def noting(self: Package, entry: str, *given: Any) -> Any:
+        called.append(entry)
+        return call(self, entry, *given)
+
+    monkeypatch.setattr(Package, "call", noting)
+    together = answers(stepper)
+    alone = [answers(stepper, [number])[0] for number in range(len(KINDS))]
+    assert alone == together
+    assert {*called} == {"step", *SAMPLING}
+    called.clear()
+    for entry in (Sampler.DRAW, Sampler.CUT):
+        del stepper.package.entries[entry]
+    assert [answers(stepper, [number])[0] for number in range(len(KINDS))] == together
+    assert {*called} == {"step", "likeliest", "sample", "sample_changed"}
 
 
 def test_all_of_the_vocabulary(package: Path) -> None:
