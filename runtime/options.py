@@ -62,7 +62,7 @@ class Settings:
         return flag(name)
 
 
-_PLAIN = (bool, int, float, str)
+_PLAIN = (bool, int, float, str, str | None)
 """Types of fields; any other is that of a path."""
 
 
@@ -73,8 +73,8 @@ def _problem(value: Any, kind: Any, facts: Mapping[str, Any]) -> str | None:
         return None if value in choices else f"one of {', '.join(choices)}"
     if kind is bool:
         return None if isinstance(value, bool) else "true or false"
-    if kind is str:
-        return None if isinstance(value, str) else "a text"
+    if kind in (str, str | None):
+        return None if isinstance(value, str) or (value is None and kind is not str) else "a text"
     if kind not in _PLAIN:
         return None if value is None or isinstance(value, str | os.PathLike) else "a path"
     if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
@@ -263,7 +263,7 @@ def _converter(kind: Any) -> Callable[[str], Any]:
 
     def convert(text: str) -> Any:
         try:
-            return kind(text)
+            return text if kind == str | None else kind(text)
         except ValueError:
             return text
 

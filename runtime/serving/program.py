@@ -43,8 +43,8 @@ EXIT_CODES = """exit codes:
 class ServeOptions(opening.Settings):
     """All settings of a server."""
 
-    prompt: str = field(
-        default="", metadata=about("continue this text on stdout, the likeliest token each time, instead of serving")
+    prompt: str | None = field(
+        default=None, metadata=about("continue this text on stdout, the likeliest token each time, instead of serving")
     )
     max_new_tokens: int = field(default=100, metadata=about("tokens after --prompt", low=1))
     host: str = field(default="127.0.0.1", metadata=about("address to listen at; 0.0.0.0 is all of the machine's"))
@@ -65,7 +65,9 @@ class ServeOptions(opening.Settings):
     def __post_init__(self) -> None:
         """Options that exclude each other."""
         super().__post_init__()
-        if self.prompt and self.record_workload is not None:
+        if self.prompt == "":
+            raise OptionError("--prompt is empty: there is nothing to continue", hint="give it some text")
+        if self.prompt is not None and self.record_workload is not None:
             problem = "--record-workload records what a server does, and with --prompt there is none"
             raise OptionError(problem, hint="leave one of them out")
 
@@ -126,8 +128,8 @@ def serve(package_dir: Path, arguments: Sequence[str] | None, program: str) -> i
 
 def _serve(package_dir: Path, options: ServeOptions, ranks: int) -> int:
     """What the one process or rank 0 does."""
-    if options.prompt:
-        print(options.prompt + continuation(package_dir, options))
+    if options.prompt is not None:
+        print(options.prompt + continuation(package_dir, options.prompt, options))
         return 0
     end_at_signals(0, "stopped before it served anything")
     needed()
@@ -157,14 +159,14 @@ def _serve(package_dir: Path, options: ServeOptions, ranks: int) -> int:
         listening.close()
 
 
-def continuation(package_dir: Path, options: ServeOptions) -> str:
-    """What follows `options.prompt`. Raises RequestError where it does not fit, EngineDead where a step failed."""
+def continuation(package_dir: Path, prompt: str, options: ServeOptions) -> str:
+    """What follows a prompt. Raises RequestError where it does not fit, EngineDead where a step failed."""
     from mgraph.runtime.serving.engine import EngineDead
     from mgraph.runtime.serving.llm import LLM
 
     model = LLM(package_dir, **options.opening())
     params = {"temperature": 0.0, "max_tokens": options.max_new_tokens}
-    (output,) = model.generate(options.prompt, params)[0].outputs
+    (output,) = model.generate(prompt, params)[0].outputs
     if output.finish_reason == "error":
         raise EngineDead(f"a step failed: {output.error}")
     return output.text

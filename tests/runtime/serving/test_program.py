@@ -182,9 +182,9 @@ def test_a_prompt_whose_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(llm, "open_engine", lambda *_, engine=engine, **__: (engine, None))
         if failing:
             with pytest.raises(EngineDead, match=r"a step failed: .*on fire"):
-                continuation(Path("package"), options)
+                continuation(Path("package"), "x", options)
         else:
-            assert continuation(Path("package"), options)
+            assert continuation(Path("package"), "x", options)
 
 
 def test_a_warning_is_a_plain_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,6 +218,7 @@ def test_options() -> None:
         ["--num-block", "4"],
         ["--max-queue", "0"],
         ["--prompt", "hi", "--record-workload", "steps.json"],
+        ["--prompt", ""],
     ):
         with pytest.raises(OptionError):
             read(ServeOptions, ["--weights", "w", *wrong], "serve", "")
