@@ -154,9 +154,14 @@ STRETCH = 1024
 
 def gumbel_at_once(rows: int, classes: int) -> tuple[int, int]:
     """Rows that `gumbel_by_row` computes at once, about a million elements, and words of theirs: whole stretches."""
-    row = -(-classes // (4 * STRETCH)) * 4 * STRETCH
+    row = 4 * _blocks(classes)
     at_once = max(1, min(rows, (1 << 20) // row))
     return at_once, at_once * row
+
+
+def _blocks(classes: int) -> int:
+    """Of a row: whole stretches, or a part of the first."""
+    return classes if classes < STRETCH else -(-classes // (4 * STRETCH)) * STRETCH
 
 
 def gumbel_by_row(seeds: Tensor, draws: Tensor, classes: int) -> Tensor:
@@ -166,7 +171,7 @@ def gumbel_by_row(seeds: Tensor, draws: Tensor, classes: int) -> Tensor:
     and high word of draws). The largest of log-probabilities with such noise is at each class as often as its
     probability says (Gumbel 1954; Maddison, Tarlow and Minka 2014, arXiv:1411.0030).
     """
-    blocks = -(-classes // (4 * STRETCH)) * STRETCH
+    blocks = _blocks(classes)
     out = torch.empty(len(seeds), classes, device=seeds.device)
     at_once, _ = gumbel_at_once(len(seeds), classes)
     for row in range(0, len(seeds), at_once):
@@ -175,7 +180,7 @@ def gumbel_by_row(seeds: Tensor, draws: Tensor, classes: int) -> Tensor:
         nothing = torch.zeros_like(block)
         counter = block, nothing + (draw & _MASK), nothing + ((draw >> 32) & _MASK), nothing.clone()
         words = torch.stack(philox4x32(counter, (seed & _MASK, (seed >> 32) & _MASK)), 1)
-        lanes = words.view(len(seed), 4, -1, STRETCH).transpose(1, 2)
+        lanes = words.view(len(seed), 4, -1, min(STRETCH, blocks)).transpose(1, 2)
         out[row : row + at_once] = _to_gumbel(lanes.reshape(len(seed), -1)[:, :classes])
     return out
 

@@ -95,7 +95,7 @@ def check(pass_: Pass, before: Module, after: Module, shapes: Shapes) -> list[Ev
     if "forward" in before.entries and "microbatch" in new:
         evidence, covered = _training(pass_, before, after, shapes), {"microbatch", "evaluate", "predict"}
     elif "forward" in before.entries and "step" in new:
-        evidence, covered = [_serving(before, after, shapes)], {"step", *SAMPLING}  # each of those is one op
+        evidence, covered = [_serving(before, after, shapes)], {"step", *SAMPLING}  # alike for all models
     elif pass_.whole_steps:
         evidence, covered = [_whole_step(before, after, shapes)], {"microbatch", "finish"}
         for entry in sorted(set(after.entries) - covered - new):

@@ -46,9 +46,11 @@ def sampler_of(sampling: Sampling) -> Sampler:
         return Sampler.CHANGED
     if sampling.alternatives:
         return Sampler.SAMPLE
-    if sampling.top_k.any() or (sampling.top_p != 1).any() or sampling.min_p.any():
+    drawn = (sampling.temperature != 0) & (sampling.targets < 0)
+    cut = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    if (drawn & cut).any():
         return Sampler.CUT
-    return Sampler.DRAW if sampling.temperature.any() else Sampler.LIKELIEST
+    return Sampler.DRAW if drawn.any() else Sampler.LIKELIEST
 
 
 def inputs_of(sampler: Sampler) -> tuple[str, ...]:

@@ -310,12 +310,12 @@ def known(tokens: Tensor, last: Tensor) -> Tensor:
     return torch.where(tokens < 0, last[(-1 - tokens).clamp(min=0, max=len(last) - 1)], tokens)
 
 
-_KINDS = {"top_k": np.int32, "seeds": np.int64, "draws": np.int64, "targets": np.int64}
+_DTYPES = {"top_k": np.int32, "seeds": np.int64, "draws": np.int64, "targets": np.int64}
 """Of the numbers of rows; all others are f32."""
 
 
 def _sampler_inputs(rows: int, sampler: Sampler, text: int) -> _Shapes:
-    inputs: _Shapes = {name: ((rows,), _KINDS.get(name, np.float32)) for name in inputs_of(sampler)}
+    inputs: _Shapes = {name: ((rows,), _DTYPES.get(name, np.float32)) for name in inputs_of(sampler)}
     if sampler is Sampler.CHANGED:
         inputs |= {"tokens": ((text,), np.int64), "owners": ((text,), np.int64), "written": ((text,), np.bool_)}
     return inputs

@@ -15,7 +15,8 @@ is, and adds up what all parts of its row found in the step before; so no progra
     17        how many equal that
 
 A step that a row has no use for ends at once; so do those of the lower bits where all scores have been bf16. Sums are
-over parts of fixed columns, in one order: what becomes of a row does not depend on others.
+over parts of fixed columns, in one order: what becomes of a row does not depend on others. They are in f32, so where
+top-p ends is right to about a millionth of the probability.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ BITS, WAYS = 4, 16
 """That are found in a step, and how they may be."""
 LEVELS = 32 // BITS
 STEPS = 2 * LEVELS + 2
+STEP, REACHED, FROM, LOWER = range(4)
+"""In `whole`, of each part: the step that is next, the order of scores that is reached, from which order on k leaves
+scores, lower bits of scores."""
+TOP, ABOVE, TARGET = range(3)
+"""In `real`: the largest score of the row, what lies above the order that is reached, and what is to be reached."""
 PER_ROW = (("temperature", "f32"), ("top_k", "i32"), ("top_p", "f32"), ("min_p", "f32"))
 
 
@@ -97,14 +103,13 @@ def {name}_order(score):
 
 @triton.jit
 def {name}_top(scores_ptr, tops_ptr, whole_ptr, real_ptr):
-    """The largest score of a part and its lower bits; and that nothing is known yet: the step, what is reached by bits,
-    from where on k leaves scores; the largest of the row, what lies above, the target."""
+    """The largest score of a part, and lower bits; all else that is known of the row is 0."""
     row, part = tl.program_id(0), tl.program_id(1)
     {_read(problem)}
     at = row * {parts} + part
     tl.store(tops_ptr + at, tl.maximum(tl.max(score), {LOWEST!r}))
     lower = tl.max(score.to(tl.int32, bitcast=True) & 0xFFFF)
-    tl.store(whole_ptr + at * 4 + tl.arange(0, 4), tl.where(tl.arange(0, 4) == 3, lower, 0))
+    tl.store(whole_ptr + at * 4 + tl.arange(0, 4), tl.where(tl.arange(0, 4) == {LOWER}, lower, 0))
     tl.store(real_ptr + at * 4 + tl.arange(0, 4), tl.zeros([4], dtype=tl.float32))
 '''
 
@@ -122,18 +127,18 @@ def {name}_step(
     """The next step of a part."""
     row, part = tl.program_id(0), tl.program_id(1)
     mine = (row * {parts} + part) * 4
-    step = tl.load(whole_ptr + mine)
+    step = tl.load(whole_ptr + mine + {STEP})
     temperature, k, p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     hot = temperature != 0.0
     counted, cut = hot & (k > 0) & (k < {problem.classes}), hot & (p < 1.0)
     every = tl.arange(0, {width})
-    lower = tl.load(whole_ptr + (row * {parts} + every) * 4 + 3, mask=every < {parts}, other=0)
+    lower = tl.load(whole_ptr + (row * {parts} + every) * 4 + {LOWER}, mask=every < {parts}, other=0)
     known = tl.where(tl.max(lower) == 0, {LEVELS // 2}, {LEVELS})  # after so many levels all bits are
     tops = tl.load(tops_ptr + row * {parts} + every, mask=every < {parts}, other={LOWEST!r})
     top = tl.max(tops)
     tl.debug_barrier()  # of a program's warps none may write what another has yet to read
-    tl.store(whole_ptr + mine, step + 1)
-    tl.store(real_ptr + mine, top)
+    tl.store(whole_ptr + mine + {STEP}, step + 1)
+    tl.store(real_ptr + mine + {TOP}, top)
     level = tl.where(step <= {LEVELS}, step, step - {LEVELS + 1})  # whose sums are to be made, if it is one
     last, useful = step == {STEPS - 1}, (level <= known) | (step == {LEVELS})
     if ((counted & (step <= {LEVELS})) | (cut & (step >= {LEVELS}))) & (useful | last):
@@ -141,9 +146,9 @@ def {name}_step(
         places = (row * {parts} + every[:, None]) * {2 * WAYS} + (step + 1) % 2 * {WAYS} + way[None, :]
         there = (every < {parts})[:, None] & (step > 0) & (way[None, :] >= 0)
         sums = tl.sum(tl.load(sums_ptr + places, mask=there, other=0.0), axis=0)
-        reached = tl.load(whole_ptr + mine + 1).to(tl.uint32, bitcast=True)
-        lowest = tl.load(whole_ptr + mine + 2).to(tl.uint32, bitcast=True)
-        above, target = tl.load(real_ptr + mine + 1), tl.load(real_ptr + mine + 2)
+        reached = tl.load(whole_ptr + mine + {REACHED}).to(tl.uint32, bitcast=True)
+        lowest = tl.load(whole_ptr + mine + {FROM}).to(tl.uint32, bitcast=True)
+        above, target = tl.load(real_ptr + mine + {ABOVE}), tl.load(real_ptr + mine + {TARGET})
         tl.debug_barrier()
         # The bits of the step before: the last way in which the target is reached.
         digit = tl.sum(tl.where((way > 0) & (sums >= target), 1, 0))
@@ -162,10 +167,10 @@ def {name}_step(
         # Lower bits that are 0 are 1 in the order of negative numbers.
         filled = last & (known < {LEVELS}) & (reached < 0x80000000)
         reached = tl.where(filled, reached | 0xFFFF, reached)
-        tl.store(whole_ptr + mine + 1, reached.to(tl.int32, bitcast=True))
-        tl.store(whole_ptr + mine + 2, lowest.to(tl.int32, bitcast=True))
-        tl.store(real_ptr + mine + 1, above)
-        tl.store(real_ptr + mine + 2, target)
+        tl.store(whole_ptr + mine + {REACHED}, reached.to(tl.int32, bitcast=True))
+        tl.store(whole_ptr + mine + {FROM}, lowest.to(tl.int32, bitcast=True))
+        tl.store(real_ptr + mine + {ABOVE}, above)
+        tl.store(real_ptr + mine + {TARGET}, target)
         {_read(problem).replace(chr(10), chr(10) + "    ")}
         order = {name}_order(score)
         chance = tl.exp2((score - top) * ({LOG2E!r} / tl.where(hot, temperature, 1.0)))
@@ -194,9 +199,10 @@ def {name}_write(
     mine = (row * {parts} + part) * 4
     temperature, p, least = tl.load(temperature_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
     hot = temperature != 0.0
-    last = tl.load(whole_ptr + mine + 1).to(tl.uint32, bitcast=True)
-    lowest = tl.load(whole_ptr + mine + 2).to(tl.uint32, bitcast=True)
-    top, above, target = tl.load(real_ptr + mine), tl.load(real_ptr + mine + 1), tl.load(real_ptr + mine + 2)
+    last = tl.load(whole_ptr + mine + {REACHED}).to(tl.uint32, bitcast=True)
+    lowest = tl.load(whole_ptr + mine + {FROM}).to(tl.uint32, bitcast=True)
+    top, above = tl.load(real_ptr + mine + {TOP}), tl.load(real_ptr + mine + {ABOVE})
+    target = tl.load(real_ptr + mine + {TARGET})
     last = tl.where(hot & (p < 1.0), last, last * 0)
     every = tl.arange(0, {width})
     equals = sums_ptr + (row * {parts} + every) * {2 * WAYS} + {(STEPS - 1) % 2 * WAYS}

@@ -61,7 +61,7 @@ def likeliest(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def perturb(scores: Tensor, temperature: Tensor, seeds: Tensor, draws: Tensor) -> Tensor:
     """Scores [N, V] divided by the temperature of their row, with Gumbel noise: the largest is where a token is that is
-    drawn from their softmax. Temperature 0 leaves them as they are.
+    drawn from their softmax, as far as f32 tells scores apart. Temperature 0 leaves them as they are.
 
     temperature f32 [N], seeds and draws i64 [N] → like scores, in at least f32.
     """
@@ -108,6 +108,25 @@ def top_logprobs(logits: Tensor, *, count: int) -> tuple[Tensor, Tensor]:
     return ids, top.float()
 
 
+def sample(
+    logits: Tensor,
+    scores: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    draws: Tensor,
+    targets: Tensor,
+    *,
+    alternatives: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All of it at once, as graphs of packages of before have it: `perturb`, `cut_keys`, `likeliest` and
+    `top_logprobs`."""
+    keys = cut_keys(scores, perturb(scores, temperature, seeds, draws), temperature, top_k, top_p, min_p)
+    return *likeliest(logits, likeliest(keys, targets)[0]), *top_logprobs(logits, count=alternatives)
+
+
 def _infer_rows(types: Sequence[TensorType], columns: int) -> int | Any:
     """The number of rows, with which all operands begin."""
     rows = types[0].shape[0]
@@ -124,7 +143,7 @@ def _infer_change(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tupl
 
 
 def _infer_likeliest(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
-    rows = _infer_rows(types, 2)
+    rows = _infer_rows(types, len(types))
     return TensorType(DType.I64, (rows,)), TensorType(DType.F32, (rows,))
 
 
@@ -143,6 +162,11 @@ def _infer_cut(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[T
 def _infer_top(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
     shape = (types[0].shape[0], attrs["count"])
     return TensorType(DType.I64, shape), TensorType(DType.F32, shape)
+
+
+def _infer_sample(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    _infer_rows(types, 9)
+    return *_infer_likeliest(types[:1], attrs), *_infer_top(types, {"count": attrs["alternatives"]})
 
 
 def _workspace(each: int) -> Callable[[Node, Sequence[Sequence[int]]], TensorType]:
@@ -202,4 +226,14 @@ define_op(
     bytes=traffic,
     workspace=_workspace(4),
     compute_dtype="f32",
+)
+define_op(
+    "sample",
+    sample,
+    infer=_infer_sample,
+    attrs={"alternatives": REQUIRED},
+    flops=per_element(250),
+    bytes=traffic,
+    workspace=_workspace(64),
+    compute_dtype="f64",
 )

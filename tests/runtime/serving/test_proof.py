@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +43,18 @@ def test_all_refusals_are_one_message() -> None:
         "sample: aten.sum: it depends (step.py:8, model.layers.* model.py:7)",
         "  try: serve this package without --batch-invariant",
     ]
+
+
+def test_what_no_draw_needs_costs_nothing() -> None:
+    """Cuts of rows that are greedy, or are given their token, and cuts that cut nothing."""
+    rows = rows_of_each_kind(256)
+    greedy, cut = rows[Sampler.LIKELIEST], rows[Sampler.CUT]
+    assert sampler_of(replace(cut, temperature=greedy.temperature)) is Sampler.LIKELIEST
+    assert sampler_of(replace(cut, targets=cut.targets + 5)) is Sampler.LIKELIEST
+    assert sampler_of(replace(cut, top_k=cut.top_k * 0 - 1)) is Sampler.DRAW
+    two: dict[str, Any] = {name: np.concatenate([getattr(cut, name)] * 2) for name in ("targets", "min_p", "top_p")}
+    temperature, top_k = np.array([0, 1], np.float32), np.array([5, 0], np.int32)
+    assert sampler_of(replace(cut, **two, temperature=temperature, top_k=top_k)) is Sampler.DRAW
 
 
 def test_there_is_a_row_for_each_entry_that_samples() -> None:
