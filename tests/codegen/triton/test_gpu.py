@@ -23,18 +23,23 @@ from mgraph.codegen.triton import (
     attention_grad,
     build_kernels,
     cross_entropy,
+    cut_keys,
     glu,
     norm_rope,
+    perturb,
     residual_norm,
     rms_norm,
     rope,
 )
 from mgraph.codegen.triton.cross_entropy import CrossEntropy
 from mgraph.codegen.triton.glu import Glu
+from mgraph.codegen.triton.likeliest import Likeliest
 from mgraph.codegen.triton.norm_rope import NormRope
 from mgraph.codegen.triton.rms_norm import RmsNorm
 from mgraph.codegen.triton.rope import Rope
 from mgraph.runtime import kernels as runtime
+from mgraph.runtime import v1 as rt
+from tests.codegen.triton import cut_cases
 from tests.codegen.triton.attention_cases import (
     EVERY,
     displaced,
@@ -200,3 +205,24 @@ def test_attention_and_its_gradient(name: str, tmp_path: Path) -> None:
         found += bound.attend_grad(*displaced(given, elements, "cuda"))
         for got, want in zip(found, wanted, strict=True):
             assert error(got.cpu(), want) <= bounds[problem.dtype], (elements, got.shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("times", [1, 16])
+def test_cuts_of_many_rows(times: int, tmp_path: Path) -> None:
+    """So many that the warps of a program are far apart; a second call gives the same."""
+    problem, device = Likeliest(50257, "f32"), torch.device("cuda", 0)
+    site = bound(cut_keys.build("cut", problem), tmp_path)
+    given = tuple(tensor.to(device) for tensor in cut_cases.draw(problem, times, times))
+    made = site(*given)
+    assert torch.equal(site(*given), made)
+    cut_cases.check(made.cpu(), tuple(tensor.cpu() for tensor in given), "cut")
+
+
+@pytest.mark.gpu
+def test_noise_is_that_of_the_cpu(tmp_path: Path) -> None:
+    problem, device = Likeliest(50257, "f32"), torch.device("cuda", 0)
+    site = bound(perturb.build("perturb", problem), tmp_path)
+    each = torch.arange(200)
+    given = torch.randn(200, 50257), 0.5 + each / 100, each * 2**50, each * 2**31
+    torch.testing.assert_close(site(*(t.to(device) for t in given)).cpu(), rt.perturb(*given), rtol=1e-5, atol=1e-5)
