@@ -3,8 +3,9 @@
 What a rank needs, in bytes, for steps of at most STEP_TOKENS tokens of MOST_REQUESTS requests:
 
     weights   parameters and buffers
-    steps     what a step holds at its peak that is launched op by op, with as many rows of logits as it may have; with
-              --batch-invariant also the sums of attention over runs of keys, of which there are some whatever the step
+    steps     what a step holds at its peak that is launched op by op, with as many rows of logits as it may have, by
+              kernels where the package has them; with --batch-invariant also the sums of attention over runs of keys,
+              of which there are some whatever the step
     pool      the same of the largest step that is a graph: graphs share their memory, and keep it
     logits    one place that all graphs write logits to, and one that they read a bias from
     graphs    of each its launches, as the driver keeps them, its inputs and its few results
@@ -129,6 +130,7 @@ class _Sizes:
         for size in declared.values():
             ranks *= size
         self._mesh = mesh_sizes(module.mesh, {}, ranks)
+        self._by_kernels = _by_kernels(module, recipe) if recipe.archs else frozenset()
         memory = self._memory(1, 1)
         kinds = memory.state()
         self.weights = kinds.get(StateKind.PARAM, 0) + kinds.get(StateKind.BUFFER, 0)
@@ -156,7 +158,15 @@ class _Sizes:
 
     def _memory(self, tokens: int, requests: int, rows: int = 0) -> RankMemory:
         given = {"T": tokens, "R": requests, "N": rows or requests, "K": LONGEST_TEXT, "P": 1}
-        return RankMemory(self._module, extents(self._module, given), self._mesh)
+        return RankMemory(self._module, extents(self._module, given), self._mesh, self._by_kernels)
+
+
+def _by_kernels(module: Module, recipe: Recipe) -> frozenset[str]:
+    """Ops that kernels run wherever they stand: what torch's forms of them need besides is not needed."""
+    sites = kernel_sites(module, gpu=True, fixed=recipe.batch_invariant)
+    nodes = [node for function in module.functions.values() for node in function.nodes]
+    left = {node.op for node in nodes if sites.name(node) is None}
+    return frozenset({node.op for node in nodes} - left)
 
 
 def _kept_sums(module: Module, recipe: Recipe) -> int:

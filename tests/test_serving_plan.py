@@ -18,6 +18,7 @@ from mgraph.recipe import Recipe
 from mgraph.runtime.serving import package_stepper
 from mgraph.runtime.serving.dispatch import TEXTS
 from mgraph.runtime.serving.package_stepper import PackageStepper
+from mgraph.runtime.serving.scheduler import most_rows
 from mgraph.serving_plan import LONGEST_TEXT, STEP_TOKENS, ServingPlan, serving_plan
 
 SETTINGS: dict[str, Any] = {"model": "dense-tiny", "purpose": "serve", "arch": "none", "max_length": 64}
@@ -145,5 +146,12 @@ def test_bounds_are_those_of_the_server() -> None:
 
 def test_sums_of_attention_over_fixed_runs_are_counted(module: Module) -> None:
     """Of 2048 tokens, 4 heads of 16 numbers each with two sums: 64 tokens are one run."""
-    plain, fixed = (planned(module, arch=arch, batch_invariant=True).memory for arch in ("none", "sm_90a"))
+    plain, fixed = (planned(module, arch="sm_90a", batch_invariant=fixed).memory for fixed in (False, True))
     assert fixed.steps - plain.steps == STEP_TOKENS * 4 * (16 + 2) * 4
+
+
+def test_what_torch_needs_besides_is_counted_where_it_runs(module: Module) -> None:
+    """Kernels sample in the memory of scores, keys and what is left of these; torch draws and sorts in more."""
+    by_torch, by_kernels = (planned(module, arch=arch).memory for arch in ("none", "sm_90a"))
+    assert by_kernels.pool < by_torch.pool and by_kernels.steps < by_torch.steps
+    assert by_kernels.steps > 3 * most_rows(package_stepper.MAX_REQUESTS) * 256 * 4

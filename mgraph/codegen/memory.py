@@ -91,11 +91,18 @@ class Profile:
 class RankMemory:
     """The memory of one rank of a module whose updates are in place.
 
-    `extents` are those of the named dims, `sizes` those of the basic mesh axes.
+    `extents` are those of the named dims, `sizes` those of the basic mesh axes. Ops that are run `by_kernels` need no
+    memory besides.
     """
 
-    def __init__(self, module: Module, extents: Mapping[str, int], sizes: Mapping[str, int]) -> None:
-        self.module, self._extents = module, extents
+    def __init__(
+        self,
+        module: Module,
+        extents: Mapping[str, int],
+        sizes: Mapping[str, int],
+        by_kernels: frozenset[str] = frozenset(),
+    ) -> None:
+        self.module, self._extents, self._by_kernels = module, extents, by_kernels
         self._functions = prepare(module)
         self._division = Division.of(module, sizes)
         self._profiles: dict[tuple[object, ...], Profile] = {}
@@ -131,7 +138,9 @@ class RankMemory:
 
     def workspace(self, node: Node) -> TensorType | None:
         """The tensor that a node needs for itself while it runs."""
-        needs = op_def(node.op).workspace if "." not in node.op and is_known_op(node.op) else None
+        if "." in node.op or not is_known_op(node.op) or node.op in self._by_kernels:
+            return None
+        needs = op_def(node.op).workspace
         return None if needs is None else needs(node, [self._local_shape(v.tensor) for v in node.operands])
 
     def _local_shape(self, type_: TensorType) -> list[int]:
