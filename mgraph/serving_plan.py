@@ -37,7 +37,7 @@ from mgraph.codegen.buckets import (
     default_histogram,
     read_histogram,
 )
-from mgraph.codegen.kernel_sites import kernel_sites
+from mgraph.codegen.kernel_sites import KernelSites, kernel_sites
 from mgraph.codegen.memory import RankMemory
 from mgraph.codegen.triton.kernel import ITEM_BYTES
 from mgraph.errors import OptionError
@@ -130,7 +130,8 @@ class _Sizes:
         for size in declared.values():
             ranks *= size
         self._mesh = mesh_sizes(module.mesh, {}, ranks)
-        self._by_kernels = _by_kernels(module, recipe) if recipe.archs else frozenset()
+        sites = kernel_sites(module, gpu=bool(recipe.archs), fixed=recipe.batch_invariant)
+        self._by_kernels = _by_kernels(module, sites)
         memory = self._memory(1, 1)
         kinds = memory.state()
         self.weights = kinds.get(StateKind.PARAM, 0) + kinds.get(StateKind.BUFFER, 0)
@@ -141,7 +142,7 @@ class _Sizes:
         logits = step.results[module.entries["step"].outputs.index("logits")].tensor
         self.logits = 2 * memory.bytes(TensorType(DType.F32, (MOST_REQUESTS, *logits.shape[1:])))
         self._launches = _launches_of(module, step.name)
-        self._sums = _kept_sums(module, recipe) if recipe.batch_invariant and recipe.archs else 0
+        self._sums = _kept_sums(module, recipe, sites) if recipe.batch_invariant and recipe.archs else 0
 
     def peak(self, tokens: int, requests: int, rows: int = 0) -> int:
         """Of a step and of what samples. A graph has a row of logits for each request; other steps may have more."""
@@ -161,19 +162,18 @@ class _Sizes:
         return RankMemory(self._module, extents(self._module, given), self._mesh, self._by_kernels)
 
 
-def _by_kernels(module: Module, recipe: Recipe) -> frozenset[str]:
+def _by_kernels(module: Module, sites: KernelSites) -> frozenset[str]:
     """Ops that kernels run wherever they stand: what torch's forms of them need besides is not needed."""
-    sites = kernel_sites(module, gpu=True, fixed=recipe.batch_invariant)
     nodes = [node for function in module.functions.values() for node in function.nodes]
     left = {node.op for node in nodes if sites.name(node) is None}
     return frozenset({node.op for node in nodes} - left)
 
 
-def _kept_sums(module: Module, recipe: Recipe) -> int:
+def _kept_sums(module: Module, recipe: Recipe, sites: KernelSites) -> int:
     """Bytes a token that attention over runs of a fixed length keeps between its launches, in the layer with most."""
     width = -(-int(module.dims["S"].maximum or 0) // recipe.block_size)
     found = [0]
-    for spec in kernel_sites(module, gpu=True, fixed=True).specs:
+    for spec in sites.specs:
         if any(tensor.name == "blocks" for tensor in spec.inputs):
             dims = {"T": 1, "W": width}
             for name, expression in spec.dims.items():

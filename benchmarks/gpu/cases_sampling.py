@@ -52,9 +52,9 @@ def exponential(x: Tensor, temperature: Tensor) -> Tensor:
     return chances.div_(torch.empty_like(chances).exponential_()).argmax(-1)
 
 
-def draw_case(rows: int, classes: int = CLASSES) -> Case:
+def draw_case(rows: int) -> Case:
     """Logits are read twice, and once at a place; keys are written and read."""
-    problem = Likeliest(classes, "f32")
+    problem = Likeliest(CLASSES, "f32")
 
     def reference(x: Tensor, temperature: Tensor, seeds: Tensor, draws: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         keys = rt.perturb(x.float(), temperature.float(), seeds, draws)
@@ -74,23 +74,23 @@ def draw_case(rows: int, classes: int = CLASSES) -> Case:
 
     return Case(
         id=f"draw-{rows}",
-        workload=f"one of {classes} tokens by its probability, and its log-probability, {rows} rows f32",
+        workload=f"one of {CLASSES} tokens by its probability, and its log-probability, {rows} rows f32",
         spec=perturb.build("perturb", problem),
         more=(likeliest.build("largest", problem),),
         joined=joined,
-        inputs=lambda device: (logits(rows, classes, device), *numbers(rows, device)),
+        inputs=lambda device: (logits(rows, CLASSES, device), *numbers(rows, device)),
         reference=reference,
         peers={"eager": peer, "compile": peer},
-        bytes=rows * classes * 4,
+        bytes=rows * CLASSES * 4,
         bound=1e-6,
     )
 
 
-def cut_case(rows: int, top_k: int, top_p: float, classes: int = CLASSES) -> Case:
+def cut_case(rows: int, top_k: int, top_p: float) -> Case:
     """Keys of what is left; peers sort. Logits of a model that is rather sure."""
 
     def inputs(device: torch.device) -> tuple[Tensor, ...]:
-        x, ones = logits(rows, classes, device, 3.0), torch.ones(rows, device=device)
+        x, ones = logits(rows, CLASSES, device, 3.0), torch.ones(rows, device=device)
         counts = torch.full((rows,), top_k, device=device, dtype=torch.int32)
         return x, torch.randn_like(x), ones, counts, ones * top_p, torch.zeros_like(ones)
 
@@ -103,13 +103,13 @@ def cut_case(rows: int, top_k: int, top_p: float, classes: int = CLASSES) -> Cas
 
     return Case(
         id=f"cut-{rows}-{top_k}-{top_p}",
-        workload=f"top-k {top_k}, top-p {top_p} of {classes} tokens, {rows} rows f32, with what tells what is left",
-        spec=cut_keys.build("cut", Likeliest(classes, "f32")),
+        workload=f"top-k {top_k}, top-p {top_p} of {CLASSES} tokens, {rows} rows f32, with what tells what is left",
+        spec=cut_keys.build("cut", Likeliest(CLASSES, "f32")),
         joined=joined,
         inputs=inputs,
         reference=left,
         peers={"eager": left},
-        bytes=3 * rows * classes * 4,
+        bytes=3 * rows * CLASSES * 4,
         bound=2e-2,
     )
 

@@ -17,12 +17,8 @@ from torch import Tensor
 from mgraph.runtime.invariant import fixed_shapes
 from mgraph.runtime.serving.step import I64, MOST_ALTERNATIVES, Sampling
 
-CHOICE = ("temperature", "top_k", "top_p", "min_p", "seeds", "draws", "targets")
-"""The inputs of the entries `draw_cut` and `sample` beside the logits."""
-DRAWN = ("temperature", "seeds", "draws", "targets")
-"""Those of `draw`; the last alone is that of `likeliest`."""
 PENALTIES = ("repetition", "presence", "frequency")
-"""Inputs that `sample_changed` has besides; then come a bias and the tokens of penalised texts."""
+"""Inputs that `sample_changed` has besides those of `sample`; then come a bias and the tokens of penalised texts."""
 
 
 class Sampler(StrEnum):
@@ -38,6 +34,17 @@ class Sampler(StrEnum):
     CHANGED = "sample_changed"
 
 
+_CHOICE = ("temperature", "top_k", "top_p", "min_p", "seeds", "draws", "targets")
+INPUTS = {
+    Sampler.LIKELIEST: ("targets",),
+    Sampler.DRAW: ("temperature", "seeds", "draws", "targets"),
+    Sampler.CUT: _CHOICE,
+    Sampler.SAMPLE: _CHOICE,
+    Sampler.CHANGED: (*_CHOICE, *PENALTIES),
+}
+"""The inputs of an entry that are numbers of rows, in order."""
+
+
 def sampler_of(sampling: Sampling) -> Sampler:
     """The cheapest entry that does what all rows ask for."""
     if not len(sampling.targets):
@@ -51,15 +58,6 @@ def sampler_of(sampling: Sampling) -> Sampler:
     if (drawn & cut).any():
         return Sampler.CUT
     return Sampler.DRAW if drawn.any() else Sampler.LIKELIEST
-
-
-def inputs_of(sampler: Sampler) -> tuple[str, ...]:
-    """The inputs of an entry that are numbers of rows, in order."""
-    if sampler is Sampler.LIKELIEST:
-        return DRAWN[-1:]
-    if sampler is Sampler.DRAW:
-        return DRAWN
-    return CHOICE + (PENALTIES if sampler is Sampler.CHANGED else ())
 
 
 def inputs_of_sample(sampler: Sampler, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -134,7 +132,7 @@ def sampled(
 ) -> Sequence[Tensor]:
     """The results of the entry for logits [N, V], launched op by op; `known` fills in unknown tokens of the text."""
     sampler = sampler_of(sampling)
-    given = [on_device(getattr(sampling, name)) for name in inputs_of(sampler)]
+    given = [on_device(getattr(sampling, name)) for name in INPUTS[sampler]]
     if sampler is Sampler.CHANGED:
         given.append(logits.new_zeros(logits.shape) if sampling.bias is None else on_device(sampling.bias))
         tokens, owners, written = (on_device(array) for array in text_of(sampling))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mgraph.errors import PackageError
-from mgraph.runtime.serving.choices import PENALTIES, Sampler, called, inputs_of, text_of, with_all
+from mgraph.runtime.serving.choices import INPUTS, PENALTIES, Sampler, called, text_of, with_all
 from mgraph.runtime.serving.dispatch import Bucket, Key, Why, choose
 from mgraph.runtime.serving.step import Batch, Sampling
 
@@ -315,7 +315,7 @@ _DTYPES = {"top_k": np.int32, "seeds": np.int64, "draws": np.int64, "targets": n
 
 
 def _sampler_inputs(rows: int, sampler: Sampler, text: int) -> _Shapes:
-    inputs: _Shapes = {name: ((rows,), _DTYPES.get(name, np.float32)) for name in inputs_of(sampler)}
+    inputs: _Shapes = {name: ((rows,), _DTYPES.get(name, np.float32)) for name in INPUTS[sampler]}
     if sampler is Sampler.CHANGED:
         inputs |= {"tokens": ((text,), np.int64), "owners": ((text,), np.int64), "written": ((text,), np.bool_)}
     return inputs
@@ -325,8 +325,7 @@ def _padded_choice(sampling: Sampling, rows: int, sampler: Sampler, text: int) -
     """The arrays of what samples, as long as its inputs. Rows beyond the step's are greedy and have no text."""
     more = rows - len(sampling.targets)
     padded: dict[str, Any] = {
-        name: np.pad(getattr(sampling, name), (0, more), constant_values=name in PENALTIES)
-        for name in inputs_of(sampler)
+        name: np.pad(getattr(sampling, name), (0, more), constant_values=name in PENALTIES) for name in INPUTS[sampler]
     }
     if sampler is Sampler.CHANGED:
         tokens, owners, written = text_of(sampling)

@@ -21,7 +21,7 @@ top-p ends is right to about a millionth of the probability.
 
 from __future__ import annotations
 
-from mgraph.codegen.triton.kernel import ITEM_BYTES, LOG2E, LOWEST, KernelSpec, Launch, TensorSpec
+from mgraph.codegen.triton.kernel import LOG2E, LOWEST, KernelSpec, Launch, TensorSpec
 from mgraph.codegen.triton.likeliest import PART, Likeliest
 
 BITS, WAYS = 4, 16
@@ -41,11 +41,10 @@ def build(name: str, problem: Likeliest) -> KernelSpec:
     temperature, top_p, min_p f32 [N], top_k i32 [N] → f32 [N, V]."""
     names = tuple(text for text, _ in PER_ROW)
     all_, parts = ("*", problem.classes), problem.parts
-    aligned = problem.classes % (16 // ITEM_BYTES[problem.dtype]) == 0
     state = ("tops", "sums", "whole", "real")
 
     def launch(function: str, *args: str) -> Launch:
-        return Launch(f"{name}_{function}", args, ("rows", parts), num_warps=8, num_stages=1, aligned=aligned)
+        return Launch(f"{name}_{function}", args, ("rows", parts), num_warps=8, num_stages=1, aligned=problem.aligned)
 
     return KernelSpec(
         name=name,
@@ -73,11 +72,6 @@ def {name}(scores, keys, {", ".join(names)}):
             launch("write", "scores", "keys", *names, *state[1:], "left"),
         ),
     )
-
-
-def _width(problem: Likeliest) -> int:
-    """All parts of a row, as a power of two."""
-    return 1 << (problem.parts - 1).bit_length()
 
 
 def _read(problem: Likeliest) -> str:
@@ -115,7 +109,7 @@ def {name}_top(scores_ptr, tops_ptr, whole_ptr, real_ptr):
 
 
 def _step_source(name: str, problem: Likeliest) -> str:
-    parts, width = problem.parts, _width(problem)
+    parts, width = problem.parts, problem.width
     above = "tl.sum(tl.where(order >= reached + (zero + {way} << shift), weight, 0.0))"
     levels = "\n".join(f"{' ' * 12}tl.store(found + {way}, {above.format(way=way)})" for way in range(1, WAYS))
     return f'''
@@ -188,7 +182,7 @@ def {name}_step(
 
 
 def _write_source(name: str, problem: Likeliest) -> str:
-    parts, width = problem.parts, _width(problem)
+    parts, width = problem.parts, problem.width
     return f'''
 @triton.jit
 def {name}_write(

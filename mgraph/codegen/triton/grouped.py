@@ -187,8 +187,7 @@ class Tiles:
             return ""
         place = f"{self.tiles}_ptr + tile * {len(FIELDS) + 1}"
         body = lines_of(
-            *self._count_lines("each", "begins", "ends", "tiles"),
-            "last = tl.cumsum(tiles, axis=0)",
+            *self._count_lines(),
             f"tile = tl.program_id(0) * {LISTED} + tl.arange(0, {LISTED})",
             "expert = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), axis=1)",
             "here = each[None, :] == expert[:, None]",
@@ -206,14 +205,16 @@ def {self.function}(offsets_ptr, {self.tiles}_ptr, {self.bound}):
 {body}
 '''
 
-    def _count_lines(self, expert: str, begin: str, end: str, count: str) -> list[str]:
-        """Where the rows of each expert begin and end, and how many tiles they are; none of what is no expert."""
-        real = f"{expert} < {self.experts}"
+    def _count_lines(self) -> list[str]:
+        """Of `each` expert where its rows begin and end, and how many `tiles` they are, none of what is no expert; and
+        up to its `last` one."""
+        real = f"each < {self.experts}"
         return [
-            f"{expert} = tl.arange(0, {power(self.experts)})",
-            f"{end} = tl.load(offsets_ptr + {expert}, mask={real}, other=0)",
-            f"{begin} = tl.load(offsets_ptr + {expert} - 1, mask=({expert} > 0) & ({real}), other=0)",
-            f"{count} = tl.cdiv({end} - {begin}, {self.cut.rows})",
+            f"each = tl.arange(0, {power(self.experts)})",
+            f"ends = tl.load(offsets_ptr + each, mask={real}, other=0)",
+            f"begins = tl.load(offsets_ptr + each - 1, mask=(each > 0) & ({real}), other=0)",
+            f"tiles = tl.cdiv(ends - begins, {self.cut.rows})",
+            "last = tl.cumsum(tiles, axis=0)",
         ]
 
     def _found_lines(self) -> tuple[list[str], list[str]]:
@@ -222,12 +223,7 @@ def {self.function}(offsets_ptr, {self.tiles}_ptr, {self.bound}):
             at = f"{self.tiles}_ptr + place * {len(FIELDS) + 1}"
             loads = [f"{field} = tl.load({at} + {index})" for index, field in enumerate(FIELDS)]
             return [f"count = tl.load({self.tiles}_ptr + {len(FIELDS)})"], loads
-        head = [
-            *self._count_lines("each", "begins", "ends", "tiles"),
-            "last = tl.cumsum(tiles, axis=0)",
-            "count = tl.sum(tiles, axis=0)",
-        ]
-        return head, [
+        return [*self._count_lines(), "count = tl.sum(tiles, axis=0)"], [
             "expert = tl.sum((last <= place).to(tl.int32), axis=0)",
             "here = each == expert",
             "begin = tl.sum(tl.where(here, begins, 0), axis=0)",

@@ -22,6 +22,7 @@ from mgraph.codegen.triton.kernel import (
     Launch,
     TensorSpec,
 )
+from mgraph.codegen.triton.moe_order import power
 from mgraph.ir.graph import Node
 
 PART = 4096
@@ -39,6 +40,16 @@ class Likeliest:
     def parts(self) -> int:
         """Of a row."""
         return -(-self.classes // PART)
+
+    @property
+    def width(self) -> int:
+        """All parts of a row, as a power of two."""
+        return power(self.parts)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether all rows begin on 16-byte boundaries if the first one does."""
+        return self.classes % (16 // ITEM_BYTES[self.dtype]) == 0
 
 
 def problem_of(node: Node) -> Likeliest | str:
@@ -79,7 +90,7 @@ def {name}(logits, targets):
                 ("rows", problem.parts),
                 num_warps=8,
                 num_stages=1,
-                aligned=problem.classes % (16 // ITEM_BYTES[problem.dtype]) == 0,
+                aligned=problem.aligned,
             ),
             Launch(
                 f"{name}_join",
@@ -94,8 +105,7 @@ def {name}(logits, targets):
 
 
 def _source(name: str, problem: Likeliest) -> str:
-    width = 1 << (problem.parts - 1).bit_length()
-    masked = problem.parts != width
+    masked = problem.parts != problem.width
 
     def read(found: str, other: str) -> str:
         mask = f", mask=part < {problem.parts}, other={other}" * masked
@@ -125,7 +135,7 @@ def {name}_parts(logits_ptr, tops_ptr, places_ptr, sums_ptr):
 def {name}_join(logits_ptr, targets_ptr, tops_ptr, places_ptr, sums_ptr, tokens_ptr, logprobs_ptr):
     """What the {problem.parts} parts of a row found, as one; the target in place of the likeliest if there is one."""
     row = tl.program_id(0)
-    part = tl.arange(0, {width})
+    part = tl.arange(0, {problem.width})
     tops = {read("tops", repr(LOWEST))}
     places = {read("places", str(problem.classes - 1))}
     sums = {read("sums", "0.0")}

@@ -9,7 +9,7 @@ word of the same blocks. So a key depends on its row and place alone.
 
 from __future__ import annotations
 
-from mgraph.codegen.triton.kernel import ITEM_BYTES, KernelSpec, Launch, TensorSpec
+from mgraph.codegen.triton.kernel import KernelSpec, Launch, TensorSpec
 from mgraph.codegen.triton.likeliest import Likeliest
 from mgraph.philox import STRETCH
 
@@ -39,7 +39,7 @@ def {name}(scores, temperature, seeds, draws):
                 ("rows", -(-problem.classes // (4 * STRETCH))),
                 num_warps=8,
                 num_stages=1,
-                aligned=problem.classes % (16 // ITEM_BYTES[problem.dtype]) == 0,
+                aligned=problem.aligned,
             ),
         ),
     )

@@ -178,6 +178,15 @@ def _workspace(each: int) -> Callable[[Node, Sequence[Sequence[int]]], TensorTyp
     return workspace
 
 
+def _perturb_workspace(node: Node, shapes: Sequence[Sequence[int]]) -> TensorType:
+    """Words, or what they become, of the rows that are computed at once; scores and noise of all."""
+    from mgraph import philox
+
+    rows, classes = shapes[0]
+    at_once, words = philox.gumbel_at_once(rows, classes)
+    return TensorType(DType.U8, (max(26 * words, 8 * words + 48 * at_once * classes) + 8 * rows * classes,))
+
+
 define_op(
     "change_scores",
     change_scores,
@@ -188,17 +197,6 @@ define_op(
     compute_dtype="f32",
 )
 define_op("likeliest", likeliest, infer=_infer_likeliest, flops=per_element(3), bytes=traffic, compute_dtype="f32")
-
-
-def _perturb_workspace(node: Node, shapes: Sequence[Sequence[int]]) -> TensorType:
-    """Words, or what they become, of the rows that are computed at once; scores and noise of all."""
-    from mgraph import philox
-
-    rows, classes = shapes[0]
-    at_once, words = philox.gumbel_at_once(rows, classes)
-    return TensorType(DType.U8, (max(26 * words, 8 * words + 48 * at_once * classes) + 8 * rows * classes,))
-
-
 define_op(
     "perturb",
     perturb,
