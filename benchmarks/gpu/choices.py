@@ -41,9 +41,9 @@ HEADS = {
     "h16_g16_d128": (16, 16, 128),
     "h8_g4_d256": (8, 4, 256),
 }
-SIZES = ((16, 256), (4, 1024), (4, 4096), (1, 8192), (4, 8192))
+SIZES = ((16, 256), (4, 1024), (2, 2048), (4, 4096), (1, 8192), (4, 8192))
 """Sequences, tokens of each."""
-BETWEEN = ((8, 512), (2, 2048), (3, 3000), (2, 16384))
+BETWEEN = ((8, 512), (3, 1500), (3, 3000), (2, 16384))
 """Others, for which a profile has no rows."""
 FAR = 4.0
 """A provider whose one call takes as many times as long as the fastest is not timed further."""

@@ -378,7 +378,10 @@ def _walk_source(name: str, problem: PagedAttention, cut: Tuning, args: tuple[st
         walk = (
             f"seen = low + tl.maximum(0, tl.minimum(high, length - end + first + 1) - low) // {cut.keys} * {cut.keys}"
         )
-        walk += f"\n        {bare}\n        {_walk_lines(problem, cut, 'seen', 'high', masked=True)}"
+        rest = _walk_lines(problem, cut, "seen", "high", masked=True)
+        # A loop that has nothing to do would fill its stages with zeros all the same.
+        for ends, lines in (("low < seen", bare), ("seen < high", rest)):
+            walk += f"\n        if {ends}:\n            " + lines.replace("\n", "\n    ")
     step = _step(problem.block_size, cut.keys)
     whole = f"lowest // {step} * {step}" if problem.window else "0"
     runs = f"""begin_keys = {whole}
