@@ -34,8 +34,8 @@ COMMITTED = Path(__file__).parent / "profiles"
 _GATHERS = ("aten.embedding.default", "embedding_part", "aten.index_select.default")
 _NUMBERS = ("scale", "eps", "ignore_index", "classes", "num_experts")
 """Attributes that change nothing of the work."""
-FAR = 6.0
-"""A row whose sizes are further away, in powers of two, says nothing."""
+FAR = 8.0
+"""A row that is further away, in powers of two, says nothing."""
 NEAREST = 2
 """Rows that an estimate is made of: providers overtake each other between sizes that were measured."""
 
@@ -189,12 +189,14 @@ class Profile:
 
 
 def distance(row: Instance, instance: Instance) -> float:
-    """How far the sizes of two instances of an op are apart, in powers of two: of each operand the sum over its dims,
-    and the mean of the operands; where their operands are of other kinds, how far the work is."""
+    """How far two instances of an op are apart, in powers of two: their sizes, of each operand the sum over its dims
+    and of these the mean, and a quarter of how far their work is, as providers overtake each other by that, too: of two
+    rows whose sizes are as far, the one with as much work says more. Where operands are of other kinds, the work."""
+    work = _powers(row.flops, instance.flops) if row.flops and instance.flops else _powers(row.bytes, instance.bytes)
     shapes = [[_shape(size) for size in i.sizes] for i in (row, instance)]
     if [len(shape) for shape in shapes[0]] == [len(shape) for shape in shapes[1]]:
         apart = [_powers(a, b) for one, other in zip(*shapes, strict=True) for a, b in zip(one, other, strict=True)]
-        return sum(apart) / max(len(row.sizes), 1)
+        return sum(apart) / max(len(row.sizes), 1) + work / 4
     return max(_powers(row.bytes, instance.bytes), _powers(row.flops, instance.flops))
 
 
