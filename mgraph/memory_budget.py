@@ -76,14 +76,14 @@ class Plan:
     def line(self) -> str:
         """What it does and costs."""
         host = f", {size_text(self.host)} on the host" if self.host else ""
-        return f"{self.text}: {size_text(self.peak)}{host}, {self.seconds * 1e3:.1f} ms a step"
+        return f"{self.text}: {size_text(self.peak)}{host}, {self.seconds * 1e3:.1f} ms more a step"
 
 
 def fitted(recipe: Recipe, base: Module, compiled: Compiled) -> tuple[Recipe, tuple[str, ...]]:
     """The recipe that fits, and a line for what was chosen and for each plan that was looked at; `base` is what the
     passes before `recompute` made.
 
-    Raises OptionError where nothing fits, with the least that would.
+    Raises OptionError where nothing fits, with what was looked at and the least that would.
     """
     budget = recipe.budget
     held = held_bytes(base, {"B": recipe.batch, "S": recipe.seq})
@@ -93,9 +93,11 @@ def fitted(recipe: Recipe, base: Module, compiled: Compiled) -> tuple[Recipe, tu
         least = min(plans, key=lambda plan: plan.peak)
         raise OptionError(
             f"a rank needs at least {size_text(least.peak, up=True)} with {recipe.batch} sequences of {recipe.seq} "
-            f"tokens ({least.text}), more than the budget of {size_text(budget)}",
+            f"tokens ({least.text}), more than the budget of {size_text(budget)}; looked at: "
+            + "; ".join(f"{plan.text}, {size_text(plan.peak)}" for plan in plans),
             where="--memory-budget",
-            hint=f"--memory-budget {size_text(least.peak, up=True)}, a smaller --batch or --seq, or more ranks",
+            hint=f"--memory-budget {size_text(least.peak, up=True)}, a smaller --batch or --seq, or more ranks"
+            + ("" if recipe.chunk_loss else ", or --chunk-loss 512MiB where logits are large"),
         )
     chosen = min(fitting, key=lambda plan: plan.seconds)
     told = [f"{'chosen' if p is chosen else 'fits' if p in fitting else 'too large'}: {p.line}" for p in plans]

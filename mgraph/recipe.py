@@ -80,6 +80,8 @@ _OF_AXIS = {
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(rf"\s*(\d+(?:\.\d*)?)\s*({'|'.join(_UNITS)})\s*")
+_JOINED = ("mesh", "pad", "arch", "offload", "disable")
+"""Texts of several parts with commas between them, for which a file may have a list."""
 _BELOW_ONE = (0, 0.999999)
 """A decay of 1 would never let go, and the correction of its bias divides by 1 - 1."""
 
@@ -312,8 +314,9 @@ class Recipe:
                     f"unknown GPU architecture {arch!r}", where="--arch", hint=f"one of {', '.join(ARCHS)}, or none"
                 )
         if self.cuda_graphs == "layers" and not self.archs:
-            hint = "--target h100, or without --cuda-graphs"
-            raise OptionError("cuda_graphs is layers, and there is no GPU", where="--cuda-graphs", hint=hint)
+            hint = "--target h100" if self.target == "cpu" else "without --arch none"
+            problem = "cuda_graphs is layers, and the package has no kernels for a GPU"
+            raise OptionError(problem, where="--cuda-graphs", hint=f"{hint}, or without --cuda-graphs")
         if self.block_size & (self.block_size - 1):
             problem = f"block_size is {self.block_size}"
             raise OptionError(problem, where="--block-size", hint="a power of two, e.g. 16")
@@ -458,7 +461,11 @@ class Recipe:
     @property
     def offload_limit(self) -> int:
         """How many bytes of what a call of a layer saves wait on the host; 0 for all. Raises OptionError."""
-        for part in _parts(self.offload):
+        given = _parts(self.offload)
+        names = [part.partition("=")[0].strip() for part in given]
+        if len(set(names)) < len(names):
+            raise OptionError(f"offload is {self.offload!r}", where="--offload", hint="name each thing once")
+        for part in given:
             name, equals, size = part.partition("=")
             if equals and (name.strip() != "activations" or _SIZE.fullmatch(size) is None or not _bytes(size)):
                 hint = f"activations=BYTES, a number and one of {', '.join(_UNITS)}, e.g. activations=200MiB"
@@ -517,7 +524,7 @@ def _checked(path: Path, values: dict[str, Any]) -> Recipe:
     for name, value in values.items():
         if name not in fields:
             raise OptionError(f"unknown field {name!r}", where=str(path), hint=did_you_mean(name, fields))
-        values[name] = _fitted(path, name, value, type(fields[name].default))
+        values[name] = _fitted(path, fields[name], value)
     try:
         return Recipe(**values)
     except OptionError as error:
@@ -525,7 +532,17 @@ def _checked(path: Path, values: dict[str, Any]) -> Recipe:
         raise OptionError(error.message, f"{path}{field}", error.hint) from error
 
 
-def _fitted(path: Path, name: str, value: Any, wanted: type) -> Any:
+def _fitted(path: Path, field: dataclasses.Field[Any], value: Any) -> Any:
+    """A value of a file as the field has it. Raises OptionError where it is of another type."""
+    wanted, name = type(field.default), field.name
+    if wanted is str and value is False and "off" in field.metadata["choices"]:
+        return "off"  # which YAML 1.1 reads as no
+    if wanted is str and type(value) in (int, float):
+        return str(value)  # what is no size or name is said where it is read
+    if wanted is str and name in _JOINED and isinstance(value, list):
+        return ",".join(map(str, value))
+    if wanted is tuple and isinstance(value, str):
+        return (value,)
     if wanted is float and type(value) in (int, str):
         # YAML 1.1 reads 1e-8, which has no dot, as text.
         with suppress(ValueError):

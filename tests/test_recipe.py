@@ -145,7 +145,7 @@ def test_what_is_for_one_purpose_is_refused_for_the_other(field: dataclasses.Fie
 
 def test_graphs_of_layers_are_for_training_on_a_gpu() -> None:
     assert Recipe(model="m", cuda_graphs="layers").cuda_graphs == "layers"
-    with pytest.raises(OptionError, match="cuda_graphs is layers, and there is no GPU"):
+    with pytest.raises(OptionError, match="cuda_graphs is layers, and the package has no kernels for a GPU"):
         Recipe(model="m", cuda_graphs="layers", arch="none")
     with pytest.raises(OptionError, match="cuda_graphs is for training"):
         Recipe(model="m", cuda_graphs="off", purpose="serve")
@@ -179,3 +179,25 @@ def test_batch_invariance_is_for_our_kernels_on_one_rank() -> None:
 def test_nothing_is_gathered_that_could_be_kept(zero: int) -> None:
     with pytest.raises(OptionError, match=f"with --zero {zero} parameters are whole"):
         Recipe(model="m", mesh="fsdp=2", zero=zero, keep_gathered=True)
+
+
+def test_a_file_may_have_what_yaml_makes_of_a_value(tmp_path: Path) -> None:
+    """YAML reads off as false and a number as one; what has several parts may be a list or a text."""
+    file = tmp_path / "r.yaml"
+    file.write_text(
+        "model: m\ncuda-graphs: off\narch: [sm_90a, sm_100a]\noffload: [optimizer]\nprovider: rope=torch, glu=torch\n"
+        "disable: [raise-glu, 'fuse-*']\n",
+        encoding="utf-8",
+    )
+    found = read_recipe(file, {})
+    assert (found.cuda_graphs, found.archs, found.offload) == ("off", ("sm_90a", "sm_100a"), "optimizer")
+    assert found.provider == ("rope=torch", "glu=torch") and found.patterns() == ("raise-glu", "fuse-*")
+    file.write_text("model: m\nmemory_budget: 40\n", encoding="utf-8")
+    with pytest.raises(OptionError, match="memory_budget is '40'") as caught:
+        read_recipe(file, {})
+    assert "e.g. 40GiB" in str(caught.value.hint)
+
+
+def test_what_waits_on_the_host_is_named_once() -> None:
+    with pytest.raises(OptionError, match="offload is 'activations,activations=1MiB'"):
+        Recipe(model="m", offload="activations,activations=1MiB")

@@ -106,7 +106,8 @@ def open_package(path: Path) -> Compiled:
     if not path.is_dir():
         raise PackageError("no step package: not a directory", str(path), "mgraph compile MODEL -o DIR writes one")
     if not file.is_file():
-        raise PackageError("not a whole step package: manifest.json, written last, is missing", str(path), AGAIN)
+        hint = "delete the directory, and compile the package again"
+        raise PackageError("not a whole step package: manifest.json, written last, is missing", str(path), hint)
     manifest = _read_json(file)
     absent = [key for key in ("schema", "kind", "name", "kernels", "files") if key not in manifest]
     if absent:
@@ -117,8 +118,10 @@ def open_package(path: Path) -> Compiled:
     if (wrong := damage(manifest)) is not None:
         raise PackageError(wrong, str(file), AGAIN)
     snapshots = tuple(map(_snapshot, sorted((path / "graphs").glob("*" + _ENDING))))
-    if not snapshots or [s.number for s in snapshots] != list(range(len(snapshots))):
-        raise PackageError("the package lacks graphs of its passes", str(path / "graphs"), AGAIN)
+    absent = [name for name in manifest["files"] if name.startswith("graphs/") and not (path / name).is_file()]
+    if absent or not snapshots or [s.number for s in snapshots] != list(range(len(snapshots))):
+        which = f": {some_of(absent)}" if absent else ""
+        raise PackageError(f"the package lacks graphs of its passes{which}", str(path / "graphs"), AGAIN)
     _say_what_is_edited(path, manifest["files"])
     return Compiled(path, manifest, snapshots)
 

@@ -49,7 +49,7 @@ def run(model: str, sizes: Mapping[str, int], precision: str, base: str, output:
     if path.suffix != ".json" or not path.absolute().parent.is_dir():
         raise OptionError(f"cannot write the profile {path}", "--output", "NAME.json in a directory that exists")
     if not torch.cuda.is_available():
-        if not (Path(model) / "manifest.json").is_file():  # what is wrong with it is said first
+        if not _is_package(model):  # what is wrong with it is said first
             Recipe(model=model, precision=precision)
             resolve(ModelSpec(model))
         hint = "run it on the machine with the GPU; mgraph compile --profile takes the file on any other"
@@ -77,11 +77,22 @@ def opened(model: str, sizes: Mapping[str, int], precision: str) -> tuple[Module
     from mgraph.compiler import build_module
     from mgraph.recipe import Recipe
 
-    if (Path(model) / "manifest.json").is_file():
+    if _is_package(model):
         package = open_package(Path(model))
         return package.snapshots[-1].module, wanted_sizes(package, sizes)
     recipe = Recipe(model=model, precision=precision)
     return build_module(recipe).module, {"B": sizes["B"] or recipe.batch, "S": sizes["S"] or recipe.seq}
+
+
+def _is_package(model: str) -> bool:
+    """Whether what is given is a package's directory. Raises PackageError where it is one that is no whole package, or
+    could only be one that is not there."""
+    from mgraph.cli.snapshots import open_package
+
+    is_path = Path(model).is_dir() or ("/" in model and ":" not in model)
+    if is_path:
+        open_package(Path(model))
+    return is_path
 
 
 def tuned(

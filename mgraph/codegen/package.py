@@ -160,7 +160,8 @@ def _providers(module: Module, info: PackageInfo) -> Providers | None:
     if info.providers and not info.archs:
         asked = ", ".join(f"{family}={provider}" for family, provider in info.providers.items())
         problem = f"{asked} is about kernels for a GPU, and this package has none"
-        raise OptionError(problem, "--provider", "leave it out, or compile for a GPU, with --target h100")
+        hint = "leave it out, or compile for a GPU: --target h100, without --arch none"
+        raise OptionError(problem, "--provider", hint)
     if info.profile is None or not info.archs or info.batch_invariant:
         return None
     providers = Providers(module, info.profile, extents(module, info.extents), info.providers)
@@ -199,7 +200,9 @@ def _edited_files(target: Path) -> list[str]:
     if not path.is_file():
         if any(target.iterdir()):
             raise PackageError(
-                "the directory is not empty and not a step package", where=str(target), hint="give another -o DIR"
+                "the directory is not empty and not a whole step package",
+                where=str(target),
+                hint="delete it, if it was one, or give another -o DIR",
             )
         return []
     try:

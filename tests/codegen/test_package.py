@@ -125,7 +125,7 @@ def test_targets_that_are_no_packages_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(PackageError, match="is a file"):
         emit_package(module(), info(), tmp_path / "file")
-    with pytest.raises(PackageError, match="not empty and not a step package"):
+    with pytest.raises(PackageError, match="not empty and not a whole step package"):
         emit_package(module(), info(), tmp_path)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "manifest.json").write_text("{")

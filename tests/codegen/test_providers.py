@@ -94,6 +94,13 @@ def test_what_is_unverified_runs_only_where_it_is_asked_for() -> None:
         choose(module(dtype="f32"), "attention=flash-attn").check_forced()
 
 
+def test_a_norm_of_rows_that_are_too_long_is_run_by_torch_and_says_so() -> None:
+    given = module(65536)
+    found = choose(given).choice(given.functions["main"].nodes[1])
+    assert [c.provider for c in found.candidates] == ["torch"] and "up to 16384" in found.refused["triton"]
+    assert "K.rms_norm" not in text_of(given) and "K.rms_norm" in text_of(module())
+
+
 PRODUCTS = """mgraph-ir 1
 module "experts"
 dim S 1..

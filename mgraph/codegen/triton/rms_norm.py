@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from mgraph.codegen.triton.kernel import ITEM_BYTES, TRITON_LANGUAGE_DTYPES, KernelSpec, Launch, TensorSpec
 from mgraph.ir.graph import Node, Value
 
-TORCH_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+TORCH_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+WIDE = "f32"
+"""The dtype that statistics are computed in."""
 
 LARGEST_SIZE = 16384
 """Above this a row no longer fits the registers of one block of threads."""
@@ -49,14 +51,9 @@ class RmsNorm:
     offset: float = 0.0
 
     @property
-    def wide(self) -> str:
-        """The dtype the statistics are computed in: f32, or f64 where x is f64 already."""
-        return "f64" if self.x == "f64" else "f32"
-
-    @property
     def rounds_normed(self) -> bool:
         """Whether x * rstd is rounded before the weight product; in the wide dtype that changes nothing."""
-        return self.round == "normed" and self.x != self.wide
+        return self.round == "normed" and self.x != WIDE
 
     @property
     def block(self) -> int:
@@ -70,8 +67,9 @@ class RmsNorm:
 
 
 def problem_of(node: Node) -> RmsNorm | str:
-    """The instance that a node `rms_norm` or `rms_norm_grad` is."""
-    return instance(node, *(node.operands[:2] if node.op == "rms_norm" else node.operands[1:3]))
+    """The instance that a node `rms_norm` or `rms_norm_grad` is, or why there is no kernel for it."""
+    problem = instance(node, *(node.operands[:2] if node.op == "rms_norm" else node.operands[1:3]))
+    return problem if isinstance(problem, str) else refusal(problem) or problem
 
 
 def instance(node: Node, x: Value, weight: Value) -> RmsNorm | str:
@@ -127,19 +125,15 @@ def backward_tuning(problem: RmsNorm, tensors: int = 2) -> Tuning:
 def forward(name: str, problem: RmsNorm, tuning: Tuning | None = None) -> KernelSpec:
     """The site `y, rstd = name(x, weight)`: x [..., size], weight [size] → y [..., size], rstd [..., 1]."""
     cut = tuning or forward_tuning(problem)
-    launches: tuple[Launch, ...] = ()
-    if refusal(problem) is None:
-        args = ("x", "weight", "y", "rstd", "rows")
-        grid = (("cdiv", "rows", cut.rows),)
-        launches = (Launch(name, args, grid, cut.num_warps, cut.num_stages, problem.aligned),)
+    args, grid = ("x", "weight", "y", "rstd", "rows"), (("cdiv", "rows", cut.rows),)
     return KernelSpec(
         name=name,
-        source=_forward_source(name, problem, cut) if launches else "",
+        source=_forward_source(name, problem, cut),
         twin=_forward_twin(name, problem),
         inputs=(TensorSpec("x", problem.x, ("*", problem.size)), TensorSpec("weight", problem.weight, (problem.size,))),
-        outputs=(TensorSpec("y", problem.x, ("*", problem.size)), TensorSpec("rstd", problem.wide, ("*", 1))),
+        outputs=(TensorSpec("y", problem.x, ("*", problem.size)), TensorSpec("rstd", WIDE, ("*", 1))),
         scratch=(),
-        launches=launches,
+        launches=(Launch(name, args, grid, cut.num_warps, cut.num_stages, problem.aligned),),
     )
 
 
@@ -147,26 +141,23 @@ def backward(name: str, problem: RmsNorm, tuning: Tuning | None = None) -> Kerne
     """The site `dx, dweight = name(dy, x, weight, rstd)`: dweight [size] has weight's dtype, dx is like x."""
     cut = tuning or backward_tuning(problem)
     size = problem.size
-    launches: tuple[Launch, ...] = ()
-    if refusal(problem) is None:
-        args = ("dy", "x", "weight", "rstd", "dx", "partial", "rows")
-        launches = (
-            Launch(f"{name}_rows", args, ("programs",), cut.num_warps, cut.num_stages, problem.aligned),
-            sum_launch(name, problem),
-        )
+    args = ("dy", "x", "weight", "rstd", "dx", "partial", "rows")
     return KernelSpec(
         name=name,
-        source=_backward_source(name, problem, cut) if launches else "",
+        source=_backward_source(name, problem, cut),
         twin=_backward_twin(name, problem),
         inputs=(
             TensorSpec("dy", problem.x, ("*", size)),
             TensorSpec("x", problem.x, ("*", size)),
             TensorSpec("weight", problem.weight, (size,)),
-            TensorSpec("rstd", problem.wide, ("*", 1)),
+            TensorSpec("rstd", WIDE, ("*", 1)),
         ),
         outputs=(TensorSpec("dx", problem.x, ("*", size)), TensorSpec("dweight", problem.weight, (size,))),
         scratch=(TensorSpec("partial", "f32", ("programs", size)),),
-        launches=launches,
+        launches=(
+            Launch(f"{name}_rows", args, ("programs",), cut.num_warps, cut.num_stages, problem.aligned),
+            sum_launch(name, problem),
+        ),
         dims={"programs": ("min", ("cdiv", "rows", cut.rows), ("mul", "sms", cut.programs_per_sm))},
     )
 
@@ -300,7 +291,7 @@ def _cast(value: str, source: str, target: str) -> str:
 
 
 def _forward_twin(name: str, problem: RmsNorm) -> str:
-    wide, size = problem.wide, problem.size
+    wide, size = WIDE, problem.size
     scale = scaled_weight(problem, _cast("weight", problem.weight, wide))
     mean = "wide.square().mean(-1, keepdim=True)"
     if size <= LARGEST_NORM:
@@ -321,7 +312,7 @@ def {name}(x, weight):
 
 
 def _backward_twin(name: str, problem: RmsNorm) -> str:
-    wide, size = problem.wide, problem.size
+    wide, size = WIDE, problem.size
     head = f'''
 def {name}(dy, x, weight, rstd):
     """dx and dweight of y, from rstd of the forward.

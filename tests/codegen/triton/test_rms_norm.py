@@ -17,15 +17,15 @@ import torch
 from mgraph.codegen.triton import build_kernels, reference_text, rms_norm
 from mgraph.codegen.triton.rms_norm import RmsNorm, Tuning
 
-DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 SHAPES: list[tuple[int, ...]] = [(), (1,), (3,), (2, 5), (0,)]
 
 PROBLEMS = [
     RmsNorm(40, "f32", "bf16", 1e-5, round="normed"),
     RmsNorm(64, "f32", "f32", 1e-6, round="normed"),
-    RmsNorm(65, "f64", "f64", 1e-5, round="normed"),
+    RmsNorm(65, "f32", "f32", 1e-5, round="normed"),
     RmsNorm(100, "f32", "f32", 1e-5, round="product", offset=1.0),
-    RmsNorm(7, "f64", "f64", 1e-5, round="product", offset=1.0),
+    RmsNorm(7, "f32", "f32", 1e-5, round="product", offset=1.0),
     RmsNorm(768, "bf16", "bf16", 1e-5, round="normed"),
     RmsNorm(96, "bf16", "bf16", 1e-5, round="normed", offset=1.0),
     RmsNorm(33, "bf16", "f32", 1e-5, round="normed"),
@@ -58,7 +58,7 @@ def run_eager(
     leaf_x, leaf_weight = (tensor.to(torch.float64 if lift else tensor.dtype, copy=True) for tensor in (x, weight))
     leaf_x.requires_grad_()
     leaf_weight.requires_grad_()
-    wide = torch.float64 if lift else DTYPES[problem.wide]
+    wide = torch.float64 if lift else torch.float32
     y = eager(problem, leaf_x, leaf_weight, wide)
     return [y.detach(), *torch.autograd.grad(y, [leaf_x, leaf_weight], dy.to(y.dtype))]
 
@@ -79,12 +79,12 @@ def test_twin_equals_autograd(problem: RmsNorm, shape: tuple[int, ...]) -> None:
     before = [tensor.clone() for tensor in (dy, x, weight)]
     y, rstd = twins.fwd(x, weight)
     dx, dweight = twins.bwd(dy, x, weight, rstd)
-    assert rstd.shape == (*shape, 1) and rstd.dtype == DTYPES[problem.wide]
+    assert rstd.shape == (*shape, 1) and rstd.dtype == torch.float32
     for tensor, old in zip((dy, x, weight), before, strict=True):
         assert torch.equal(tensor, old), "a twin wrote into its input"
     lifted = run_eager(problem, dy, x, weight, lift=True)
     native = run_eager(problem, dy, x, weight, lift=False)
-    floor = {"f64": 1e-14, "f32": 1e-6, "bf16": 1e-3, "f16": 1e-4}
+    floor = {"f32": 1e-6, "bf16": 1e-3, "f16": 1e-4}
     # dx is a difference of two terms that nearly cancel in short rows; its error is relative to the first of them.
     scales = (lifted[0], dy.double() * (weight.double() + problem.offset) * rstd.double(), lifted[2])
     dtypes = (problem.x, problem.x, problem.weight)
@@ -116,7 +116,6 @@ def test_refusals_name_the_reason() -> None:
     assert rms_norm.refusal(RmsNorm(64, "f32", "f32", 1e-5, round="normed")) is None
     assert "f64" in str(rms_norm.refusal(RmsNorm(64, "f64", "f64", 1e-5, round="normed")))
     assert "32768" in str(rms_norm.refusal(RmsNorm(32768, "bf16", "bf16", 1e-5, round="normed")))
-    assert rms_norm.forward("fwd", RmsNorm(64, "f64", "f64", 1e-5, round="normed")).launches == ()
 
 
 def test_alignment_is_claimed_only_where_rows_keep_it() -> None:
