@@ -18,6 +18,15 @@ from mgraph.recipe import Recipe, flag_of
 _SHORT = {"output": "-o"}
 _PASSED_ON = {"ignore_unknown_options": True, "help_option_names": []}  # what a verb has declared elsewhere
 _Package = Annotated[Path, typer.Argument(metavar="PKG", help="a step package's directory", show_default=False)]
+_BatchSize = Annotated[
+    int,
+    typer.Option(
+        "--batch-size",
+        min=0,
+        help="sequences of a microbatch on a rank (0: the recipe's), or requests of a step that serves (0: one)",
+    ),
+]
+_SeqLen = Annotated[int, typer.Option("--seq-len", min=0, help="tokens of a sequence (0: the recipe's)")]
 
 
 def command() -> Any:
@@ -136,10 +145,8 @@ def collectives(
 
 def memory(
     package: _Package,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", min=0, help="sequences of a microbatch on a rank (0: the recipe's)")
-    ] = 0,
-    seq_len: Annotated[int, typer.Option("--seq-len", min=0, help="tokens of a sequence (0: the recipe's)")] = 0,
+    batch_size: _BatchSize = 0,
+    seq_len: _SeqLen = 0,
     ranks: Annotated[int, typer.Option("--ranks", min=0, help="processes in all (0: the fewest of the mesh)")] = 0,
     entry: Annotated[str, typer.Option("--entry", help="show the tensors at its peak (default: the highest)")] = "",
     limit: Annotated[int, typer.Option("--limit", min=1, help="tensors to show")] = 20,
@@ -153,10 +160,8 @@ def memory(
 
 def kernels(
     package: _Package,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", min=0, help="sequences of a microbatch on a rank (0: the recipe's)")
-    ] = 0,
-    seq_len: Annotated[int, typer.Option("--seq-len", min=0, help="tokens of a sequence (0: the recipe's)")] = 0,
+    batch_size: _BatchSize = 0,
+    seq_len: _SeqLen = 0,
     entry: Annotated[str, typer.Option("--entry", help="this entry alone (default: those of a step)")] = "",
     rates: Annotated[str, typer.Option("--rates", help="predict by this profile (default: the package's)")] = "",
     measure: Annotated[
@@ -190,10 +195,8 @@ def serve(
 
 def tune(
     model: Annotated[str, typer.Argument(metavar="PKG|MODEL", help="whose ops to measure", show_default=False)],
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", min=0, help="sequences of a microbatch on a rank (0: the recipe's)")
-    ] = 0,
-    seq_len: Annotated[int, typer.Option("--seq-len", min=0, help="tokens of a sequence (0: the recipe's)")] = 0,
+    batch_size: _BatchSize = 0,
+    seq_len: _SeqLen = 0,
     precision: Annotated[
         str, typer.Option("--precision", metavar="fp32|bf16|fp16", help="of a MODEL; a package has its own")
     ] = "bf16",

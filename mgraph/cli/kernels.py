@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mgraph.cli.collectives import recipe_sizes
 from mgraph.cli.graphs import check_format
 from mgraph.cli.kernel_times import Times, step_times
 from mgraph.cli.memory import wanted_sizes
@@ -37,8 +38,9 @@ from mgraph.passes.recompute import size_text
 FORMATS = ("text", "json")
 TWIN = "twin"
 """Who runs a kernel site on the CPU: its function of reference.py."""
-STEP = ("microbatch", "finish")
-"""The entries that a step of training calls, each once here."""
+STEP = ("microbatch", "finish", "step", "likeliest")
+"""The entries that a step calls, each once here: of training, and of serving, which ends with one that chooses tokens:
+the likeliest, or another that `--entry` names."""
 _IDLE = VIEWS | {"joined", "call", "pick", "unpack", "pack", "wait"}
 
 
@@ -109,6 +111,8 @@ def run(
         lines = [replace(line, microseconds=None, basis="") for line in lines]
         why = "these ran on the CPU" if on_cpu else "no kernels for a GPU in this package"
         notes.append(f"{why}, so no times are predicted; --rates h100: as if run there")
+    if predicted and package.manifest.get("providers"):
+        notes += _chosen_for(package, given, bool(profile))
     if times is not None:
         lines, other = joined(lines, times)
         notes.append(f"measured on {times.device}, {steps or 3} steps; {other:.0f} us a step belong to no node")
@@ -118,6 +122,16 @@ def run(
         sys.stdout.write(json.dumps({**data, "nodes": rows}, indent=1) + "\n")
     else:
         sys.stdout.write("\n".join(_text(notes, lines, limit)))
+
+
+def _chosen_for(package: Compiled, given: Mapping[str, int], others: bool) -> list[str]:
+    """What providers were chosen for, where that is not what is shown; `others` are times of another profile."""
+    asked = {dim: size for dim, size in recipe_sizes(package.manifest).items() if dim in given}
+    if not others and asked.items() <= given.items():
+        return []
+    at = f" for {', '.join(f'{dim}={size}' for dim, size in asked.items())}" if asked else ""
+    by = profile_of(package).name
+    return [f"providers were chosen{at} by profile {by}: where a runner-up is ahead here, it was not there"]
 
 
 def profile_of(package: Compiled) -> Profile:
@@ -264,9 +278,9 @@ def _text(notes: Sequence[str], lines: list[Line], limit: int) -> Iterator[str]:
         return (name, str(number), *((f"{us:.1f}", f"{us / whole:.1%}") if whole else ("", "")))
 
     rows = [row(*total) for total in totals]
-    kinds = sorted(_totals(lines, lambda line: f"{line.op}, {line.provider}"), key=lambda row: -row[2])[:limit]
-    rows += [("", "", "", "")]
-    rows += [row(*kind) for kind in kinds]
+    kinds = sorted(_totals(lines, lambda line: f"{line.op}, {line.provider}"), key=lambda row: -row[2])
+    rows += [("", "", "", ""), *(row(*kind) for kind in kinds[:limit])]
+    rows += [(f"… and {len(kinds) - limit} more (--limit)", "", "", "")] * (len(kinds) > limit)
     yield table(("a step", "nodes", "us", "share"), [*rows, row("in all", len(lines), whole)])
     if refused := {(line.op, name, reason) for line in lines for name, reason in line.refused.items()}:
         yield table(("op", "not by", "because"), sorted(refused))

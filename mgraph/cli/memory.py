@@ -29,6 +29,8 @@ from mgraph.passes.recompute import size_text
 from mgraph.serving_plan import ServingPlan
 
 FORMATS = ("text", "json", "svg", "html")
+SERVED = {"T", "R", "N"}
+"""Dims of what is served: tokens, requests and rows of logits of a step."""
 _KINDS = {
     "parameters": (StateKind.PARAM,),
     "gradients": (StateKind.GRAD,),
@@ -110,8 +112,13 @@ def forecast(package: Compiled, given: Mapping[str, int], ranks: int) -> Forecas
 
 
 def wanted_sizes(package: Compiled, given: Mapping[str, int]) -> dict[str, int]:
-    """Extents of B and S: as given, or (0) the recipe's. Raises OptionError for others than the package is for."""
+    """Extents of B and S: as given, or (0) the recipe's; of what is served, of a step in which each of B requests (0:
+    one) has a token. Raises OptionError for others than the package is for."""
     module = package.snapshots[-1].module
+    if module.dims.keys() >= SERVED:
+        if given.get("S"):
+            raise OptionError("a step that serves has no sequences", str(package.path), "leave out --seq-len")
+        return dict.fromkeys(sorted(SERVED), given.get("B") or 1)
     wanted = recipe_sizes(package.manifest) | {name: size for name, size in given.items() if size}
     for name in (n for n in wanted if n in module.dims):
         dim, flag = module.dims[name], {"B": "--batch-size", "S": "--seq-len"}[name]
@@ -131,8 +138,8 @@ def _step(found: Forecast) -> dict[str, tuple[Point, ...]]:
 
 def _title(found: Forecast) -> str:
     sizes = ", ".join(f"{name}={size}" for name, size in found.sizes.items())
-    mesh = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items()) or "one rank"
-    return f"{found.name}, one rank of {mesh}; {sizes}"
+    mesh = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items())
+    return f"{found.name}, one rank{f' of {mesh}' if mesh else ''}; {sizes}"
 
 
 def _text(found: Forecast, shown: str, limit: int) -> list[str]:

@@ -245,6 +245,25 @@ def test_lines_of_kernel_sites() -> None:
     assert site_lines(step) == {5, 11}
 
 
+def test_of_what_is_served_a_step_ends_with_one_choice_of_tokens(mgraph: Mgraph, tmp_path: Path) -> None:
+    package = tmp_path / "served"
+    assert mgraph("compile", "dense-tiny", "--for", "serve", "--arch", "none", "-o", package).code == 0
+    data = json.loads(mgraph("kernels", package, "--rates", "h100", "--format", "json", "--batch-size", "3").out)
+    assert data["sizes"] == {"N": 3, "R": 3, "T": 3}
+    assert {node["function"] for node in data["nodes"]} == {"step", "layer", "likeliest"}
+    drawn = json.loads(mgraph("kernels", package, "--rates", "h100", "--format", "json", "--entry", "draw").out)
+    assert {node["function"] for node in drawn["nodes"]} == {"draw"}
+    for verb in ("kernels", "memory"):
+        run = mgraph(verb, package, "--seq-len", "8")
+        assert run.code == 2 and "has no sequences" in run.err
+
+
+def test_it_is_said_what_providers_were_chosen_for(mgraph: Mgraph, for_gpu: Path) -> None:
+    said = "providers were chosen for B=8, S=2048 by profile h100: where a runner-up is ahead here, it was not there"
+    assert said in mgraph("kernels", for_gpu, *SIZES).out and said in mgraph("kernels", for_gpu, "--rates", "h200").out
+    assert "providers were chosen" not in mgraph("kernels", for_gpu).out
+
+
 def test_explain_says_who_runs_a_node(mgraph: Mgraph, for_gpu: Path) -> None:
     text = mgraph("explain", for_gpu, "layer.fwd:attention").out
     assert "  run by   triton, " in text and "estimated; next " in text
