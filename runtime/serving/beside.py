@@ -10,15 +10,26 @@ import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mgraph.errors import DataError
 from mgraph.runtime.checkpoint import Checkpoint
 from mgraph.runtime.options import flag
 from mgraph.runtime.serving.package_stepper import run_checkpoint
-from mgraph.runtime.tokenizer import TEMPLATE, Tokenizer, holds_tokenizer
+from mgraph.runtime.tokenizer import TEMPLATE, ByteTokenizer, Tokenizer, holds_tokenizer
 
 GENERATION = "generation_config.json"
 """Beside weights, the file that names the tokens that end a text."""
+CONFIGURATION = "config.json"
+"""Beside weights, and in a package of a transformers model, what it was built from."""
+_OF_NO_STEP = {
+    *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
+    *("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "initializer_range"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "quantization_config"),
+    *("output_router_logits", "router_aux_loss_coef", "pretraining_tp", "id2label", "label2id", "task_specific_params"),
+}
+"""Keys of it that change nothing of what a step that serves computes, or that the package says itself."""
+_MOST_SAID = 4
 
 
 def find_tokenizer(weights: Path | None) -> Path | None:
@@ -45,6 +56,41 @@ def ends_of_text(tokenizer: Tokenizer, weights: Path | None, vocab_size: int) ->
     text = tokenizer.special_tokens.get("eos_token")
     own = None if text is None else tokenizer.token_id(text)
     return tuple(sorted({*_generation_ends(weights, vocab_size), *([] if own is None else [own])}))
+
+
+def is_padded(tokenizer: Tokenizer, weights: Path | None, vocab_size: int) -> bool:
+    """Whether tokens that the tokenizer lacks are padding of the vocabulary. Of weights that have none beside them it
+    is not known which texts they are for: all of their tokens may come, and those beyond bytes have no text."""
+    if not isinstance(tokenizer, ByteTokenizer) or weights is None or run_checkpoint(weights) is not None:
+        return True
+    if vocab_size > tokenizer.vocab_size:
+        message = f"{weights} has no tokenizer: texts are bytes, and tokens from {tokenizer.vocab_size} on have no text"
+        warnings.warn(f"{message} (--tokenizer FILE names one)", RuntimeWarning, stacklevel=3)
+    return False
+
+
+def check_configuration(package: Path, weights: Path | None) -> None:
+    """Warn where the config.json beside weights computes something else than the one that the package was compiled
+    from: names and shapes of parameters may be the same."""
+    directory = _directory(weights)
+    if directory is None:
+        return
+    compiled, given = (_configuration(place / CONFIGURATION) for place in (package, directory))
+    unlike = [key for key in sorted(compiled.keys() & given.keys() - _OF_NO_STEP) if compiled[key] != given[key]]
+    if unlike:
+        said = ", ".join(f"{key} {json.dumps(given[key])} ({json.dumps(compiled[key])})" for key in unlike[:_MOST_SAID])
+        more = f" and {len(unlike) - _MOST_SAID} more" * (len(unlike) > _MOST_SAID)
+        message = f"{directory / CONFIGURATION} is not what the package was compiled from: {said}{more}"
+        warnings.warn(f"{message}; compile {directory} to serve what it says", RuntimeWarning, stacklevel=3)
+
+
+def _configuration(file: Path) -> dict[str, Any]:
+    """What a config.json says; nothing where there is none that can be read, as weights do not need one."""
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _directory(weights: Path | None) -> Path | None:

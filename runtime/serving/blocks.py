@@ -91,7 +91,7 @@ class BlockPool:
         self.num_blocks, self.block_size, self.windows = num_blocks, block_size, tuple(windows)
         self.root = Content(0, None, len(windows))
         """The content before the first block."""
-        self._remember = remember
+        self.remembers = remember
         self._holders = [0] * num_blocks
         self._empty = deque(range(1, num_blocks))
         self._idle: OrderedDict[int, None] = OrderedDict()  # remembered, held by nobody; longest ago first
@@ -200,7 +200,7 @@ class BlockPool:
         Where another block is known to hold the same, that one stays the one that is found.
         """
         assert len(tokens) == self.block_size, "only whole blocks are remembered"
-        if not self._remember:
+        if not self.remembers:
             return self.root
         key = before.number, _key(tokens)
         content = self._found.get(key)

@@ -45,15 +45,16 @@ class Continuation:
             piece, hit = self._strings.add(self._text.add(token), may_stop)
         if hit is not None:
             return Said(piece, "stop", hit)
-        if ended:
-            return Said(piece + self._rest(), "stop", None if token in self._ends else token)
-        if self._count < self._max_tokens:
+        if not ended and self._count < self._max_tokens:
             return Said(piece)
-        return Said(piece + self._rest(), "length")
+        rest, hit = self._rest()
+        if hit is not None and not ended:
+            return Said(piece + rest, "stop", hit)
+        return Said(piece + rest, "stop" if ended else "length", token if ended and token not in self._ends else None)
 
-    def _rest(self) -> str:
-        """What was kept back, when nothing more comes."""
+    def _rest(self) -> tuple[str, str | None]:
+        """What was kept back, when nothing more comes, and the string that ends in it."""
         if self._text is None:
-            return ""
+            return "", None
         piece, hit = self._strings.add(self._text.flush())
-        return piece if hit is not None else piece + self._strings.flush()
+        return piece + ("" if hit is not None else self._strings.flush()), hit

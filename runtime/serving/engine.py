@@ -106,8 +106,10 @@ class Engine:
         max_requests: int = 0,
         max_tokens: int = 0,
         chunk: int = 0,
+        padded: bool = True,
     ) -> None:
-        """Bounds of 0 are the stepper's; `chunk` bounds the tokens of one prompt in a step (0: as many as fit)."""
+        """Bounds of 0 are the stepper's; `chunk` bounds the tokens of one prompt in a step (0: as many as fit). Tokens
+        that the tokenizer lacks are never sampled, as they are padding of the vocabulary, unless it is not `padded`."""
         self.stepper, self.tokenizer = stepper, tokenizer
         self.ends_of_text = tuple(ends_of_text)
         pool = BlockPool(stepper.num_blocks, stepper.block_size, prefix_cache, stepper.windows)
@@ -119,11 +121,13 @@ class Engine:
         self.steps = 0
         self.shapes: Counter[tuple[int, int]] = Counter()
         """Steps by their numbers of tokens and requests."""
+        self.prompted = 0
+        """Tokens of prompts in all, of each request once."""
         self.generated = 0
         """Tokens in all."""
         # A model's vocabulary may be padded; what ends its texts is a token though the tokenizer may lack it.
         known = None if tokenizer is None else max([tokenizer.vocab_size, *(end + 1 for end in self.ends_of_text)])
-        self._padding_from = None if known is None or known >= stepper.vocab_size else known
+        self._padding_from = None if not padded or known is None or known >= stepper.vocab_size else known
         sizes = stepper.block_size, stepper.max_length, stepper.vocab_size
         self._builder = BatchBuilder(*sizes, len(stepper.windows), self._padding_from)
         self.longest = min(stepper.max_length, pool.longest(stepper.max_length) + 1)
@@ -183,6 +187,7 @@ class Engine:
         )
         seed = self._seeds.randrange(SEEDS) if params.seed is None else params.seed
         tokens, group, leader = tuple(int(token) for token in prompt), self._number, None
+        self.prompted += len(tokens)
         share = self._prefix_cache and len(tokens) > self.stepper.block_size
         for index in range(params.n):
             request = Request(

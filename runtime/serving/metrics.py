@@ -111,7 +111,7 @@ class _State(Collector):
             ("kv_cache_usage_perc", "The part of the cache that is held, 0 to 1.", 1 - pool.available / pool.usable),
         )
         counters = (
-            ("prompt_tokens", "Tokens of admitted prompts.", counts.prefix_queries),
+            ("prompt_tokens", "Tokens of prompts.", self._engine.prompted),
             ("generation_tokens", "Generated tokens.", self._engine.generated),
             ("prefix_cache_queries", "Tokens of prompts that were looked up in the cache.", counts.prefix_queries),
             ("prefix_cache_hits", "Tokens of prompts that were found in the cache.", counts.prefix_hits),

@@ -123,9 +123,11 @@ def open_engine(
     tokenizer = load_tokenizer(chosen.tokenizer or beside.find_tokenizer(chosen.weights), stepper.vocab_size)
     template_file = chosen.chat_template or beside.find_template(chosen.weights)
     template = load_template(template_file, tokenizer.chat_template, tokenizer.special_tokens)
+    beside.check_configuration(Path(package), chosen.weights)
     engine = Engine(
         stepper,
         tokenizer,
+        padded=beside.is_padded(tokenizer, chosen.weights, stepper.vocab_size),
         ends_of_text=beside.ends_of_text(tokenizer, chosen.weights, stepper.vocab_size),
         seed=chosen.seed,
         prefix_cache=chosen.prefix_cache,

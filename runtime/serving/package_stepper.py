@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mgraph.errors import OptionError, PackageError
+from mgraph.errors import CheckpointError, OptionError, PackageError, some_of
 from mgraph.runtime import checkpoint
 from mgraph.runtime.invariant import fixed_shapes
 from mgraph.runtime.mesh import ALONE, Mesh, bind_axes
@@ -319,7 +319,17 @@ def _parameters(package: Package, weights: Path | str | None, seed: int, device:
         checkpoint.load_parameters(found, state, read, mesh)
     else:
         mesh.together(lambda: load_weights(path, state, specs, package.weight_layout, mesh=mesh))
+    mesh.together(lambda: _check_numbers(path, {s.name: state[s.name] for s in read if s.kind == "param"}))
     return state
+
+
+def _check_numbers(path: Path, parameters: State) -> None:
+    """Raises CheckpointError where a parameter has what is no number: nothing would be served but the first token."""
+    found = [(name, t.aminmax().max.isnan()) for name, t in parameters.items() if t.is_floating_point() and t.numel()]
+    if found and bool(torch.stack([wrong for _, wrong in found]).any()):
+        names = [name for name, wrong in found if bool(wrong)]
+        hint = "the file is damaged, or the run that wrote it had diverged: give other weights"
+        raise CheckpointError(f"no numbers (NaN) are in {some_of(names)}", str(path), hint)
 
 
 def run_checkpoint(path: Path) -> checkpoint.Checkpoint | None:

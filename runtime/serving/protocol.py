@@ -18,6 +18,8 @@ from mgraph.runtime.serving.step import MOST_ALTERNATIVES
 
 MOST_PROMPTS = 2048
 MOST_COMPLAINTS = 1000
+MOST_UNASKED = 16
+"""Tokens of a completion that says no max_tokens, or as many as fit."""
 """About a body: to put more of them into words takes longer than other requests should wait."""
 
 
@@ -137,7 +139,7 @@ class CompletionRequest(_Generation):
             raise RequestError("max_tokens 0 is for echo: nothing would be generated", "max_tokens")
         prompt_logprobs = self.logprobs if self.echo else None
         return self._params(
-            16 if self.max_tokens is None else self.max_tokens,
+            MOST_UNASKED if self.max_tokens is None else self.max_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=prompt_logprobs,
         )
@@ -199,6 +201,9 @@ class ChatRequest(_Generation):
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs", "top_logprobs", 'give "logprobs": true')
         asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        if self.max_tokens not in (None, asked):
+            problem = f"max_tokens is {self.max_tokens}, and max_completion_tokens is {asked}"
+            raise RequestError(problem, "max_tokens", "give one of them: they are the same")
         if asked == 0:
             raise RequestError("max_tokens is 0: it must be at least 1", "max_tokens")
         return self._params(asked, logprobs=(self.top_logprobs or 0) if self.logprobs else None)

@@ -40,7 +40,7 @@ class Counts:
 
     preemptions: int = 0
     prefix_queries: int = 0
-    """Tokens of admitted prompts that could have been found in the cache."""
+    """Tokens of admitted prompts that were looked up in the cache."""
     prefix_hits: int = 0
     """Those that were."""
 
@@ -216,7 +216,8 @@ class Scheduler:
     def _count(self, request: Request) -> None:
         if request.queued is None:
             request.cached = request.computed
-            self.counts.prefix_queries += len(request.prompt)
+            looked = self.pool.remembers and request.params.prompt_logprobs is None
+            self.counts.prefix_queries += len(request.prompt) if looked else 0
             self.counts.prefix_hits += request.cached
 
     def _targets(self, request: Request, stop: int) -> range:

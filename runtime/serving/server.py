@@ -31,7 +31,7 @@ from mgraph.runtime.serving.gate import Gate
 from mgraph.runtime.serving.metrics import CONTENT_TYPE, Metrics
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
 from mgraph.runtime.serving.prompts import Input, read_chat, read_prompt
-from mgraph.runtime.serving.protocol import ChatRequest, CompletionRequest, openapi, refusal
+from mgraph.runtime.serving.protocol import MOST_UNASKED, ChatRequest, CompletionRequest, openapi, refusal
 from mgraph.runtime.serving.streaming import EventStream, unless, until_disconnect
 
 PAGE = Path(__file__).with_name("page.html")
@@ -170,6 +170,9 @@ class _Server:
         def ask(body: CompletionRequest) -> tuple[CompletionRequest, SamplingParams, list[Input], list[Echo]]:
             params, given = body.params(), body.prompts()
             ids = [read_prompt(engine, one) for one in given]
+            if body.max_tokens is None:  # of those that nobody asked for as many as fit
+                room = engine.longest - max(len(prompt.ids) for prompt in ids)
+                params = params.with_max_tokens(max(1, min(MOST_UNASKED, room)))
             for prompt in ids:  # before they are made text of
                 engine.check(prompt.ids, params, prompt.field)
             return body, params, ids, [Echo.of(tokenizer, one) if body.echo else Echo() for one in given]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mgraph.errors import DataError
-from mgraph.runtime.serving.beside import ends_of_text, find_template, find_tokenizer
+from mgraph.runtime.serving.beside import check_configuration, ends_of_text, find_template, find_tokenizer, is_padded
 from mgraph.runtime.tokenizer import ByteTokenizer, Tokenizer
 
 
@@ -42,6 +42,36 @@ def test_runs_of_before_and_runs_of_bytes(tmp_path: Path, monkeypatch: pytest.Mo
     of_bytes = run(tmp_path / "bytes", places={"tokenizer": None, "chat_template": None}, options={"tokenizer": "x"})
     assert find_tokenizer(of_before) == Path("mine") and find_template(of_before) is None
     assert find_tokenizer(of_bytes) is find_template(of_bytes) is find_tokenizer(None) is None
+
+
+def test_of_weights_without_a_tokenizer_all_tokens_may_come(tmp_path: Path) -> None:
+    """Of parameters drawn anew, and of a run that was trained on bytes, those beyond bytes are padding."""
+    tokenizer = ByteTokenizer()
+    assert is_padded(tokenizer, None, 300)
+    assert is_padded(tokenizer, run(tmp_path / "run", places={"tokenizer": None}), 300)
+    with pytest.warns(RuntimeWarning, match="has no tokenizer: texts are bytes, and tokens from 256 on have no text"):
+        assert not is_padded(tokenizer, tmp_path / "model.safetensors", 300)
+    assert not is_padded(tokenizer, tmp_path / "model.safetensors", 256)
+
+
+def test_a_configuration_that_computes_something_else_is_warned_of(tmp_path: Path) -> None:
+    package, weights = tmp_path / "package", tmp_path / "weights"
+    said = {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 5e5}, "dtype": "float32", "hidden_size": 8}
+    for place in (package, weights):
+        place.mkdir()
+        (place / "config.json").write_text(json.dumps(said))
+    check_configuration(package, weights)
+    (weights / "config.json").write_text(json.dumps({**said, "dtype": "bfloat16", "of_another_version": 1}))
+    check_configuration(package, weights / "model.safetensors")
+    (weights / "config.json").write_text(
+        json.dumps({**said, "rms_norm_eps": 0.1, "rope_parameters": {"rope_theta": 1e4}})
+    )
+    with pytest.warns(RuntimeWarning, match=r'rms_norm_eps 0.1 \(1e-06\), rope_parameters {"rope_theta": 10000.0}'):
+        check_configuration(package, weights)
+    for broken in ("[]", "{"):
+        (weights / "config.json").write_text(broken)
+        check_configuration(package, weights)
+    check_configuration(package, None)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"])

@@ -458,3 +458,11 @@ def test_what_json_cannot_write_is_not_given() -> None:
     values = [value for score in scores for value in (score.logprob, *(p for _, _, p in score.top))]
     assert len(scores) == 5 and LEAST_LOGPROB in values and 0.0 in values
     assert all(np.isfinite(value) for value in values)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_tokens_that_a_tokenizer_lacks_are_padding_or_may_come(padded: bool) -> None:
+    engine = Engine(FakeStepper(vocab_size=300), ByteTokenizer(), padded=padded)
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=40, temperature=0))
+    tokens = [token for one in run_all(engine).values() for token in one.tokens]
+    assert len(tokens) == 40 and (max(tokens) < 256) == padded

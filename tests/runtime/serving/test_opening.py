@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mgraph.errors import OptionError, PackageError
+from mgraph.errors import CheckpointError, OptionError, PackageError
 from mgraph.runtime.options import flag, read
 from mgraph.runtime.serving import opening, package_stepper
 from mgraph.runtime.serving.llm import LLM
@@ -107,3 +107,10 @@ def test_a_package_without_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PackageError, match="no entry 'step'") as caught:
         package_stepper.load_serving("p", torch.device("cpu"))
     assert (caught.value.where, caught.value.hint) == ("p", "mgraph compile MODEL --for serve")
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    fine = {"w": torch.tensor([1.0, torch.inf]), "none": torch.empty(0), "ids": torch.tensor([1])}
+    package_stepper._check_numbers(tmp_path, fine)
+    with pytest.raises(CheckpointError, match=r"no numbers \(NaN\) are in b"):
+        package_stepper._check_numbers(tmp_path, {**fine, "b": torch.tensor([0.0, torch.nan], dtype=torch.bfloat16)})

@@ -319,6 +319,7 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools"),
     ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format.type"),
     ("chat/completions", {**CHAT, "max_completion_tokens": 0}, 400, "max_completion_tokens"),
+    ("chat/completions", {**CHAT, "max_completion_tokens": 3, "max_tokens": 5}, 400, "max_tokens"),
     ("chat/completions", {**CHAT, "modalities": ["text", "audio"]}, 400, "modalities"),
     ("chat/completions", {**CHAT, "modalities": ["audio"]}, 400, "modalities.0"),
     ("chat/completions", {**CHAT, "verbosity": "low"}, 400, "verbosity"),
@@ -427,6 +428,24 @@ def test_limits_and_key() -> None:
             pytest.raises(openai.AuthenticationError),
         ):
             client.models.list()
+
+
+def test_a_key_of_any_signs() -> None:
+    """A header's bytes are those of the key."""
+    with running(serving(api_key="sésame")) as address:
+        assert (
+            post(address, "/v1/completions", GOOD, {"Authorization": "Bearer sésame".encode().decode("latin-1")})[0]
+            == 200
+        )
+        assert post(address, "/v1/completions", GOOD, {"Authorization": "Bearer sesame"})[0] == 401
+
+
+def test_a_completion_that_says_no_length_has_what_fits() -> None:
+    with running(serving()) as address:
+        for length, fit in ((10, 16), (250, 6), (255, 1)):
+            code, answer = post(address, "/v1/completions", {"prompt": [7] * length, "ignore_eos": True})
+            assert (code, answer["usage"]["completion_tokens"]) == (200, fit)
+        assert post(address, "/v1/completions", {"prompt": [7] * 250, "max_tokens": 16})[0] == 400
 
 
 def test_without_a_chat_template(served: tuple[Serving, str]) -> None:
@@ -587,7 +606,10 @@ def test_metrics_add_up(client: openai.OpenAI) -> None:
     assert values["mgraph_num_requests_running"] == values["mgraph_num_requests_waiting"] == 0
     assert values["mgraph_kv_cache_usage_perc"] == 0
     assert values["mgraph_prefix_cache_hits_total"] >= 2 * 24
-    assert values["mgraph_prompt_tokens_total"] == 2 * (32 + 32 + 1) + 11
+    assert values["mgraph_prompt_tokens_total"] == values["mgraph_request_prompt_tokens_sum"] == 32 + 32 + 1 + 11
+    assert values["mgraph_prefix_cache_queries_total"] == 2 * (32 + 32 + 1), (
+        "each of n; what is scored is not looked up"
+    )
     assert (
         values["mgraph_request_prefill_time_seconds_count"] == values["mgraph_request_decode_time_seconds_count"] == 6
     )

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from mgraph.runtime.serving.continuation import Continuation
+from mgraph.runtime.serving.parameters import SamplingParams
 from mgraph.runtime.serving.text import Starts, StopStrings, detokenizer, token_bytes, token_text
 from mgraph.runtime.tokenizer import ByteTokenizer, FileTokenizer
 
@@ -90,6 +92,14 @@ def test_bytes_come_as_whole_characters() -> None:
     assert broken.flush() == "\ufffd"
     assert (token_text(tokenizer, 300), token_bytes(tokenizer, 300)) == ("", [])
     assert (token_text(tokenizer, 0xE6), token_bytes(tokenizer, 0xE6)) == ("\ufffd", [0xE6])
+
+
+def test_a_string_that_the_last_token_leaves_open_ends_a_text() -> None:
+    """Bytes that are no character are taken for one when nothing more comes."""
+    made = Continuation(SamplingParams(max_tokens=3, stop=["x\ufffd"]), 3, ByteTokenizer(), [])
+    said = [made.add(byte) for byte in b"ax\xe6"]
+    assert "".join(one.text for one in said) == "a"
+    assert (said[-1].finish_reason, said[-1].stop_reason) == ("stop", "x\ufffd")
 
 
 @pytest.fixture(scope="module")
