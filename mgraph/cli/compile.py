@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from mgraph.codegen.package import MANIFEST
 from mgraph.compiler import Compilation, compile_package, pipeline_of
+from mgraph.errors import some_of
 from mgraph.ir.graph import Module
 from mgraph.passes.instrument import Instrument
 from mgraph.passes.pipeline import PassResult
@@ -51,11 +54,28 @@ def run(recipe: Recipe, force: bool) -> None:
                 print(stage, file=sys.stderr)
 
         done = compile_package(recipe, (_Advance(bar, task),), force=force, say=say)
-    for line in report_lines(done):
-        print(line, file=sys.stderr)
     assert done.package is not None
+    for line in (*report_lines(done), *unfit_lines(done.package)):
+        print(line, file=sys.stderr)
     here = Path.cwd()
     print(done.package.relative_to(here) if done.package.is_relative_to(here) else done.package)
+
+
+def unfit_lines(package: Path) -> list[str]:
+    """A line for each architecture whose GPUs have not the shared memory that kernels of a package ask for."""
+    from mgraph.codegen.triton.aot import MOST_SHARED
+
+    unfit: dict[str, list[str]] = {}
+    for kernel in json.loads((package / MANIFEST).read_text(encoding="utf-8"))["kernels"]:
+        for binary in (binary for launch in kernel["launches"] for binary in launch["binaries"]):
+            arch, names = binary["arch"], unfit.setdefault(binary["arch"], [])
+            if binary["shared"] > MOST_SHARED.get(arch, 227 * 1024) and kernel["name"] not in names:
+                names.append(kernel["name"])
+    return [
+        f"note: {some_of(names)}: not enough shared memory on {arch}, their twins run there, op by op"
+        for arch, names in unfit.items()
+        if names
+    ]
 
 
 def report_lines(done: Compilation) -> list[str]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from mgraph.cli.compile import unfit_lines
 
 from .conftest import Mgraph
 
@@ -205,3 +208,14 @@ def test_a_package_of_another_model_is_replaced_with_a_word(mgraph: Mgraph, tmp_
     assert (first.code, again.code, served.code) == (0, 0, 0)
     assert "takes the place" not in first.err + again.err
     assert "note: takes the place of the package of dense-tiny --for train\n" in served.err
+
+
+def test_kernels_that_an_architecture_has_no_room_for_are_named(tmp_path: Path) -> None:
+    def kernel(name: str, *binaries: tuple[str, int]) -> dict[str, Any]:
+        return {"name": name, "launches": [{"binaries": [{"arch": a, "shared": s} for a, s in binaries]}] * 2}
+
+    kernels = [kernel("attend", ("sm_90a", 200_000), ("sm_120a", 110_000)), kernel("norm", ("sm_120a", 0))]
+    (tmp_path / "manifest.json").write_text(json.dumps({"kernels": kernels}), encoding="utf-8")
+    assert unfit_lines(tmp_path) == [
+        "note: attend: not enough shared memory on sm_120a, their twins run there, op by op"
+    ]

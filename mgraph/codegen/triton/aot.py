@@ -44,6 +44,9 @@ ALIGNMENT = 16
 WARP_THREADS = 32
 ROOMY = re.compile(r"sm_(90|100)a?")
 """Architectures whose blocks may have 227 KB of shared memory; others have 99 KB or more."""
+MOST_SHARED = {"sm_80": 163 * 1024, "sm_120": 99 * 1024, "sm_120a": 99 * 1024}
+"""Bytes of shared memory that a block may have, by architecture (CUDA C++ Programming Guide, compute capabilities);
+others, of those that packages are for, have 227 KB."""
 ARCH_PATTERN = re.compile(r"sm_(\d+)(a?)")
 
 
