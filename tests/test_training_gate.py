@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.gpu import peers, training_gate, training_models
 from benchmarks.gpu.training import Packaged, drawn
@@ -137,3 +137,21 @@ def test_peers_of_transformers_take_the_weights(package: Path, weights: dict[str
     tokens = shape.batches(0, 1, CPU)[0][0]
     with torch.no_grad():
         assert float((model(input_ids=tokens).logits - ours(tokens)).abs().max()) < 1e-4
+
+
+def test_the_update_of_a_peer_that_is_compiled_is_torchs() -> None:
+    """Masters of parameters in bf16, over three steps, as torch.optim has them from gradients in f32."""
+    torch.manual_seed(0)
+    starts = [torch.randn(shape) for shape in ((5, 7), (3,))]
+    gradients = [[torch.randn_like(start).bfloat16() for start in starts] for _ in range(3)]
+    wanted = [nn.Parameter(start.clone()) for start in starts]
+    optimizer = torch.optim.AdamW(wanted, lr=peers.LR, betas=peers.BETAS, weight_decay=0.0)
+    masters, low = [start.clone() for start in starts], [start.bfloat16() for start in starts]
+    first, second = ([torch.zeros_like(start) for start in starts] for _ in range(2))
+    for count, of_step in enumerate(gradients, 1):
+        for parameter, gradient in zip(wanted, of_step, strict=True):
+            parameter.grad = gradient.float()
+        optimizer.step()
+        peers.update(masters, low, of_step, (first, second), torch.tensor(float(count)))
+    torch.testing.assert_close(masters, [parameter.detach() for parameter in wanted], rtol=1e-6, atol=1e-7)
+    assert all(bool((a == b.bfloat16()).all()) for a, b in zip(low, masters, strict=True))

@@ -15,7 +15,7 @@ from benchmarks.gpu.training_models import Batch, Shape
 from mgraph.models import ModelConfig
 from mgraph.models.huggingface import checkpoint, configuration
 
-LR = 1e-4
+LR, BETAS = 1e-4, (0.9, 0.95)
 Step = Callable[[Batch], Tensor]
 """Trains a step on a batch; the loss, on the device."""
 
@@ -24,14 +24,18 @@ class Masters:
     """AdamW on f32 masters of parameters, which become `dtype`, as a package has it; on themselves where that is f32.
 
     Masters are the parameters as they are given, so these are to be f32. Distributed tensors and others are updated
-    apart, since torch's fused kernels take no mixed lists.
+    apart, since torch's fused kernels take no mixed lists. With `update` torch.compile makes the update and both copies
+    in one pass, where torch's fused kernel takes gradients of the masters' dtype alone.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], device: torch.device, dtype: torch.dtype, update: bool = False
+    ) -> None:
         kinds: dict[type, list[nn.Parameter]] = {}
         for parameter in parameters:
             kinds.setdefault(type(parameter.data), []).append(parameter)
-        self.groups = [_Group(held, device, dtype) for held in kinds.values()]
+        made = _Compiled if update else _Group
+        self.groups = [made(held, device, dtype) for held in kinds.values()]
 
     def step(self) -> None:
         """One update from the gradients of the parameters, which are dropped."""
@@ -53,15 +57,54 @@ class _Group:
         for copy in self.copies:
             copy.grad = torch.zeros_like(copy)
         trained = [copies.get(id(p), p) for p in parameters]
-        self.optimizer = torch.optim.AdamW(
-            trained, lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda"
-        )
+        self.optimizer = torch.optim.AdamW(trained, lr=LR, betas=BETAS, weight_decay=0.0, fused=device.type == "cuda")
 
     @torch.no_grad()
     def step(self) -> None:
         _copy([c.grad for c in self.copies], [p.grad for p in self.low])
         self.optimizer.step()
         _copy([p.data for p in self.low], self.copies)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def update(
+    masters: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    moments: tuple[Sequence[Tensor], Sequence[Tensor]],
+    count: Tensor,
+) -> None:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) without decay, on f32 masters, from gradients of the
+    parameters, which become the masters in their dtype; `count` f32[] is that of this step."""
+    first_part, second_part = 1 - BETAS[0] ** count, 1 - BETAS[1] ** count
+    for master, low, gradient, first, second in zip(masters, parameters, gradients, *moments, strict=True):
+        wide = gradient.float()
+        first.lerp_(wide, 1 - BETAS[0])
+        second.mul_(BETAS[1]).addcmul_(wide, wide, value=1 - BETAS[1])
+        master.sub_(LR * (first / first_part) / ((second / second_part).sqrt() + 1e-8))
+        low.copy_(master)
+
+
+class _Compiled(_Group):
+    """Parameters of one kind that are not f32, whose update is compiled whole."""
+
+    def __init__(self, parameters: list[nn.Parameter], device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(parameters, device, dtype)
+        assert self.low, "f32 has no masters beside"
+        del self.optimizer
+        for copy in self.copies:
+            copy.grad = None
+        first, second = ([torch.zeros_like(copy) for copy in self.copies] for _ in range(2))
+        self._moments = first, second
+        self._count = torch.zeros((), device=device)
+        self._update = torch.compile(update, dynamic=False)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self._count += 1
+        gradients = [p.grad for p in self.low if p.grad is not None]
+        self._update(self.copies, [p.data for p in self.low], gradients, self._moments, self._count)
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -82,9 +125,16 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten())
 
 
-def plain(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, mode: str) -> Trained:
-    """The zoo's model, eager (`mode` "") or compiled with a mode of torch.compile; the loss is compiled with it.
-    `weights` has parameters, and buffers if need be."""
+def plain(
+    shape: Shape,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    mode: str,
+    update: bool = False,
+) -> Trained:
+    """The zoo's model, eager (`mode` "") or compiled with a mode of torch.compile; the loss is compiled with it, and
+    with `update` the optimizer. `weights` has parameters, and buffers if need be."""
     if mode:
         torch._dynamo.reset()
     with torch.device(device):
@@ -93,16 +143,18 @@ def plain(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype, devic
         parameter.data = weights[name].to(device, copy=True)
     for name, buffer in model.named_buffers():
         buffer.copy_(weights.get(name, buffer))
-    return Trained(model, dtype, device, mode)
+    return Trained(model, dtype, device, mode, update)
 
 
 class Trained:
     """A model in f32 that maps tokens to logits, as a step, eager or compiled with a mode of torch.compile. Parameters
     become `dtype`; buffers stay f32, as a package has them."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device, mode: str) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, device: torch.device, mode: str, update: bool = False
+    ) -> None:
         self._model = model
-        self._optimizer = Masters(model.parameters(), device, dtype)
+        self._optimizer = Masters(model.parameters(), device, dtype, update)
         self._loss: Callable[[nn.Module, Batch], Tensor] = loss_of
         if mode:
             self._loss = torch.compile(loss_of, mode=None if mode == "default" else mode)

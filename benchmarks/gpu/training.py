@@ -38,6 +38,8 @@ MODES = ("eager", "default", "max-autotune-no-cudagraphs")
 OURS, TUNED = "ours", "ours, tuned"
 LIGERS = {"liger": False, "liger experts": True}
 """Whether Liger's own experts are among its kernels, which is for those who ask: its first step takes minutes then."""
+COMPILED_UPDATE = "compiled update"
+"""torch.compile for the optimizer, too, as no recipe of these peers has it: where asked for."""
 PEERS = (*MODES, "transformers", "liger")
 
 
@@ -217,6 +219,7 @@ def peers_of(shape: Shape, weights: dict[str, Tensor], device: torch.device) -> 
         mode: lambda m=mode: peers.plain(shape, weights, low, device, "" if m == "eager" else m)  # type: ignore[misc]
         for mode in MODES
     }
+    made[COMPILED_UPDATE] = lambda: peers.plain(shape, weights, low, device, "default", update=True)
     made["transformers"] = lambda: peers.transformers_compiled(shape, weights, low, device)
     for name, experts in LIGERS.items():
         made[name] = lambda e=experts: peers.liger(shape, weights, low, device, experts=e)  # type: ignore[misc]
@@ -260,7 +263,9 @@ def main() -> int:
     parser.add_argument("packages", type=Path)
     parser.add_argument("results", type=Path)
     parser.add_argument("models", nargs="*", default=["dense", "llama8"])
-    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; also 'liger experts'")
+    parser.add_argument(
+        "--peers", default=",".join(PEERS), help=f"comma-separated; also 'liger experts', '{COMPILED_UPDATE}'"
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--unchecked", action="store_true", help="leave out the gate")
     parser.add_argument("--tune-products", action="store_true", help="measure ours with tuned products, too")
