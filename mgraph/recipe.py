@@ -271,7 +271,7 @@ class Recipe:
                 hint = did_you_mean(str(value), choices) + field.metadata["otherwise"]
                 raise OptionError(f"{field.name} is {value!r}", where=flag_of(field.name), hint=hint)
             if within and not within[0] <= value <= within[1]:  # written so that nan fails too
-                hint = f"a value from {within[0]:g} to {within[1]:g}"
+                hint = "a value from {} to {}".format(*(int(end) if end == int(end) else end for end in within))
                 raise OptionError(f"{field.name} is {value!r}", where=flag_of(field.name), hint=hint)
         # One spelling, so that recipes that mean the same have equal fingerprints.
         object.__setattr__(self, "groups", tuple(parse_group(rule).text for rule in self.groups))
@@ -561,7 +561,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise OptionError(f"cannot read the recipe: {error.strerror}", where=str(path)) from error
+        hint = "-c takes the path of a YAML file"
+        raise OptionError(f"cannot read the recipe: {error.strerror}", where=str(path), hint=hint) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise OptionError(f"not YAML: {' '.join(str(error).split())}", where=str(path)) from error
     if not isinstance(loaded, dict):

@@ -192,10 +192,12 @@ def _is_source(path: Path) -> bool:
 
 def _edited_files(target: Path) -> list[str]:
     """Files of an existing package whose content is not what was written; raises where the target is no package."""
-    if not target.exists():
+    there = next(place for place in (target, *target.absolute().parents) if place.exists())
+    if not there.is_dir():
+        what = "the package's directory is" if there == target else f"the package's directory would be in {there},"
+        raise PackageError(f"{what} a file", where=str(target), hint="give another -o DIR")
+    if there != target:
         return []
-    if not target.is_dir():
-        raise PackageError("the package's directory is a file", where=str(target), hint="give another -o DIR")
     path = target / MANIFEST
     if not path.is_file():
         if any(target.iterdir()):
