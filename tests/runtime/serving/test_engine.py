@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -300,6 +300,18 @@ def test_constraints(asynchronous: bool) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
+def test_words_of_several_tokens_wait_for_those_before(asynchronous: bool) -> None:
+    """The model says ABC ever again. Whether C may come depends on a B that is under way; others go on meanwhile."""
+    stepper = FakeStepper(vocab_size=256, logits=spoken_logits(b"ABC"), asynchronous=asynchronous, num_blocks=64)
+    engine = Engine(stepper, ByteTokenizer())
+    greedy = SamplingParams(temperature=0, max_tokens=9, allowed_token_ids=[65, 66, 67])
+    words = engine.submit([0], replace(greedy, bad_words=["ABC"]))
+    other = engine.submit([0], greedy)
+    found = run_all(engine)
+    assert (found[words, 0].text, found[other, 0].text) == ("ABAABAABA", "ABCABCABC")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_stop_string_ends_in_its_step(asynchronous: bool) -> None:
     engine = Engine(
         FakeStepper(vocab_size=256, logits=spoken_logits("grün STOP and on ".encode()), asynchronous=asynchronous),
@@ -313,6 +325,18 @@ def test_a_stop_string_ends_in_its_step(asynchronous: bool) -> None:
     assert found[cut, 0].ends[0].stop_reason == "STOP"
     assert found[kept, 0].text == "grün STOP"
     assert (found[full, 0].text, found[full, 0].ends[0].finish_reason) == ("gr\ufffd", "length")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("least", "text"), [(2, ""), (3, "ab "), (5, "ab "), (6, "ab ab "), (9, "ab ab ab ")])
+def test_no_stop_string_ends_before_the_least_tokens(least: int, text: str, asynchronous: bool) -> None:
+    """It may be complete with the last of them, and begins no earlier than that where it is complete later."""
+    stepper = FakeStepper(vocab_size=256, logits=spoken_logits(b"ab "), asynchronous=asynchronous)
+    engine = Engine(stepper, ByteTokenizer())
+    group = engine.submit([0], SamplingParams(temperature=0, max_tokens=12, min_tokens=least, stop="b"))
+    (said,) = run_all(engine).values()
+    assert said.text == text + "a" and len(said.tokens) == max(least, len(text) + 2)
+    assert (said.ends[0].group, said.ends[0].finish_reason, said.ends[0].stop_reason) == (group, "stop", "b")
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
