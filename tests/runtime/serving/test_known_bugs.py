@@ -133,6 +133,31 @@ def test_preemption_that_changes_the_output(asynchronous: bool) -> None:
         assert other.scores == pytest.approx(one.scores, abs=1e-5)
 
 
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_prompt_that_is_scored_twice(asynchronous: bool, prefix_cache: bool) -> None:
+    """Log-probabilities of a prompt that was preempted, in the midst of it or after, come again with its tokens."""
+    engine = Engine(FakeStepper(num_blocks=14, asynchronous=asynchronous), prefix_cache=prefix_cache)
+    prompts = [[3 * at + 1] * 4 + list(range(at, at + more)) for at, more in enumerate((2, 3, 20, 18, 5))]
+    params = SamplingParams(temperature=0, max_tokens=14, prompt_logprobs=0)
+    groups = [engine.submit(prompt, params) for prompt in prompts]
+    requests = [engine._groups[group][0].request for group in groups]
+    found: dict[tuple[int, int], Gathered] = {}
+    seen: dict[int, int] = {}
+    while engine.unfinished:
+        gather(engine.step(), found)
+        for request in requests:
+            if request.preempted:
+                seen.setdefault(request.number, len(request.output))
+    stepper = engine.stepper
+    assert isinstance(stepper, FakeStepper) and 0 in seen.values() and max(seen.values()) > 0
+    for group, prompt in zip(groups, prompts, strict=True):
+        dense = [log_softmax(stepper.logits(prompt[:at]))[prompt[at]] for at in range(1, len(prompt))]
+        assert found[group, 0].prompt_scores == pytest.approx(dense, abs=1e-5)
+        assert found[group, 0].tokens == alone(stepper.logits, prompt, GREEDY, 14)[0]
+    given_back(engine)
+
+
 @pytest.mark.parametrize("how", ["abort", "fail"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_blocks_lost_or_given_back_twice(how: str, asynchronous: bool) -> None:
