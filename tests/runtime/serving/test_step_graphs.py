@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,8 +32,10 @@ from mgraph.runtime.serving.engine import Engine, Score
 from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.serving.package_stepper import PackageStepper
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
+from mgraph.runtime.serving.step import Stepper
 from mgraph.runtime.serving.step_graphs import Inputs, known
 from mgraph.runtime.tokenizer import ByteTokenizer
+from tests.end_to_end.cells import Ahead
 
 BUCKETS = [Bucket(2, 2, True), Bucket(4, 4, True), Bucket(16, 4, False)]
 
@@ -301,6 +303,25 @@ def test_graphs_outlive_a_step_of_many_rows(package: Path) -> None:
         engine.step()
     assert not stepper.graphs.failure and stepper.launches[Why.TOO_MANY_ROWS] > 0
     assert stepper.launches["graph"] > 3
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.5])
+def test_a_step_of_many_rows_says_what_the_next_one_reads(package: Path, penalty: float) -> None:
+    """What a step without a graph has sampled is unknown to the host when the next one is replayed, and the other way
+    round."""
+    said: list[list[tuple[int, float]]] = []
+    for graphs in (False, True):
+        stepper = PackageStepper(package, num_blocks=64, max_tokens=16, max_requests=4)
+        stepper.graphs = stepper.graphs_of(again, BUCKETS) if graphs else None
+        ahead = Ahead(stepper)
+        llm = LLM.over(Engine(cast(Stepper, ahead), prefix_cache=False))
+        writing = SamplingParams(seed=1, max_tokens=16, logprobs=0, frequency_penalty=penalty)
+        scored = SamplingParams(seed=2, max_tokens=6, logprobs=0, prompt_logprobs=0)
+        outputs = llm.generate([[1, 2], [3, 4], [5] * 7, list(range(9))], [writing, writing, scored, scored])
+        said.append([(s.token, s.logprob) for output in outputs for s in output.outputs[0].logprobs or ()])
+        assert ahead.unknown > 20
+    assert len(said[1]) == 2 * (16 + 6) and np.array(said[1]) == pytest.approx(np.array(said[0]), rel=0, abs=1e-4)
+    assert stepper.launches[Why.TOO_MANY_ROWS] > 1 and stepper.launches["graph"] > 5
 
 
 def test_inputs_lie_in_one_buffer() -> None:
