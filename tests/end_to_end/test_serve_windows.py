@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mgraph.errors import OptionError
 from mgraph.runtime.serving.blocks import most_blocks
@@ -20,8 +21,14 @@ from tests.end_to_end.windows import BLOCK, KINDS, LENGTH, WINDOW, Poisoned, bui
 from tests.runtime.serving.test_step_graphs import again
 from tests.sampling import sampled
 
-CHUNK, OUTPUT = 5, 20
+CHUNK, OUTPUT, BOUND = 5, 20, 1e-4
+"""BOUND is of the errors of log-probabilities."""
 CASES = list(itertools.product(KINDS, *([False, True] for _ in range(4))))
+ALWAYS = [
+    ("mistral", True, True, True, False),
+    ("gpt-oss", True, False, True, True),
+    ("gemma2", True, True, True, False),
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +40,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Any:
             model = dense(kind)
             package, weights = build(kind, model, tmp_path_factory.mktemp(kind))
             text = (package / "step.py").read_text("utf-8")
-            assert kind != "gpt-oss" or "for i in range(0, 4, 2):" in text, "kinds by turns are a loop"
+            assert kind == "mistral" or "for i in range(0, 4, 2):" in text, "kinds by turns are a loop"
             made[kind] = Poisoned(package, weights, 2 * len(KINDS[kind]) + 2, max_tokens=32, max_requests=4), model
         return made[kind]
 
@@ -48,7 +55,7 @@ def engine_of(stepper: Poisoned, num_blocks: int, **options: Any) -> Engine:
 
 @pytest.mark.parametrize(
     ("kind", "prefix_cache", "chunked", "tight", "graphs"),
-    sampled(CASES, 2, always=[("mistral", True, True, True, False), ("gpt-oss", True, False, True, True)]),
+    sampled(CASES, 2, always=ALWAYS),
 )
 def test_served_is_what_the_dense_model_says(
     opened: Any, kind: str, prefix_cache: bool, chunked: bool, tight: bool, graphs: bool
@@ -60,7 +67,7 @@ def test_served_is_what_the_dense_model_says(
     if graphs:
         stepper.graphs = stepper.graphs_of(again, [Bucket(2, 2, True), Bucket(4, 4, True), Bucket(32, 4, False)])
     answers, _ = served(engine, prompts(8), OUTPUT)
-    assert worst(model, answers) < 1e-4
+    assert worst(model, answers) < BOUND
     assert (stepper.graphs is not None and stepper.graphs.replayed > 10) or not graphs
     counts = engine.scheduler.counts
     if tight:
@@ -72,6 +79,16 @@ def test_served_is_what_the_dense_model_says(
     assert len(texts) > 5 and max(len(set(text)) for text in texts) > 10, "constant texts would prove little"
 
 
+@pytest.mark.parametrize("cap", ["attn_logit_softcapping", "final_logit_softcapping"])
+@pytest.mark.parametrize("value", [None, 4.0])
+def test_a_cap_that_only_one_of_them_has_would_show(cap: str, value: float | None) -> None:
+    """The comparison above proves something of both caps of Gemma 2."""
+    models = dense("gemma2"), dense("gemma2", **{cap: value})
+    with torch.no_grad():
+        one, other = (model(torch.tensor([prompts(4)[3]])).logits.log_softmax(-1) for model in models)
+    assert float((one - other).abs().max()) > 100 * BOUND
+
+
 def test_a_text_that_no_cache_would_hold_without_windows(opened: Any) -> None:
     """All layers have a window: a request holds no more than that and a chunk, and the whole cache is no larger."""
     stepper, model = opened("mistral")
@@ -79,10 +96,10 @@ def test_a_text_that_no_cache_would_hold_without_windows(opened: Any) -> None:
     engine = engine_of(stepper, 1 + bound, prefix_cache=False, chunk=CHUNK)
     answers, most = served(engine, [prompts(5)[4]], LENGTH - 67)
     assert engine.longest == LENGTH and stepper.num_blocks * BLOCK < LENGTH / 3
-    assert 3 <= most <= bound and worst(model, answers) < 1e-4
+    assert 3 <= most <= bound and worst(model, answers) < BOUND
     few = engine_of(stepper, 1 + most_blocks([WINDOW], BLOCK, LENGTH, 1), chunk=0)
     cut, _ = served(few, [prompts(5)[4]], LENGTH - 67)
-    assert cut[0].tokens == answers[0].tokens and worst(model, cut) < 1e-4, "chunks are cut to what there is room for"
+    assert cut[0].tokens == answers[0].tokens and worst(model, cut) < BOUND, "chunks are cut to what there is room for"
 
 
 def test_layers_of_both_kinds_share_memory(opened: Any, tmp_path: Path) -> None:
@@ -112,7 +129,7 @@ def test_batch_invariance_with_windows(opened: Any, kind: str) -> None:
     same.state.update({n: t for n, t in stepper.state.items() if not n.startswith("cache.")})
     together, _ = served(engine_of(same, 80, chunk=CHUNK), prompts(6)[2:], 6)
     alone = [served(engine_of(same, 80, prefix_cache=False), [prompt], 6)[0][0] for prompt in prompts(6)[2:]]
-    assert together == alone and worst(model, alone) < 1e-4
+    assert together == alone and worst(model, alone) < BOUND
 
 
 def test_a_cache_of_so_many_bytes(opened: Any) -> None:

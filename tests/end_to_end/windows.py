@@ -22,35 +22,41 @@ from mgraph.runtime.serving.step import Batch, Pending, Sampling
 from tests.families.configs import CONFIGS
 
 WINDOW, BLOCK, LENGTH = 8, 4, 96
-KINDS: dict[str, list[int | None]] = {"mistral": [WINDOW], "gpt-oss": [None, WINDOW]}
+KINDS: dict[str, list[int | None]] = {"mistral": [WINDOW], "gpt-oss": [None, WINDOW], "gemma2": [None, WINDOW]}
 """Windows of the groups of layers: of all alike, and of sliding and full layers by turns."""
 
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 256,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "sliding_window": WINDOW,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 512,
+}
+_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+"""Of Gemma 2, small enough that scores and logits reach them."""
 
-def dense(kind: str) -> Any:
-    """The unmodified class of transformers, with weights that are spread out."""
+
+def dense(kind: str, **changes: Any) -> Any:
+    """The unmodified class of transformers, with weights that are spread out; `changes` are of its configuration."""
     import transformers
 
     torch.manual_seed(3)
     if kind == "mistral":
-        settings: dict[str, Any] = {
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 3,
-            "vocab_size": 256,
-            "head_dim": 16,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "sliding_window": WINDOW,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": None,
-            "max_position_embeddings": 512,
-        }
+        settings: dict[str, Any] = {**_SIZES, "num_hidden_layers": 3, "pad_token_id": None, **changes}
         model: Any = transformers.MistralForCausalLM(transformers.MistralConfig(**settings))
+    elif kind == "gemma2":  # whose scores are capped where attention is eager alone
+        sizes = {"num_hidden_layers": 4, "query_pre_attn_scalar": 24, "pad_token_id": 0}
+        settings = {**_SIZES, **_CAPS, **sizes, "attn_implementation": "eager", **changes}
+        model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**settings))
     else:
         config = CONFIGS["gpt-oss"]()  # of twice as many layers: those of two kinds by turns are a loop
         config.num_hidden_layers, config.layer_types = 4, ["sliding_attention", "full_attention"] * 2
-        assert config.sliding_window == WINDOW
+        assert config.sliding_window == WINDOW and not changes
         model = transformers.GptOssForCausalLM(config)
     model.config.use_cache = False
     return spread(model).eval()

@@ -42,9 +42,10 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
     "qwen3-moe": (lambda: _of("qwen3-moe"), 16, 6),
     "window": (lambda: windows.dense("mistral"), 4, 6),
     "gpt-oss": (lambda: _of("gpt-oss"), 4, 18),
+    "gemma2": (lambda: windows.dense("gemma2"), 4, 18),
 }
 """What makes a model, the rows of a block of its cache, and the blocks of a tight one: requests are preempted, and some
-beginnings still found. gpt-oss has windows, sinks and experts."""
+beginnings still found. gpt-oss has windows, sinks and experts, Gemma 2 windows, and caps of scores and logits."""
 
 
 def opened(kind: str, directory: Path, device: str, batch_invariant: bool) -> tuple[windows.Poisoned, Exact]:
