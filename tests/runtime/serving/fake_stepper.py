@@ -220,6 +220,7 @@ def alone(
     tokens, scores = list(prompt), []
     for draw in range(count):
         row = logits(tokens)
+        output = tokens[len(prompt) :]
         penalised = params.penalises
         sampling = Sampling(
             temperature=np.array([params.temperature], np.float32),
@@ -233,13 +234,37 @@ def alone(
             presence=np.array([params.presence_penalty], np.float32),
             frequency=np.array([params.frequency_penalty], np.float32),
             prompts=(np.array(prompt, np.int64),) if penalised else None,
-            outputs=(np.array(tokens[len(prompt) :], np.int64),) if penalised else None,
-            bias=None,
+            outputs=(np.array(output, np.int64),) if penalised else None,
+            bias=_forbidden(params, output, len(row)),
             alternatives=0,
         )
         token = choose(row, sampling, 0)
         scores.append(float(log_softmax(row)[token]))
         tokens.append(token)
-        if token in ends:
+        if token in ends or text_alone(params, [*output, token])[1] is not None:
             break
     return tokens[len(prompt) :], scores
+
+
+def _forbidden(params: SamplingParams, output: Sequence[int], vocab_size: int) -> NDArray[np.float32] | None:
+    """The bias [1, V] after `output`. Each token is a byte; words leave one that is allowed."""
+    if params.allowed_token_ids is None and not params.bad_words:
+        return None
+    bias = np.full((1, vocab_size), -np.inf, np.float32)
+    bias[0, params.allowed_token_ids or range(vocab_size)] = 0
+    for *before, last in (word.encode() for word in params.bad_words):
+        if list(output[len(output) - len(before) :]) == before:
+            bias[0, last] = -np.inf
+    return bias
+
+
+def text_alone(params: SamplingParams, tokens: Sequence[int]) -> tuple[str, str | None]:
+    """The text of tokens, each of which is a byte, up to the stop string that is complete first, and that string. None
+    begins before the last of the least tokens."""
+    text = bytes(tokens).decode("latin-1")
+    stops = [(text.find(stop, max(params.min_tokens - 1, 0)), stop) for stop in params.stop]
+    ends = [(at + len(stop), at, stop) for at, stop in stops if at >= 0]
+    if not ends:
+        return text, None
+    end, start, stop = min(ends)
+    return text[: end if params.include_stop_str_in_output else start], stop

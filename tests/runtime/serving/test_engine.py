@@ -19,7 +19,7 @@ from mgraph.runtime.serving.request import Happening
 from mgraph.runtime.serving.scheduler import most_rows
 from mgraph.runtime.serving.step import Batch, Pending, Sampling
 from mgraph.runtime.tokenizer import ByteTokenizer
-from tests.runtime.serving.fake_stepper import FakeStepper, alone, log_softmax, spoken_logits
+from tests.runtime.serving.fake_stepper import FakeStepper, alone, log_softmax, spoken_logits, text_alone
 
 VOCAB = 64
 GROUPS = [(None,), (None,), (6,), (1,), (None, 9), (None, 4, 2), (11, 3)]
@@ -69,18 +69,51 @@ def given_back(engine: Engine) -> None:
     assert not engine._sequences and not engine._groups and not engine._builder._tables
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """A request, the step that it comes before, and after how many more it is aborted."""
+
+    step: int
+    prompt: list[int]
+    params: SamplingParams
+    aborted: int | None
+
+
+def wishes(source: random.Random, seed: int) -> SamplingParams:
+    """Parameters, each other than usual now and then. Of few letters words and stop strings come up often."""
+    temperature, count = source.choice([0.0, 1.0]), source.randint(1, 20)
+    letters = source.choice(["", "", "0123"])
+    words = ["".join(source.choices(letters, k=source.choice([1, 2, 2, 3]))) for _ in range(5 if letters else 0)]
+    return SamplingParams(
+        n=source.choice([1, 1, 1, 3]) if temperature else 1,
+        temperature=temperature,
+        repetition_penalty=source.choice([1.0, 1.0, 1.7]),
+        presence_penalty=source.choice([0.0, 0.0, 1.5]),
+        frequency_penalty=source.choice([0.0, 0.0, 0.8]),
+        seed=seed,
+        max_tokens=count,
+        min_tokens=min(source.choice([0, 4]), count),
+        stop=words[: source.choice([0, 2])],
+        include_stop_str_in_output=source.choice([False, True]),
+        logprobs=0,
+        prompt_logprobs=source.choice([None, None, 0]),
+        allowed_token_ids=list(letters.encode()) or None,
+        bad_words=words[2 : source.choice([2, 3, 5])],
+    )
+
+
 @st.composite
-def arrivals(draw: st.DrawFn) -> list[tuple[int, list[int], int, float, int | None]]:
-    """(step of arrival, prompt, max_tokens, temperature, steps until it is aborted); beginnings are often shared."""
+def arrivals(draw: st.DrawFn) -> list[Arrival]:
+    """Requests whose beginnings are often shared."""
     source = random.Random(draw(st.integers(0, 2**32)))
     common = [source.randrange(VOCAB) for _ in range(24)]
     made = []
-    for _ in range(draw(st.integers(1, 9))):
+    for seed in range(draw(st.integers(1, 9))):
         shared = common[: source.choice([0, 0, 3, 4, 8, 9, 16, 24])]
         prompt = shared + [source.randrange(VOCAB) for _ in range(source.choice([1, 2, 5, 9, 0 if shared else 3]))]
         aborted = source.choice([None, None, None, 0, 1, 5])
-        made.append((source.randint(0, 12), prompt, source.randint(1, 20), source.choice([0.0, 1.0]), aborted))
-    return sorted(made, key=lambda item: item[0])
+        made.append(Arrival(source.randint(0, 12), prompt, wishes(source, seed), aborted))
+    return sorted(made, key=lambda item: item.step)
 
 
 @settings(max_examples=120, deadline=None)
@@ -94,7 +127,7 @@ def arrivals(draw: st.DrawFn) -> list[tuple[int, list[int], int, float, int | No
     st.booleans(),
 )
 def test_each_gives_what_it_gives_alone(
-    plan: list[tuple[int, list[int], int, float, int | None]],
+    plan: list[Arrival],
     windows: Sequence[int | None],
     spare: int,
     max_requests: int,
@@ -110,21 +143,18 @@ def test_each_gives_what_it_gives_alone(
         asynchronous=asynchronous,
         max_length=64,
     )
-    engine = Engine(stepper, prefix_cache=prefix_cache)
+    engine = Engine(stepper, ByteTokenizer(), prefix_cache=prefix_cache)
     found: dict[tuple[int, int], Gathered] = {}
-    groups: list[int | None] = [None] * len(plan)
-    stop_at: dict[int, int] = {}
+    groups: dict[int, Arrival] = {}
     everything = []
     for step in range(4000):
-        for at, (arrival, prompt, count, temperature, aborted) in enumerate(plan):
-            if arrival == step:
-                params = SamplingParams(temperature=temperature, seed=at, max_tokens=count, logprobs=0)
-                groups[at] = group = engine.submit(prompt, params)
+        for arrival in plan:
+            if arrival.step == step:
+                group = engine.submit(arrival.prompt, arrival.params)
+                groups[group] = arrival
                 everything += [s.request for s in engine._groups[group].values()]
-                if aborted is not None:
-                    stop_at[group] = step + aborted
-        for group, when in stop_at.items():
-            if when == step:
+        for group, arrival in groups.items():
+            if arrival.aborted is not None and arrival.step + arrival.aborted == step:
                 gather(engine.abort(group), found)
         gather(engine.step(), found)
         engine.scheduler.check()
@@ -133,16 +163,23 @@ def test_each_gives_what_it_gives_alone(
     else:
         raise AssertionError("some request starves")
     given_back(engine)
-    for at, (_, prompt, count, temperature, _) in enumerate(plan):
-        seen = found[(groups[at] or 0, 0)]
-        tokens, scores = alone(stepper.logits, prompt, SamplingParams(temperature=temperature), count, seed=at)
-        assert len(seen.ends) == 1
-        if seen.ends[0].finish_reason == "abort":
-            assert seen.tokens == tokens[: len(seen.tokens)]
+    assert len(found) == sum(arrival.params.n for arrival in plan)
+    for (group, index), seen in found.items():
+        prompt, params = groups[group].prompt, groups[group].params
+        seed = ((params.seed or 0) + index * 0x9E3779B97F4A7C15) % 2**63
+        tokens, scores = alone(stepper.logits, prompt, params, params.max_tokens or 0, seed=seed)
+        text, stop = text_alone(params, tokens)
+        scored = range(1, len(prompt)) if params.prompt_logprobs is not None and index == 0 else ()
+        of_prompt = [log_softmax(stepper.logits(prompt[:at]))[prompt[at]] for at in scored]
+        (end,) = seen.ends
+        if end.finish_reason == "abort":
+            tokens, scores, text = tokens[: len(seen.tokens)], scores[: len(seen.tokens)], text[: len(seen.text)]
+            of_prompt = of_prompt[: len(seen.prompt_scores)]
         else:
-            assert seen.ends[0].error is None and seen.ends[0].finish_reason == "length"
-            assert seen.tokens == tokens
-            assert seen.scores == pytest.approx(scores, abs=1e-5)
+            assert (end.error, end.finish_reason, end.stop_reason) == (None, "stop" if stop else "length", stop)
+        assert (seen.tokens, seen.text) == (tokens, text)
+        assert seen.scores == pytest.approx(scores, abs=1e-5)
+        assert seen.prompt_scores == pytest.approx(of_prompt, abs=1e-5)
     for request in everything:
         what = [event.what for event in request.events]
         assert what[0] is Happening.ARRIVED and what[-1] is Happening.ENDED and what.count(Happening.ENDED) == 1
