@@ -67,5 +67,5 @@ def test_recipes_hold_rules_in_one_spelling(tmp_path: Path) -> None:
     assert found.groups == ("*.norm*|*.bias: weight_decay=0", "embed.*: frozen")
     assert found == Recipe(model="m", groups=found.groups)
     path.write_text("model: m\ngroups: embed\n")
-    with pytest.raises(OptionError, match="give a list"):
+    with pytest.raises(OptionError, match="the group 'embed' names no effect"):
         read_recipe(path, {})

@@ -113,9 +113,9 @@ def test_the_server_has_what_was_planned(module: Module, tmp_path: Path, capsys:
     held = [tensor.nbytes for name, tensor in stepper.state.items() if not name.startswith("cache.")]
     assert free.weights == sum(held)
     assert ServingPlan.of(stepper.package.manifest["graph_plan"]) == planned(module, budget)
-    memory.run(path, 0, 64, 0, "", 1, "text")
+    memory.run(path, 0, 0, 0, "", 1, "text")
     assert planned(module, budget).lines()[1] in capsys.readouterr().out
-    memory.run(path, 0, 64, 0, "", 1, "json")
+    memory.run(path, 0, 0, 0, "", 1, "json")
     told, plan = json.loads(capsys.readouterr().out)["serving"], planned(module, budget)
     assert ServingPlan.of(told) == plan and told["total"] == plan.memory.total <= budget
 
