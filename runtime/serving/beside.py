@@ -85,12 +85,13 @@ def check_configuration(package: Path, weights: Path | None) -> None:
 
 
 def _configuration(file: Path) -> dict[str, Any]:
-    """What a config.json says; nothing where there is none that can be read, as weights do not need one."""
+    """What a config.json says, but for what it leaves to the model (null); nothing where there is none that can be
+    read, as weights do not need one."""
     try:
         found = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return {key: value for key, value in found.items() if value is not None} if isinstance(found, dict) else {}
 
 
 def _directory(weights: Path | None) -> Path | None:

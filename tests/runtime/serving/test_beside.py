@@ -61,7 +61,7 @@ def test_a_configuration_that_computes_something_else_is_warned_of(tmp_path: Pat
         place.mkdir()
         (place / "config.json").write_text(json.dumps(said))
     check_configuration(package, weights)
-    (weights / "config.json").write_text(json.dumps({**said, "dtype": "bfloat16", "of_another_version": 1}))
+    (weights / "config.json").write_text(json.dumps({**said, "dtype": "bfloat16", "hidden_size": None, "newer": 1}))
     check_configuration(package, weights / "model.safetensors")
     (weights / "config.json").write_text(
         json.dumps({**said, "rms_norm_eps": 0.1, "rope_parameters": {"rope_theta": 1e4}})
