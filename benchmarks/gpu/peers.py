@@ -54,18 +54,23 @@ class _Group:
         for parameter in self.low:  # whole: of a distributed tensor, new data would say one dtype and have another
             torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to(dtype)))
         self.copies = [copies[id(p)] for p in self.low]
+        self._begin([copies.get(id(p), p) for p in parameters], device)
+
+    def _begin(self, trained: list[Tensor], device: torch.device) -> None:
         for copy in self.copies:
             copy.grad = torch.zeros_like(copy)
-        trained = [copies.get(id(p), p) for p in parameters]
         self.optimizer = torch.optim.AdamW(trained, lr=LR, betas=BETAS, weight_decay=0.0, fused=device.type == "cuda")
 
     @torch.no_grad()
     def step(self) -> None:
+        self._update()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _update(self) -> None:
         _copy([c.grad for c in self.copies], [p.grad for p in self.low])
         self.optimizer.step()
         _copy([p.data for p in self.low], self.copies)
-        for parameter in self.parameters:
-            parameter.grad = None
 
 
 def update(
@@ -89,24 +94,17 @@ def update(
 class _Compiled(_Group):
     """Parameters of one kind that are not f32, whose update is compiled whole."""
 
-    def __init__(self, parameters: list[nn.Parameter], device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(parameters, device, dtype)
+    def _begin(self, trained: list[Tensor], device: torch.device) -> None:
         assert self.low, "f32 has no masters beside"
-        del self.optimizer
-        for copy in self.copies:
-            copy.grad = None
         first, second = ([torch.zeros_like(copy) for copy in self.copies] for _ in range(2))
         self._moments = first, second
         self._count = torch.zeros((), device=device)
-        self._update = torch.compile(update, dynamic=False)
+        self._compiled = torch.compile(update, dynamic=False)
 
-    @torch.no_grad()
-    def step(self) -> None:
+    def _update(self) -> None:
         self._count += 1
         gradients = [p.grad for p in self.low if p.grad is not None]
-        self._update(self.copies, [p.data for p in self.low], gradients, self._moments, self._count)
-        for parameter in self.parameters:
-            parameter.grad = None
+        self._compiled(self.copies, [p.data for p in self.low], gradients, self._moments, self._count)
 
 
 def _copy(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mgraph.codegen.package import MANIFEST
+from mgraph.codegen.triton.aot import most_shared
 from mgraph.compiler import Compilation, compile_package, pipeline_of
 from mgraph.errors import some_of
 from mgraph.ir.graph import Module
@@ -63,13 +64,11 @@ def run(recipe: Recipe, force: bool) -> None:
 
 def unfit_lines(package: Path) -> list[str]:
     """A line for each architecture whose GPUs have not the shared memory that kernels of a package ask for."""
-    from mgraph.codegen.triton.aot import MOST_SHARED
-
     unfit: dict[str, list[str]] = {}
     for kernel in json.loads((package / MANIFEST).read_text(encoding="utf-8"))["kernels"]:
         for binary in (binary for launch in kernel["launches"] for binary in launch["binaries"]):
             arch, names = binary["arch"], unfit.setdefault(binary["arch"], [])
-            if binary["shared"] > MOST_SHARED.get(arch, 227 * 1024) and kernel["name"] not in names:
+            if binary["shared"] > most_shared(arch) and kernel["name"] not in names:
                 names.append(kernel["name"])
     return [
         f"note: {some_of(names)}: not enough shared memory on {arch}, their twins run there, op by op"

@@ -29,8 +29,8 @@ from mgraph.passes.recompute import size_text
 from mgraph.serving_plan import ServingPlan
 
 FORMATS = ("text", "json", "svg", "html")
-SERVED = {"T", "R", "N"}
-"""Dims of what is served: tokens, requests and rows of logits of a step."""
+SERVED = ("N", "R", "T")
+"""Dims of what is served: rows of logits, requests and tokens of a step."""
 _KINDS = {
     "parameters": (StateKind.PARAM,),
     "gradients": (StateKind.GRAD,),
@@ -115,10 +115,10 @@ def wanted_sizes(package: Compiled, given: Mapping[str, int]) -> dict[str, int]:
     """Extents of B and S: as given, or (0) the recipe's; of what is served, of a step in which each of B requests (0:
     one) has a token. Raises OptionError for others than the package is for."""
     module = package.snapshots[-1].module
-    if module.dims.keys() >= SERVED:
+    if package.manifest["kind"] == "serve":
         if given.get("S"):
             raise OptionError("a step that serves has no sequences", str(package.path), "leave out --seq-len")
-        return dict.fromkeys(sorted(SERVED), given.get("B") or 1)
+        return dict.fromkeys(SERVED, given.get("B") or 1)
     wanted = recipe_sizes(package.manifest) | {name: size for name, size in given.items() if size}
     for name in (n for n in wanted if n in module.dims):
         dim, flag = module.dims[name], {"B": "--batch-size", "S": "--seq-len"}[name]

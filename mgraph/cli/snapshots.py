@@ -118,9 +118,9 @@ def open_package(path: Path) -> Compiled:
     if (wrong := damage(manifest)) is not None:
         raise PackageError(wrong, str(file), AGAIN)
     snapshots = tuple(map(_snapshot, sorted((path / "graphs").glob("*" + _ENDING))))
-    absent = [name for name in manifest["files"] if name.startswith("graphs/") and not (path / name).is_file()]
-    if absent or not snapshots or [s.number for s in snapshots] != list(range(len(snapshots))):
-        which = f": {some_of(absent)}" if absent else ""
+    lost = [name for name in manifest["files"] if name.startswith("graphs/") and not (path / name).is_file()]
+    if lost or not snapshots or [s.number for s in snapshots] != list(range(len(snapshots))):
+        which = f": {some_of(lost)}" if lost else ""
         raise PackageError(f"the package lacks graphs of its passes{which}", str(path / "graphs"), AGAIN)
     _say_what_is_edited(path, manifest["files"])
     return Compiled(path, manifest, snapshots)

@@ -25,6 +25,8 @@ from mgraph.ir.graph import Module
 if TYPE_CHECKING:
     import torch
 
+    from mgraph.cli.snapshots import Compiled
+
 Timer = Callable[[Callable[..., Any], Sequence[Sequence[Any]]], float]
 """Gives the seconds of a call of a function, which takes the sets of inputs by turns."""
 MOST_ERROR = {"bf16": 2e-2, "f16": 5e-3, "f32": 1e-4, "f64": 1e-9}
@@ -49,7 +51,7 @@ def run(model: str, sizes: Mapping[str, int], precision: str, base: str, output:
     if path.suffix != ".json" or not path.absolute().parent.is_dir():
         raise OptionError(f"cannot write the profile {path}", "--output", "NAME.json in a directory that exists")
     if not torch.cuda.is_available():
-        if not _is_package(model):  # what is wrong with it is said first
+        if _package(model) is None:  # what is wrong with it is said first
             Recipe(model=model, precision=precision)
             resolve(ModelSpec(model))
         hint = "run it on the machine with the GPU; mgraph compile --profile takes the file on any other"
@@ -73,26 +75,21 @@ def run(model: str, sizes: Mapping[str, int], precision: str, base: str, output:
 def opened(model: str, sizes: Mapping[str, int], precision: str) -> tuple[Module, dict[str, int]]:
     """The final graph of a package, or of a model that is compiled without being written, and extents of B and S."""
     from mgraph.cli.memory import wanted_sizes
-    from mgraph.cli.snapshots import open_package
     from mgraph.compiler import build_module
     from mgraph.recipe import Recipe
 
-    if _is_package(model):
-        package = open_package(Path(model))
+    if (package := _package(model)) is not None:
         return package.snapshots[-1].module, wanted_sizes(package, sizes)
     recipe = Recipe(model=model, precision=precision)
     return build_module(recipe).module, {"B": sizes["B"] or recipe.batch, "S": sizes["S"] or recipe.seq}
 
 
-def _is_package(model: str) -> bool:
-    """Whether what is given is a package's directory. Raises PackageError where it is one that is no whole package, or
-    could only be one that is not there."""
+def _package(model: str) -> Compiled | None:
+    """The package whose directory is given, None for a model. Raises PackageError for a directory that is no whole
+    package, and for what could only be one that is not there."""
     from mgraph.cli.snapshots import open_package
 
-    is_path = Path(model).is_dir() or ("/" in model and ":" not in model)
-    if is_path:
-        open_package(Path(model))
-    return is_path
+    return open_package(Path(model)) if Path(model).is_dir() or ("/" in model and ":" not in model) else None
 
 
 def tuned(

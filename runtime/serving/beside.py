@@ -14,21 +14,20 @@ from typing import Any
 
 from mgraph.errors import DataError
 from mgraph.runtime.checkpoint import Checkpoint
+from mgraph.runtime.export import CONFIG
 from mgraph.runtime.options import flag
 from mgraph.runtime.serving.package_stepper import run_checkpoint
 from mgraph.runtime.tokenizer import TEMPLATE, ByteTokenizer, Tokenizer, holds_tokenizer
 
 GENERATION = "generation_config.json"
 """Beside weights, the file that names the tokens that end a text."""
-CONFIGURATION = "config.json"
-"""Beside weights, and in a package of a transformers model, what it was built from."""
 _OF_NO_STEP = {
     *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
     *("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "initializer_range"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "quantization_config"),
     *("output_router_logits", "router_aux_loss_coef", "pretraining_tp", "id2label", "label2id", "task_specific_params"),
 }
-"""Keys of it that change nothing of what a step that serves computes, or that the package says itself."""
+"""Keys of a config.json that change nothing of what a step that serves computes, or that the package says itself."""
 _MOST_SAID = 4
 
 
@@ -75,12 +74,12 @@ def check_configuration(package: Path, weights: Path | None) -> None:
     directory = _directory(weights)
     if directory is None:
         return
-    compiled, given = (_configuration(place / CONFIGURATION) for place in (package, directory))
+    compiled, given = (_configuration(place / CONFIG) for place in (package, directory))
     unlike = [key for key in sorted(compiled.keys() & given.keys() - _OF_NO_STEP) if compiled[key] != given[key]]
     if unlike:
         said = ", ".join(f"{key} {json.dumps(given[key])} ({json.dumps(compiled[key])})" for key in unlike[:_MOST_SAID])
         more = f" and {len(unlike) - _MOST_SAID} more" * (len(unlike) > _MOST_SAID)
-        message = f"{directory / CONFIGURATION} is not what the package was compiled from: {said}{more}"
+        message = f"{directory / CONFIG} is not what the package was compiled from: {said}{more}"
         warnings.warn(f"{message}; compile {directory} to serve what it says", RuntimeWarning, stacklevel=3)
 
 

@@ -18,9 +18,9 @@ from mgraph.runtime.serving.step import MOST_ALTERNATIVES
 
 MOST_PROMPTS = 2048
 MOST_COMPLAINTS = 1000
+"""About a body: to put more of them into words takes longer than other requests should wait."""
 MOST_UNASKED = 16
 """Tokens of a completion that says no max_tokens, or as many as fit."""
-"""About a body: to put more of them into words takes longer than other requests should wait."""
 
 
 class _First(FailFast):
@@ -131,18 +131,15 @@ class CompletionRequest(_Generation):
         return prompts
 
     def params(self) -> SamplingParams:
-        """As the engine takes them. Raises RequestError."""
+        """As the engine takes them, but for `max_tokens` that are not said: MOST_UNASKED, where the prompts leave room.
+        Raises RequestError."""
         self.check()
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError("best_of other than n is not supported", "best_of", "leave it out")
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("max_tokens 0 is for echo: nothing would be generated", "max_tokens")
         prompt_logprobs = self.logprobs if self.echo else None
-        return self._params(
-            MOST_UNASKED if self.max_tokens is None else self.max_tokens,
-            logprobs=self.logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
+        return self._params(self.max_tokens, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
 
 
 class TextPart(_Body):

@@ -209,14 +209,18 @@ class Scheduler:
 
     def _match(self, request: Request) -> tuple[Tables, Content]:
         """Remembered blocks of its beginning, the last token left out: it must be computed to give logits."""
-        if request.params.prompt_logprobs is not None and request.prompt_rows < len(request.prompt) - 1:
+        if not self._is_looked_up(request):
             return self.pool.tables(), self.pool.root
         return self.pool.match(request.known(0, request.length - 1))
+
+    def _is_looked_up(self, request: Request) -> bool:
+        """Not while log-probabilities of its prompt are wanted, which have to be computed."""
+        return request.params.prompt_logprobs is None or request.prompt_rows >= len(request.prompt) - 1
 
     def _count(self, request: Request) -> None:
         if request.queued is None:
             request.cached = request.computed
-            looked = self.pool.remembers and request.params.prompt_logprobs is None
+            looked = self.pool.remembers and self._is_looked_up(request)
             self.counts.prefix_queries += len(request.prompt) if looked else 0
             self.counts.prefix_hits += request.cached
 

@@ -44,9 +44,7 @@ ALIGNMENT = 16
 WARP_THREADS = 32
 ROOMY = re.compile(r"sm_(90|100)a?")
 """Architectures whose blocks may have 227 KB of shared memory; others have 99 KB or more."""
-MOST_SHARED = {"sm_80": 163 * 1024, "sm_120": 99 * 1024, "sm_120a": 99 * 1024}
-"""Bytes of shared memory that a block may have, by architecture (CUDA C++ Programming Guide, compute capabilities);
-others, of those that packages are for, have 227 KB."""
+_SHARED = {"sm_80": 163 * 1024, "sm_120": 99 * 1024, "sm_120a": 99 * 1024}
 ARCH_PATTERN = re.compile(r"sm_(\d+)(a?)")
 
 
@@ -102,6 +100,11 @@ class _Job:
     def file(self) -> str:
         """Where the package has it."""
         return f"cubin/{self.launch.function}{'.aligned' if self.aligned else ''}.{self.arch}.cubin"
+
+
+def most_shared(arch: str) -> int:
+    """Bytes of shared memory that a block may have (CUDA C++ Programming Guide, compute capabilities)."""
+    return _SHARED.get(arch, 227 * 1024)
 
 
 def build_kernels(

@@ -291,20 +291,20 @@ def _cast(value: str, source: str, target: str) -> str:
 
 
 def _forward_twin(name: str, problem: RmsNorm) -> str:
-    wide, size = WIDE, problem.size
-    scale = scaled_weight(problem, _cast("weight", problem.weight, wide))
+    size = problem.size
+    scale = scaled_weight(problem, _cast("weight", problem.weight, WIDE))
     mean = "wide.square().mean(-1, keepdim=True)"
     if size <= LARGEST_NORM:
         mean = f"torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_({size})"
     normed = "(wide * rstd)"
     # In-place products are computed in the wider of the two dtypes and rounded to that of the left side.
-    y = f"{_cast(normed, wide, problem.x)}.mul_({scale})"
+    y = f"{_cast(normed, WIDE, problem.x)}.mul_({scale})"
     if not problem.rounds_normed:
-        y = _cast(f"{normed}.mul_({scale})", wide, problem.x)
+        y = _cast(f"{normed}.mul_({scale})", WIDE, problem.x)
     return f'''
 def {name}(x, weight):
     """y = {formula(problem)}, and rstd [..., 1]."""
-    wide = {_cast("x", problem.x, wide)}
+    wide = {_cast("x", problem.x, WIDE)}
     mean = {mean}
     rstd = mean.add_({problem.eps!r}).rsqrt_()
     return {y}, rstd
@@ -312,19 +312,19 @@ def {name}(x, weight):
 
 
 def _backward_twin(name: str, problem: RmsNorm) -> str:
-    wide, size = WIDE, problem.size
+    size = problem.size
     head = f'''
 def {name}(dy, x, weight, rstd):
     """dx and dweight of y, from rstd of the forward.
 
     y = {formula(problem)}
     """
-    wide_dy = {_cast("dy", problem.x, wide)}
-    scale = {scaled_weight(problem, _cast("weight", problem.weight, wide))}
-    normed = {_cast("x", problem.x, wide)} * rstd
+    wide_dy = {_cast("dy", problem.x, WIDE)}
+    scale = {scaled_weight(problem, _cast("weight", problem.weight, WIDE))}
+    normed = {_cast("x", problem.x, WIDE)} * rstd
 '''
     if problem.rounds_normed:
-        rounded = _cast(_cast("normed", wide, problem.x), problem.x, wide)
+        rounded = _cast(_cast("normed", WIDE, problem.x), problem.x, WIDE)
         body = f"""    dweight = (wide_dy * {rounded}).reshape(-1, {size}).sum(0)
     dx = wide_dy * scale
     mean = (dx * normed).mean(-1, keepdim=True)
@@ -336,7 +336,7 @@ def {name}(dy, x, weight, rstd):
     # The product has been used up: dx takes its memory.
     dx = torch.mul(wide_dy, scale, out=product)
 """
-    results = f"{_cast('dx', wide, problem.x)}, {_cast('dweight', wide, problem.weight)}"
+    results = f"{_cast('dx', WIDE, problem.x)}, {_cast('dweight', WIDE, problem.weight)}"
     return f"""{head}{body}    dx.addcmul_(normed, mean, value=-1).mul_(rstd)
     return {results}
 """
