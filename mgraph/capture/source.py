@@ -175,6 +175,8 @@ def _transformers(spec: ModelSpec) -> Source:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ModelError(f"transformers refuses the configuration: {reason}", str(path), "correct it") from error
         config._experts_implementation = experts.register()
+        if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+            config._attn_implementation = "eager"  # others leave the cap out, and transformers before 5.21 chooses them
         options = {} if spec.dtype is None else {"dtype": to_torch_dtype(spec.dtype)}
         named = _class_of(transformers, settings, path)
         make = named.from_config if named is transformers.AutoModelForCausalLM else named._from_config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,22 @@ def check_bitwise(spec: ModelSpec) -> None:
 )
 def test_zoo(name: str, dtype: DType | None) -> None:
     check_bitwise(ModelSpec(name, dtype=dtype))
+
+
+@pytest.mark.parametrize("cap", [2.0, None])
+def test_capped_scores_are_never_computed_without_the_cap(
+    cap: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers before 5.21 chooses torch's attention for Gemma 2, which has no cap."""
+    from transformers import Gemma2Config, Gemma2PreTrainedModel
+
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    settings = Gemma2Config(**sizes, **heads, attn_logit_softcapping=cap).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    model = resolve(ModelSpec(f"hf:{tmp_path}")).factory()
+    assert model.config._attn_implementation == ("eager" if cap else "sdpa")
 
 
 @pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
