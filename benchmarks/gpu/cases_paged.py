@@ -108,6 +108,8 @@ CASES = [
         case(f"A3-{requests}x{length // 1024}k", LLAMA_8B, requests, 1, length)
         for requests, length in ((1, 1024), (1, 4096), (1, 32768), (16, 1024), (16, 4096), (64, 1024), (64, 4096))
     ),
+    case("A3-1-odd", LLAMA_8B, 1, 1, 4001),
+    case("A3-16-odd", LLAMA_8B, 16, 1, 1001),
     case("A3-long-8b", LLAMA_8B, 1, 1, 65536),
     case("A3-many-8b", LLAMA_8B, 128, 1, 2048),
     case("A3-window", GPT_OSS, 128, 1, 2048),

@@ -162,6 +162,7 @@ CASES = [
     paged.case("paged-some", PAGED, 1, 1, 1000),
     paged.case("paged-long", PAGED, 2, 1, 777, longest=4096),
     paged.case("paged-narrow", replace(PAGED, value_width=16), 2, 1, 77),
+    paged.case("paged-window", replace(paged.GPT_OSS, heads=8, groups=2), 3, 1, 177),
     paged.case("paged-chunk", replace(paged.GPT_OSS, heads=8, groups=2), 2, 19, 177),
     region.case("region-cap", "bf16", 7, [(1, 1001)], region._capped, lambda x: torch.tanh(x / 30.0) * 30.0),
     region.case("region-softmax", "f32", 7, [(1, 333)], region._softmax, lambda x: torch.softmax(x * 0.125, -1)),

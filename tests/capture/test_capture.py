@@ -54,9 +54,8 @@ def test_capped_scores_are_never_computed_without_the_cap(
     from transformers import Gemma2Config, Gemma2PreTrainedModel
 
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    settings = Gemma2Config(**sizes, **heads, attn_logit_softcapping=cap).to_dict()
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "layer_types": None}
+    settings = {**Gemma2Config().to_dict(), **sizes, "attn_logit_softcapping": cap}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     model = resolve(ModelSpec(f"hf:{tmp_path}")).factory()
     assert model.config._attn_implementation == ("eager" if cap else "sdpa")

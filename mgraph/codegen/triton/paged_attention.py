@@ -125,7 +125,7 @@ def tunings(problem: PagedAttention) -> dict[str, Tuning]:
     """The ways there are: for `single` tokens, which cost the reading of the cache, of those the `long` one for few
     requests whose tables are long, and for a `chunk` of a prompt, whose sums are large."""
     wide = max(_power(problem.width), _power(problem.value_width)) * ITEM_BYTES[problem.dtype]
-    least = max(16, _power(problem.heads // problem.groups))
+    least = _padded(problem.heads // problem.groups)
     single = Tuning(least, 64 if wide <= 256 else 32)
     if wide <= 256 and problem.dtype != "f32":  # so that `per_sm` programs have room
         single = replace(single, most_registers=128)
@@ -265,7 +265,7 @@ def _power(number: int) -> int:
 
 
 def _padded(width: int) -> int:
-    """The width of a tile, of which a product takes at least 16."""
+    """The width or height of a tile, of which a product takes at least 16."""
     return max(16, _power(width))
 
 
@@ -304,13 +304,20 @@ def _score_lines(problem: PagedAttention, masked: bool) -> list[str]:
     return lines
 
 
-def _walk_lines(problem: PagedAttention, cut: Tuning, low: str, high: str, masked: bool) -> str:
-    """A loop over keys from `low` to `high`; where it is not `masked`, the latter is whole tiles away."""
+def _walk_lines(
+    problem: PagedAttention, cut: Tuning, low: str, high: str, masked: bool = True, again: bool = False
+) -> str:
+    """A loop over keys from `low` to `high`; where it is not `masked`, the latter is whole tiles away.
+
+    What is not seen of a tile is not read, or where `again` the nearest key that is seen is read again in its place:
+    loads without masks are copied while others are multiplied.
+    """
     language = f"tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}"
     precision = ', input_precision="ieee"' if problem.dtype == "f32" else ""
     narrow, value_narrow = (width < _padded(width) for width in (problem.width, problem.value_width))
-    k_masks = ["inside[:, None]"] * masked + [f"(wide < {problem.width})[None, :]"] * narrow
-    v_masks = ["inside[:, None]"] * masked + [f"(across < {problem.value_width})[None, :]"] * value_narrow
+    partly = masked and not again
+    k_masks = ["inside[:, None]"] * partly + [f"(wide < {problem.width})[None, :]"] * narrow
+    v_masks = ["inside[:, None]"] * partly + [f"(across < {problem.value_width})[None, :]"] * value_narrow
 
     def mask(conditions: list[str]) -> str:
         return f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
@@ -320,6 +327,11 @@ def _walk_lines(problem: PagedAttention, cut: Tuning, low: str, high: str, maske
     top = ["higher = tl.maximum(top, tl.max(score, 1))"]
     top += ['finite = tl.where(higher == float("-inf"), 0.0, higher)'] if masked else ["finite = higher"]
     entry, offset = _places(problem.block_size, cut.keys)
+    near = "tl.minimum(key, high - 1)"
+    if problem.window:
+        near = f"tl.maximum({near}, lowest)"
+    if again:
+        entry, offset = f"near // {problem.block_size}", f"near % {problem.block_size}"
     rows = f"({offset} * {problem.groups} + group)"
     size = problem.block_size * problem.groups
     values = [
@@ -330,8 +342,9 @@ def _walk_lines(problem: PagedAttention, cut: Tuning, low: str, high: str, maske
     lines = [
         f"key = place + tl.arange(0, {cut.keys})",
         *[f"inside = {inside}"] * masked,
+        *[f"near = {near}"] * again,
         f"entry = blocks_ptr + request * W + {entry}",
-        "block = tl.load(entry" + ", mask=inside, other=0" * masked + ").to(tl.int64)",
+        "block = tl.load(entry" + ", mask=inside, other=0" * partly + ").to(tl.int64)",
         f"k_block = keys_ptr + (block * {size * problem.width})[:, None]",
         f"k = tl.load(k_block + ({rows}[:, None] * {problem.width} + wide[None, :]){mask(k_masks)})",
         *(values if early else ()),
@@ -371,14 +384,15 @@ def _walk_source(name: str, problem: PagedAttention, cut: Tuning, args: tuple[st
     repeat, tokens = problem.heads // problem.groups, _tokens(problem, cut)
     width, value_width = _padded(problem.width), _padded(problem.value_width)
     lowest = f"tl.maximum(0, length - end + first - {problem.window - 1})" if problem.window else "0"
-    walk = _walk_lines(problem, cut, "low", "high", masked=True)
-    # Masks cost nothing beside the reading of the cache, but much beside products of high tiles.
-    if tokens > 1 and not problem.window and not problem.run:
+    lowest_tile = not problem.run and cut.rows == _padded(repeat)
+    walk = _walk_lines(problem, cut, "low", "high", again=lowest_tile)
+    # Masks of scores cost nothing beside the reading of the cache, but much beside products of high tiles.
+    if not lowest_tile and not problem.window and not problem.run:
         bare = _walk_lines(problem, cut, "low", "seen", masked=False)
         walk = (
             f"seen = low + tl.maximum(0, tl.minimum(high, length - end + first + 1) - low) // {cut.keys} * {cut.keys}"
         )
-        rest = _walk_lines(problem, cut, "seen", "high", masked=True)
+        rest = _walk_lines(problem, cut, "seen", "high")
         # A loop that has nothing to do would fill its stages with zeros all the same.
         for ends, lines in (("low < seen", bare), ("seen < high", rest)):
             walk += f"\n        if {ends}:\n            " + lines.replace("\n", "\n    ")
