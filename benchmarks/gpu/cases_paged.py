@@ -110,6 +110,8 @@ CASES = [
     ),
     case("A3-1-odd", LLAMA_8B, 1, 1, 4001),
     case("A3-16-odd", LLAMA_8B, 16, 1, 1001),
+    case("A3-10x1k", LLAMA_8B, 10, 1, 1024),
+    case("A3-12x2k", LLAMA_8B, 12, 1, 2048),
     case("A3-long-8b", LLAMA_8B, 1, 1, 65536),
     case("A3-many-8b", LLAMA_8B, 128, 1, 2048),
     case("A3-window", GPT_OSS, 128, 1, 2048),

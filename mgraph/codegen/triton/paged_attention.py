@@ -47,6 +47,9 @@ FIXED_ROWS, FIXED_RUNS, FIXED_KEYS = 64, 8, 256
 few long sequences, and need more room for their sums."""
 LONG_ROWS = 2048
 """Tables with places for more, all together, are long."""
+IDLE_ROWS = 3500
+"""Where a quarter of the multiprocessors and more would have none of the programs for long tables, and these could have
+read so many rows of all tables meanwhile, there are several programs on each instead."""
 SPAN = 128
 """Starts of requests that are looked at at once."""
 JOINED = {"few": (8, 64), "some": (16, 64), "many": (64, 16)}
@@ -227,8 +230,14 @@ def _dims(problem: PagedAttention, ways: Mapping[str, Tuning]) -> dict[str, Expr
     chunk = _exceeds(("cdiv", "T", ("max", 1, ("mul", "R", 2))), 1)
     dims: dict[str, Expression] = {"chunk": chunk, "long": 0}
     if "long" in ways:
-        wave = _exceeds(("add", 1, "sms"), programs(ways["long"]))
-        dims["long"] = ("mul", _without(1, "chunk"), ("mul", wave, _exceeds(("mul", "R", rows), LONG_ROWS)))
+        all_rows: Expression = ("mul", "R", rows)
+        taken: Expression = ("mul", programs(ways["long"]), splits(ways["long"]))
+        idle = _without("sms", taken)
+        wave = _exceeds(("add", 1, "sms"), taken)
+        many_idle = _exceeds(("mul", "sms", 3), ("mul", taken, 4))
+        much_idle = _exceeds(("mul", idle, all_rows), ("mul", "sms", IDLE_ROWS))
+        taken_well = ("mul", wave, _without(1, ("mul", many_idle, much_idle)))
+        dims["long"] = ("mul", _without(1, "chunk"), ("mul", taken_well, _exceeds(all_rows, LONG_ROWS)))
     dims["single"] = _without(_without(1, "chunk"), "long")
     dims["splits"] = 0
     for way, cut in ways.items():
