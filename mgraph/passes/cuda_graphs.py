@@ -17,6 +17,7 @@ case, but those that call nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -30,7 +31,17 @@ from mgraph.passes.pieces import split
 
 CAPTURED = ("microbatch", "finish", "last")
 """Entries that are called again and again with the same shapes."""
-_GROUPED = ("grouped_matmul", "grouped_outer")
+_GROUPED: Mapping[str, tuple[int, ...]] = {
+    "expert_glu": (0, 3),
+    "expert_glu_grad": (0, 4, 5),
+    "expert_sum": (0, 1),
+    "gathered_outer": (0, 1),
+    "grouped_matmul": (0, 1),
+    "grouped_matmul_sum": (0, 1, 2, 3),
+    "grouped_outer": (0, 1),
+    "grouped_sum": (0,),
+}
+"""Ops with products of groups of rows, and which operands have all widths of these."""
 _AT_ONCE = {DType.BF16: 8, DType.F16: 16, DType.F32: 16}
 """What widths of operands are multiples of where one launch multiplies all groups: torch's of bf16, else a kernel's."""
 _WAITING = frozenset(
@@ -69,7 +80,7 @@ class CudaGraphs(Pass):
             name
             for name, function in module.functions.items()
             for node in function.nodes
-            if node.op in _GROUPED and not all(map(_multiplied_at_once, node.operands[:2]))
+            if node.op in _GROUPED and not _goes_at_once(node)
         )
 
     def run(self, module: Module, report: Report) -> Module:
@@ -204,7 +215,15 @@ def _obstacle(function: Function, node: Node) -> str | None:
     return None
 
 
-def _multiplied_at_once(value: Value) -> bool:
+def _goes_at_once(node: Node) -> bool:
+    """Whether one launch takes all groups of rows, whichever provider is chosen."""
+    operands = [node.operands[place] for place in _GROUPED[node.op]]
+    if node.op == "grouped_sum" and operands[0].tensor.dtype is not DType.BF16:
+        return True  # torch adds the rows of segments
+    return all(map(_is_wide, operands))
+
+
+def _is_wide(value: Value) -> bool:
     """Whether there is one product for all groups that takes an operand."""
     extents = [n for n in value.tensor.shape[-2:] if isinstance(n, int)]
     width = _AT_ONCE.get(value.tensor.dtype)

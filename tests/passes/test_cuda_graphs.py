@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from mgraph.ir.printer import print_module
 from mgraph.ir.torch_bridge import torch_dtype_name
 from mgraph.ir.verifier import verify
 from mgraph.passes.base import Report
+from mgraph.passes.calls import callee, calls
 from mgraph.passes.cuda_graphs import CudaGraphs
 from mgraph.passes.pieces import _shape
 from mgraph.recipe import Recipe
@@ -57,6 +60,39 @@ def test_what_reads_on_the_host_is_not(moe: dict[str, Module]) -> None:
         assert any(miss.node == node.id for node in wide.functions[miss.function].nodes)
         assert "grouped_matmul at models/experts.py" in miss.detail and "on the host" in miss.detail
     assert module.entries["microbatch"].pieces == ("layer.fwd.part1", "layer.bwd.part1")
+
+
+_EXPERTS = ("expert_", "gathered_outer", "grouped_")
+
+
+def _run_by(module: Module, names: Iterable[str]) -> set[str]:
+    """The ops of functions and of what they call."""
+    functions = [module.functions[name] for name in names]
+    inner = [callee(node) for function in functions for node in calls(function)]
+    return {node.op for f in functions for node in f.nodes} | (_run_by(module, inner) if inner else set())
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "at_once"),
+    [
+        ("moe", "d_ff=32", True),
+        ("moe", "d_ff=24", True),  # torch's product of bf16 takes it
+        ("moe", "d_ff=20", False),
+        ("moe", "d_model=40, d_ff=7, top_k=3, shared_d_ff=5", False),
+        ("gpt-oss", "d_ff=20", False),  # sums of groups for biases
+    ],
+)
+def test_what_reads_on_the_host_is_no_graph_when_fused(family: str, sizes: str, at_once: bool, tmp_path: Path) -> None:
+    file = tmp_path / "odd.py"
+    file.write_text(f"from mgraph import models\ndef odd():\n    return models.get({family!r}, 'tiny', {sizes})\n")
+    module = build_module(Recipe(model=f"{file}:odd", precision="bf16")).module
+    entry = module.entries["microbatch"]
+    ops = _run_by(module, [entry.function])
+    expected = {"expert_glu", "expert_glu_grad", "gathered_outer"} if family == "moe" else {"grouped_sum"}
+    assert expected <= ops
+    assert entry.captured == at_once
+    if not at_once:
+        assert entry.pieces and not [op for op in _run_by(module, entry.pieces) if op.startswith(_EXPERTS)]
 
 
 def test_layers_are_graphs_where_asked_for(moe: dict[str, Module]) -> None:
