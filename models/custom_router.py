@@ -2,9 +2,9 @@
 
 A router is a module that is called with the tokens [T, N] of a layer and gives (weights [T, K], experts i64[T, K]), or
 these and a loss f32[] that is added to the model's (a balance, say). K, at most E, is the router's own; weights are of
-any float dtype, and gradients reach the router through them. Experts of a token should differ; the number E, that of
-all experts, drops a choice, whatever its weight. Nothing else is asked of it: it may have parameters, buffers and
-noise, and its states keep their own names (`layers.0.ffn.router.…`).
+any float dtype, and gradients reach the router through them. Experts of a token should differ, and must with
+`--pad-to-capacity`; the number E, that of all experts, drops a choice, whatever its weight. Nothing else is asked of
+it: it may have parameters, buffers and noise, and its states keep their own names (`layers.0.ffn.router.…`).
 
 What fills up rows of several documents is dropped behind it. One whose forward has a second parameter `real`, bool[T],
 is told in such rows which tokens are none of that: it leaves the others out of its loss, and drops them itself

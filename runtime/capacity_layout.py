@@ -11,19 +11,30 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from mgraph.errors import PackageError
 from mgraph.runtime.ops import wide
 
 
 def padded_dispatch(x: Tensor, indices: Tensor, *, num_experts: int, factor: float) -> tuple[Tensor, Tensor]:
     """Rows [E*C, N], each expert's tokens in their order and zeros behind them, and the row of each pair, i64 [T, K],
-    -1 where it was dropped; x [T, N], indices i64 [T, K], E where dropped. C is `ceil(T*K/E * factor)`, at most T."""
+    -1 where it was dropped; x [T, N], indices i64 [T, K], E where dropped. C is `ceil(T*K/E * factor)`, at most T.
+
+    Experts of a token differ, so that no expert has more. Raises PackageError on the CPU, where a look costs nothing,
+    if one has; elsewhere what finds no room is dropped.
+    """
     room = min(indices.shape[0], math.ceil(Fraction(str(factor)) * indices.numel() / num_experts))
     rows, flat = num_experts * room, indices.flatten()
     by_expert, order = flat.sort(stable=True)
     # How many of the same expert come before each.
     before = torch.arange(flat.shape[0], device=flat.device) - torch.searchsorted(by_expert, by_expert)
+    real = by_expert < num_experts
+    if flat.device.type == "cpu" and bool((real & (before >= room)).any()):
+        raise PackageError(
+            f"an expert keeps more than {room} rows, which is its capacity: a router chose it twice for a token",
+            hint="mend the router of the model, or compile without --pad-to-capacity",
+        )
     places = torch.empty_like(flat)
-    places[order] = torch.where(by_expert < num_experts, by_expert * room + before, -1)
+    places[order] = torch.where(real & (before < room), by_expert * room + before, -1)
     # Which pair lies in each row; those that were dropped share a last one, which is cut off.
     pairs = flat.new_full((rows + 1,), -1)
     pairs[places.where(places >= 0, rows)] = torch.arange(flat.shape[0], device=flat.device)

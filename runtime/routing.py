@@ -196,6 +196,9 @@ class Recording:
                 raise RoutingError(f"decisions of {name} at step {step} are {have}, expected {list(shape)}", str(file))
             if layer.numel() and not 0 <= int(layer.min()) <= int(layer.max()) < experts:
                 raise RoutingError(f"{name} at step {step} chose an expert that is none of its {experts}", str(file))
+            ordered = layer.sort(-1).values
+            if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
+                raise RoutingError(f"{name} at step {step} chose an expert twice for a token", str(file))
         if _TOKENS not in found or not torch.equal(found[_TOKENS], _checksum(tokens)):
             raise RoutingError(
                 f"decisions of step {step}, microbatch {microbatch}, are for other tokens",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mgraph.errors import PackageError
 from mgraph.ir.types import DType
 from mgraph.runtime import capacity_layout as c
 from tests.ir.ops.test_capacity_layout import CASES, case
@@ -28,3 +29,11 @@ def test_as_the_ops_say(given: tuple[int, int, int, float], dtype: torch.dtype) 
     torch.testing.assert_close(made[1], wanted[1])
     swapped = c.swap_blocks(rows, first=given[2], second=1)
     assert torch.equal(swapped, body("swap_blocks", rows, first=given[2], second=1))
+
+
+def test_an_expert_that_is_chosen_twice_for_a_token_takes_no_other_experts_rows() -> None:
+    x, indices = torch.randn(3, 4), torch.tensor([[1, 1], [1, 0], [2, 1]])
+    with pytest.raises(PackageError, match="more than 3 rows, which is its capacity"):
+        c.padded_dispatch(x, indices, num_experts=4, factor=2.0)
+    _, places = c.padded_dispatch(x.to("meta"), indices.to("meta"), num_experts=4, factor=2.0)  # there is no look
+    assert places.shape == indices.shape

@@ -112,6 +112,7 @@ def test_wrong_contents_name_layer_and_step(recording: Recording) -> None:
     name = ROUTERS.layers[1]
     for change, told in [
         ({name: whole[name] + 6}, "layers.1.router at step 1 chose an expert that is none of its 6"),
+        ({name: whole[name][..., :1].expand(-1, -1, 2).clone()}, "layers.1.router at step 1 chose an expert twice"),
         ({name: whole[name][:1].clone()}, r"layers.1.router at step 1 are uint8\[1, 5, 2\]"),
     ]:
         save_file({**whole, **change}, file)
