@@ -322,9 +322,9 @@ class Recipe:
             raise OptionError(problem, where="--block-size", hint="a power of two, e.g. 16")
         if self.max_length == 1:
             raise OptionError("max_length is 1", where="--max-length", hint="sequences of at least 2 tokens")
-        if not self.mesh_axes():
+        axes = {*(["ep"] if self.expert_axes() else []), *self.mesh_axes()}
+        if not axes:
             raise OptionError("the mesh is empty", where="--mesh", hint="dp=1 for one process, dp=* for any number")
-        axes = {*self.mesh_axes(), *(["ep"] if self.expert_axes() else [])}
         for name, axis in _OF_AXIS.items():
             if getattr(self, name) != getattr(Recipe, name) and axis not in axes:
                 hint = f"--mesh {self.mesh},{axis}=2, or without {flag_of(name)}"
@@ -352,10 +352,10 @@ class Recipe:
         axes: dict[str, int | None] = {}
         for part in self.mesh.split(",") if self.mesh.strip(", ") else ():
             name, equals, size = part.strip().partition("=")
-            if name == "ep" and size and not size[0].isdecimal() and size != "*":
+            if name == "ep" and size[:1].isalpha():
                 continue  # no axis of its own: expert_axes
             if not equals or not (size == "*" or (size.isdecimal() and int(size) > 0)):
-                hint = "NAME=SIZE, with a size of at least 1, e.g. dp=2, or dp=*"
+                hint = "NAME=SIZE, with a size of at least 1, a whole number, e.g. dp=2; dp alone may be *"
                 raise OptionError(f"mesh axis {part!r}", where="--mesh", hint=hint)
             if name not in MESH_AXES:
                 hint = "data-parallel dp, fully sharded fsdp, tensor-parallel tp and expert-parallel ep"

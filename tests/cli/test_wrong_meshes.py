@@ -29,6 +29,9 @@ CASES: list[tuple[str, list[str]]] = [
     ("dp=0", ["'dp=0'", SIZED]),
     ("tp=-2", ["'tp=-2'", SIZED]),
     ("dp=2,fsdp=0", ["'fsdp=0'", SIZED]),
+    ("ep=-2", ["'ep=-2'", SIZED, "a whole number", "dp alone may be *"]),
+    ("dp=2,ep=-2", ["'ep=-2'", SIZED]),
+    ("ep=0", ["'ep=0'", SIZED]),
     ("fsdp=*", ["fsdp has no size", "fsdp=2"]),
     ("dp=*,tp=*", ["tp has no size", "tp=2"]),
     # axes
@@ -43,6 +46,7 @@ CASES: list[tuple[str, list[str]]] = [
     *[
         (mesh, ["does not say over which axes experts lie", "ep=dp*fsdp"])
         for mesh in (
+            "ep=fsdp",
             "dp=2,ep=fsdp",
             "dp=*,ep=dp",
             "tp=2,ep=tp",
