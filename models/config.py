@@ -46,6 +46,20 @@ class Yarn:
 
 RopeScaling = Linear | Llama3 | Yarn
 
+_SIZES = (
+    "vocab_size",
+    "d_model",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "d_ff",
+    "top_k",
+    "num_groups",
+    "top_groups",
+)
+_OR_NONE = ("head_width", "window", "num_experts", "shared_d_ff")
+"""Sizes of which 0 means that there is none."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -132,7 +146,7 @@ class ModelConfig:
     capacity_keeps: Literal["weight", "position"] = "weight"
     """A full expert keeps the tokens of largest weight, or the first ones."""
     jitter: float = 0.0
-    """In training, the router's input is multiplied by random numbers in 1 - jitter .. 1 + jitter."""
+    """In training, the router's input is multiplied by random numbers in 1 - jitter .. 1 + jitter; below 1."""
     choice_jitter: float = 0.0
     """As `jitter`, of the scores by which experts are chosen, and of them alone: weights have no noise."""
     balance_loss: float = 0.0
@@ -167,6 +181,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self._check_words()
+        self._check_sizes()
         if (not self.head_width and self.d_model % self.num_heads) or self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"d_model {self.d_model} must be a multiple of num_heads {self.num_heads} (or head_width be given), "
@@ -231,10 +246,21 @@ class ModelConfig:
             if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, and must be one of {', '.join(get_args(hint))}")
 
+    def _check_sizes(self) -> None:
+        for name in (*_SIZES, *_OR_NONE):
+            value, least = getattr(self, name), 0 if name in _OR_NONE else 1
+            if not isinstance(value, int) or value < least:
+                none = "" if least else ", or 0 for none"
+                raise ValueError(f"{name} is {value!r}, and must be a whole number of at least 1{none}")
+
     def _check_router_numbers(self) -> None:
-        for name in ("capacity_factor", "jitter", "choice_jitter", "balance_loss", "z_loss"):
+        for name in ("capacity_factor", "balance_loss", "z_loss"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:  # written so that nan fails too
                 raise ValueError(f"{name} is {value}, and must be positive and finite, or 0 for none")
+        for name in ("jitter", "choice_jitter"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:  # from 1 on a factor could be 0, or turn the sign
+                raise ValueError(f"{name} is {value}, and must be at least 0, for none, and less than 1")
         if not math.isfinite(self.routed_scale):
             raise ValueError(f"routed_scale is {self.routed_scale}, and must be finite")

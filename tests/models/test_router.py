@@ -90,7 +90,11 @@ def test_jitter_is_for_training_only() -> None:
     [
         ({"router": "soft"}, "router is 'soft', and must be one of softmax, topk_softmax, sigmoid"),
         ({"capacity_keeps": "first"}, "capacity_keeps is 'first', and must be one of weight, position"),
-        ({"jitter": -5.0}, "jitter is -5.0, and must be positive and finite, or 0 for none"),
+        ({"jitter": -5.0}, "jitter is -5.0, and must be at least 0, for none, and less than 1"),
+        ({"jitter": 2.0}, "jitter is 2.0, and must be at least 0, for none, and less than 1"),
+        ({"jitter": float("nan")}, "jitter is nan, and must be"),
+        ({"choice_jitter": 1.0}, "choice_jitter is 1.0, and must be at least 0, for none, and less than 1"),
+        ({"capacity_factor": -1.0}, "capacity_factor is -1.0, and must be positive and finite, or 0 for none"),
         ({"balance_loss": float("nan")}, "balance_loss is nan, and must be"),
         ({"z_loss": float("inf")}, "z_loss is inf, and must be"),
         ({"routed_scale": float("nan")}, "routed_scale is nan, and must be finite"),

@@ -36,6 +36,13 @@ def test_published_sizes(name: str, size: str, parameters: int) -> None:
     ("changes", "message"),
     [
         ({"num_heads": 3}, "multiple of num_heads"),
+        ({"num_heads": 0}, "num_heads is 0, and must be a whole number of at least 1$"),
+        ({"d_ff": 64.0}, "d_ff is 64.0, and must be a whole number of at least 1$"),
+        ({"num_layers": -1}, "num_layers is -1, and must"),
+        ({"num_experts": -4}, "num_experts is -4, and must be a whole number of at least 1, or 0 for none"),
+        ({"num_experts": 8, "shared_d_ff": -4}, "shared_d_ff is -4, and must be a whole number of at least 1, or 0"),
+        ({"num_experts": 8, "num_groups": 0}, "num_groups is 0, and must"),
+        ({"num_experts": 8, "top_k": 0}, "top_k is 0, and must"),
         ({"rope_fraction": 0.2}, "rotates 3 of 16"),
         ({"window_pattern": 2}, "need a window"),
         ({"window": 4, "window_pattern": (True,)}, "1 flags for 2 layers"),
