@@ -25,23 +25,43 @@ from torch import Tensor, nn
 from .config import ModelConfig
 
 Choice = tuple[Tensor, Tensor, Tensor | None]
+_OF_ROUTER = (
+    "router",
+    "renormalize",
+    "routed_scale",
+    "num_groups",
+    "top_groups",
+    "router_bias",
+    "selection_bias",
+    "capacity_factor",
+    "capacity_keeps",
+    "jitter",
+    "choice_jitter",
+    "balance_loss",
+    "z_loss",
+)
+"""Options of a model that the zoo's router alone reads; `top_k` is one that others may take, too."""
 _CONTRACT = "expected (weights [T, K], experts i64[T, K]) or these and a loss f32[]"
 
 
 def use_router(model: nn.Module, make: Callable[[ModelConfig], nn.Module]) -> nn.Module:
     """The model with `make(config)` as the router of every layer that has experts; a router for each.
 
-    Raises ValueError where no layer has experts, or where they have a capacity, which is kept by the router that is
-    replaced; TypeError where `make` gives no module.
+    Raises ValueError where no layer has experts, or where the model was given options that the router which is replaced
+    would follow (a loss, a capacity): nobody would; TypeError where `make` gives no module.
     """
     from .experts import Experts
 
     layers = [module for module in model.modules() if isinstance(module, Experts)]
     if not layers:
         raise ValueError("no layer of the model has experts, and so a router")
-    if any(layer.config.capacity_factor for layer in layers):
+    lost = [name for name in _OF_ROUTER if any(_asks(layer.config, name) for layer in layers)]
+    if lost:
+        capacity = " (a capacity by models.capacity.within_capacity)" if "capacity_factor" in lost else ""
+        without = ", ".join(f"{name}={getattr(ModelConfig, name)!r}" for name in lost)
         raise ValueError(
-            "capacity_factor is for the router of the zoo; a router of your own calls models.capacity.within_capacity"
+            f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'} for the router of the zoo; a router of your own "
+            f"has to do that itself{capacity}: build the model with {without}"
         )
     for layer in layers:
         router = make(layer.config)
@@ -49,6 +69,12 @@ def use_router(model: nn.Module, make: Callable[[ModelConfig], nn.Module]) -> nn
             raise TypeError(f"the router is a {type(router).__name__}, expected a module")
         layer.router = router
     return model
+
+
+def _asks(config: ModelConfig, name: str) -> bool:
+    """Whether an option asks the zoo's router for something; with one expert a token, `renormalize` has no choice."""
+    forced = name == "renormalize" and config.top_k == 1
+    return not forced and getattr(config, name) != getattr(ModelConfig, name)
 
 
 def checked(made: Any, router: nn.Module, tokens: Tensor, num_experts: int) -> Choice:

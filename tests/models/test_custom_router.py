@@ -83,9 +83,29 @@ def test_the_number_of_all_experts_drops_a_choice(bias: bool) -> None:
         torch.testing.assert_close(got, other, rtol=1e-3, atol=1e-6)
 
 
-def test_a_capacity_is_kept_by_the_router_that_is_replaced() -> None:
-    with pytest.raises(ValueError, match="capacity_factor is for the router of the zoo"):
-        use_router(models.get("moe", "tiny", capacity_factor=1.0), lambda config: Hash())
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"capacity_factor": 1.0}, "capacity_factor is for the router of the zoo.* by models.capacity.within_capacity"),
+        ({"capacity_keeps": "position"}, "capacity_keeps is for .* has to do that itself"),
+        ({"balance_loss": 0.1}, "balance_loss is for .* itself: build the model with balance_loss=0.0$"),
+        ({"jitter": 0.1, "z_loss": 0.1}, "jitter, z_loss are for .*: build the model with jitter=0.0, z_loss=0.0$"),
+        ({"choice_jitter": 0.1}, "choice_jitter is for"),
+        ({"renormalize": False, "routed_scale": 2.5}, "renormalize, routed_scale are for .*renormalize=True"),
+        ({"router": "topk_softmax", "router_bias": True}, "router, router_bias are for .* with router='softmax', "),
+        ({"router": "sigmoid", "selection_bias": True}, "router, selection_bias are for"),
+        ({"num_groups": 4, "top_groups": 2}, "num_groups, top_groups are for"),
+    ],
+    ids=str,
+)
+def test_what_the_router_that_is_replaced_would_do_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        use_router(models.get("moe", "tiny", **options), lambda config: Hash())
+
+
+@pytest.mark.parametrize("options", [{"top_k": 3}, {"top_k": 1, "renormalize": False}, {"shared_d_ff": 48}], ids=str)
+def test_what_is_not_of_the_router_alone_stays(options: dict[str, Any]) -> None:
+    use_router(models.get("moe", "tiny", **options), lambda config: Hash())
 
 
 WEIGHTS, EXPERTS = torch.rand(6, 2), torch.zeros(6, 2, dtype=torch.int64)
