@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgraph.errors import MgraphError, OptionError, PackageError
+from mgraph.errors import MgraphError, OptionError, PackageError, storage_hint
 from mgraph.runtime.package import Package
 from mgraph.runtime.weight_files import write_file
 
@@ -32,6 +32,8 @@ ROUTING = "routing"
 INDEX = "routing.json"
 _FORMAT, _TOKENS = "mgraph-routing 1", "tokens"
 _NARROW = 256  # experts that a byte numbers
+_DTYPES = {"U8": "uint8", "I16": "int16"}  # as files name them
+_AGAIN = "record them again, with --record-routing"
 
 
 class RoutingError(MgraphError):
@@ -166,7 +168,7 @@ class Recording:
                 raise RoutingError(f"recorded for {found.get(key)} {text}, and here are {wanted[key]}", str(file), hint)
 
     def check_steps(self, first: int, last: int) -> None:
-        """Raise RoutingError unless all microbatches of these steps are there."""
+        """Raise RoutingError unless all microbatches of these steps are there, in whole files of these sizes."""
         for step in range(first, last + 1):
             for microbatch in range(self.sizes.microbatches):
                 if not self.file(step, microbatch).is_file():
@@ -175,6 +177,30 @@ class Recording:
                         f"--steps {step - 1} at most" if step > first else "--replay-routing of a run with these steps"
                     )
                     raise RoutingError(f"no decisions of {what} were recorded", str(self.path), hint)
+                self._check_file(step, self.file(step, microbatch))
+
+    def _check_file(self, step: int, file: Path) -> None:
+        """Look at what a file says that it holds, which it is as long as: at no decision."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(file, framework="pt") as opened:
+                parts = {name: opened.get_slice(name) for name in opened.offset_keys()}
+        except (SafetensorError, OSError) as error:
+            raise _not_read(step, file, error) from error
+        held = {n: f"{_DTYPES.get(p.get_dtype(), p.get_dtype())}{list(p.get_shape())}" for n, p in parts.items()}
+        self._check_held(held, (self.sizes.batch, self.sizes.seq), step, file)
+
+    def _check_held(self, held: Mapping[str, str], tokens: Sequence[int], step: int, file: Path) -> None:
+        """Raise RoutingError unless what is held, dtypes and shapes by name, has decisions of all routers for tokens of
+        this shape."""
+        wanted = f"{_told(self.dtype)}{[*tokens, self.routers.choices]}"
+        for name in self.routers.layers:
+            if name not in held:
+                raise RoutingError(f"step {step} has no decisions of {name}", str(file), _AGAIN)
+            if held[name] != wanted:
+                text = f"decisions of {name} at step {step} are {held[name]}, expected {wanted}"
+                raise RoutingError(text, str(file), _AGAIN)
 
     def read(self, step: int, microbatch: int, tokens: Tensor) -> Tensor:
         """What was decided for tokens i64[B, S]: i16[B, S, L, K] on the CPU. Raises RoutingError."""
@@ -185,20 +211,17 @@ class Recording:
         try:
             found = load_file(file)
         except (SafetensorError, OSError) as error:
-            raise RoutingError(f"decisions of step {step} cannot be read: {error}", str(file)) from error
-        shape = (*tokens.shape, self.routers.choices)
+            raise _not_read(step, file, error) from error
+        held = {name: f"{_told(tensor.dtype)}{list(tensor.shape)}" for name, tensor in found.items()}
+        self._check_held(held, tokens.shape, step, file)
         for name, experts in zip(self.routers.layers, self.routers.experts, strict=True):
-            layer = found.get(name)
-            if layer is None:
-                raise RoutingError(f"step {step} has no decisions of {name}", str(file))
-            if tuple(layer.shape) != shape or layer.dtype is not self.dtype:
-                have = f"{str(layer.dtype).removeprefix('torch.')}{list(layer.shape)}"
-                raise RoutingError(f"decisions of {name} at step {step} are {have}, expected {list(shape)}", str(file))
+            layer = found[name]
             if layer.numel() and not 0 <= int(layer.min()) <= int(layer.max()) < experts:
-                raise RoutingError(f"{name} at step {step} chose an expert that is none of its {experts}", str(file))
+                text = f"{name} at step {step} chose an expert that is none of its {experts}"
+                raise RoutingError(text, str(file), _AGAIN)
             ordered = layer.sort(-1).values
             if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
-                raise RoutingError(f"{name} at step {step} chose an expert twice for a token", str(file))
+                raise RoutingError(f"{name} at step {step} chose an expert twice for a token", str(file), _AGAIN)
         if _TOKENS not in found or not torch.equal(found[_TOKENS], _checksum(tokens)):
             raise RoutingError(
                 f"decisions of step {step}, microbatch {microbatch}, are for other tokens",
@@ -248,8 +271,20 @@ def _rename_into(file: Path, content: bytes) -> None:
     os.replace(unfinished, file)
 
 
+def _told(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _not_read(step: int, file: Path, error: Exception) -> RoutingError:
+    return RoutingError(f"decisions of step {step} cannot be read: {error}", str(file), _AGAIN)
+
+
 def _not_written(where: Path, error: OSError) -> RoutingError:
-    return RoutingError(f"decisions cannot be written: {error.strerror}", str(where), "a directory with room")
+    reason, hint = error.strerror, f"{storage_hint(error)} directory"
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        taken = next((place for place in (where, *where.parents) if place.is_file()), where)
+        reason, hint = f"{taken} is a file", "a directory that is new or empty"
+    return RoutingError(f"decisions cannot be written: {reason}", str(where), hint)
 
 
 @dataclass(frozen=True)

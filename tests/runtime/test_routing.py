@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,9 +102,52 @@ def test_missing_steps_and_files_are_told_of(recording: Recording) -> None:
     recording.file(2, 1).unlink()
     with pytest.raises(MgraphError, match="no decisions of microbatch 1 of step 2"):
         recording.check_steps(1, 2)
-    recording.file(1, 2).write_bytes(b"cut off")
-    with pytest.raises(MgraphError, match="decisions of step 1 cannot be read"):
-        recording.read(1, 2, tokens(2))
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def spoilt(file: Path) -> None:
+    file.write_bytes(b"\xff" * file.stat().st_size)
+
+
+def of_fewer(file: Path) -> None:
+    save_file({name: tensor[:1].clone() for name, tensor in load_file(file).items()}, file)
+
+
+def of_others(file: Path) -> None:
+    save_file({"tokens": load_file(file)["tokens"]}, file)
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (cut, "decisions of step 2 cannot be read: "),
+        (spoilt, "decisions of step 2 cannot be read: "),
+        (of_fewer, r"layers\.0\.router at step 2 are uint8\[1, 5, 2\], expected uint8\[2, 5, 2\]"),
+        (of_others, r"step 2 has no decisions of layers\.0\.router"),
+    ],
+)
+def test_all_files_are_looked_at_before_the_first_step(
+    recording: Recording, harm: Callable[[Path], None], told: str
+) -> None:
+    harm(recording.file(2, 1))
+    recording.check_steps(1, 1)
+    for check in (lambda: recording.check_steps(1, 2), lambda: recording.read(2, 1, tokens(1))):
+        with pytest.raises(RoutingError, match=told) as caught:
+            check()
+        assert caught.value.where == str(recording.file(2, 1))
+        assert caught.value.hint == "record them again, with --record-routing"
+
+
+@pytest.mark.parametrize("below", ["", "more/decisions"])
+def test_a_file_in_the_place_of_the_directory_is_told_of(tmp_path: Path, below: str) -> None:
+    file = tmp_path / "decisions"
+    file.write_text("")
+    with pytest.raises(RoutingError, match=f"decisions cannot be written: {file} is a file") as caught:
+        Recording(file / below, ROUTERS, SIZES).begin(resumed=False)
+    assert caught.value.hint == "a directory that is new or empty"
 
 
 def test_wrong_contents_name_layer_and_step(recording: Recording) -> None:
