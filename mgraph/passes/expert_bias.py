@@ -11,8 +11,9 @@ After (state `layers.0.bias.load: i64[E]`, which data-parallel sums over the ran
     entry microbatch … updates (…, layers.0.bias.load)
     func @finish(%lr) { … = expert_bias_update(@layers.0.bias, @layers.0.bias.load, %finite) {rate = 0.001} … }
 
-With `report` the choices of all routers count, those without a bias by a state beside the weight that makes their
-logits or, of a router that was not raised, beside the first weight of the experts, and `finish` has an output more,
+A router that was not raised, for the noise in its scores, say, has a bias where its choice shows one. With `report` the
+choices of all routers count, those without a bias by a state beside the weight that makes their logits or, of a router
+that was not raised, beside the first weight of the experts, and `finish` has an output more,
 `expert_loads: i64[..]`, the loads of all layers one after the other.
 
 A choice counts where it takes tokens to experts: where these have a capacity, what they drop is not counted. Only
@@ -30,10 +31,11 @@ from mgraph.ir.builder import FunctionBuilder, rebuild
 from mgraph.ir.graph import Function, Module, Node, Phase, StateKind, Value
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.counting import LOAD, Counting, with_counts_told
-from mgraph.passes.expert_ways import num_experts, owner_of, router_of, taken_choice
+from mgraph.passes.expert_ways import bias_of, kept_in, num_experts, owner_of, taken_choice
 
 LOADS = "expert_loads"
 """The output of `finish` that has the loads of all layers."""
+_HINT = "a router that adds a buffer, one number for each expert, to its scores; or leave out --expert-bias-rate"
 
 
 @dataclass(frozen=True)
@@ -51,17 +53,14 @@ class ExpertBias(Pass):
 
     def run(self, module: Module, report: Report) -> Module:
         """Count in `microbatch`, update in `finish`."""
-        counting = _Loads(module, self.name, report, every=self.report)
+        counting = _Loads(module, self.name, report, every=self.report, moved=bool(self.rate))
         counted, loads = counting.everywhere("microbatch")
         if self.report and not loads:
             hint = "leave it out; mgraph explain PKG raise-moe says why no experts were found in a model that has some"
             raise PassError("the model has no experts whose loads could be told", "--expert-load", hint)
         biases = [key for key in loads if key in counting.biases]
         if self.rate and not biases:
-            hint = (
-                "a router with a buffer that is added to its scores; mgraph explain PKG moe_route says what was raised"
-            )
-            raise PassError("no router has a bias that its load could move", "--expert-bias-rate", hint)
+            raise PassError("no router has a bias that its load could move", "--expert-bias-rate", _HINT)
         report.count("biases", len(biases))
         if self.report:
             report.count("loads", len(loads))
@@ -103,9 +102,12 @@ class _Loads(Counting):
     """Counts the choices that tokens are taken to experts by; with `every` those of routers without a bias, too."""
 
     every: bool = False
+    moved: bool = True
+    """Whether the biases are moved, which therefore have to be buffers."""
     choices: dict[Value, int] = field(default_factory=dict)
     """How many experts a token chooses, by what the load of a router belongs to."""
-    biases: set[Value] = field(default_factory=set)
+    biases: dict[Value, Node] = field(default_factory=dict)
+    """Biases, each with the node that adds it to scores."""
     _seen: set[tuple[str, Value]] = field(default_factory=set)
     """Choices by function: copies of one share their values."""
 
@@ -118,31 +120,40 @@ class _Loads(Counting):
         if choice is None or (function.name, choice) in self._seen:
             return None
         self._seen.add((function.name, choice))
-        router = router_of(function, choice)
-        biased = router is not None and len(router.operands) == 2
+        experts = num_experts(function, node)
+        biased = bias_of(function, choice, experts)
         if not (self.every or biased):
             return None
-        owner = self._bias(function, router) if router is not None and biased else owner_of(function, node, choice)
+        owner = self._bias(function, *biased) if biased else None
+        owner = owner or owner_of(function, node, choice)
         self.choices[owner] = int(str(choice.tensor.shape[1]))
-        return owner, builder.one("expert_counts", choice, num_experts=num_experts(function, node))
+        return owner, builder.one("expert_counts", choice, num_experts=experts)
 
     def handed(self, owner: Value, slot: Value, node: Node) -> None:
         """What is handed over as a bias is a buffer, or a slot again."""
         self.choices[owner] = self.choices[slot]
         if slot in self.biases:
-            self.biases.add(owner)
-            self._check(owner, node)
+            self.biases[owner] = self.biases[slot]
+            self._check(owner)
 
-    def _bias(self, function: Function, router: Node) -> Value:
-        bias = router.operands[1]
-        if not bias.is_state and bias not in function.slots:
-            hint = "add a buffer to the scores"
-            raise PassError(f"the router's bias {bias!r} is no buffer", str(router.origin), hint)
-        self.biases.add(bias)
-        self._check(bias, router)
-        return bias
+    def _bias(self, function: Function, bias: Value, adder: Node) -> Value | None:
+        """The state or slot that has a bias; None where it is another form of one, which does to tell loads."""
+        kept = kept_in(function, bias)
+        if kept is None and self.moved:
+            raise PassError(f"the router's bias {bias!r} is computed, and no buffer", str(adder.origin), _HINT)
+        if kept is None or (kept is not bias and not self.moved):
+            return None
+        self.biases[kept] = adder
+        self._check(kept)
+        return kept
 
-    def _check(self, bias: Value, node: Node) -> None:
-        if bias.is_state and self.module.state[bias.name].kind is not StateKind.BUFFER:
-            hint = "register it as a buffer"
-            raise PassError(f"the router's bias {bias.name} is no buffer", str(node.origin), hint)
+    def _check(self, bias: Value) -> None:
+        """Raise PassError where a bias is to be moved that is no buffer of a number for each expert."""
+        if not (self.moved and bias.is_state):
+            return
+        declared, where = self.module.state[bias.name], str(self.biases[bias].origin)
+        if declared.kind is not StateKind.BUFFER:
+            kept = "a parameter of its class" if declared.kind is StateKind.PARAM else "no buffer"
+            raise PassError(f"the router's bias {bias.name} is {kept}, which the rate cannot move", where, _HINT)
+        if len(bias.tensor.shape) != 1:
+            raise PassError(f"the router's bias {bias.name} is {bias.tensor}, and not of one dim", where, _HINT)

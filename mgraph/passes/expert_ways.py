@@ -11,6 +11,8 @@ TAKES = ("moe_dispatch", "padded_dispatch", "expert_send", "split_rows")
 """Ops that take tokens to the experts that are chosen, and with them the choice that counts."""
 _THROUGH = VIEWS | {"cast", "gather", "wait"}
 """Ops whose result is their first operand in another form."""
+_ON_THE_WAY = _THROUGH | {"aten.add.Tensor", "aten.mul.Tensor", "aten.masked_fill.Scalar"}
+"""What noise and groups do to scores with a bias before the best are chosen."""
 
 
 def taken_choice(function: Function, node: Node) -> Value | None:
@@ -28,6 +30,34 @@ def router_of(function: Function, choice: Value) -> Node | None:
     """The raised router whose choice this is, or was before it was replayed or cut to what experts have room for; None
     where a router that was not raised made it."""
     return next((maker for maker in _makers(function, choice) if maker.op == "moe_route"), None)
+
+
+def bias_of(function: Function, choice: Value, experts: int) -> tuple[Value, Node] | None:
+    """What is added to scores for a choice alone, and the node that does; None where nothing is. Of a router that was
+    not raised (noise is in its scores, say) this is what it adds of a number for each expert, the last before it
+    chooses."""
+    router = router_of(function, choice)
+    if router is not None:
+        return (router.operands[1], router) if len(router.operands) == 2 else None
+    made = function.producers()
+    ahead = [maker.operands[0] for maker in _makers(function, choice) if maker.op == "aten.topk.default"]
+    for value in ahead:
+        maker = made.get(value)
+        if maker is None or maker.op not in _ON_THE_WAY:
+            continue
+        for operand in maker.operands if maker.op == "aten.add.Tensor" else ():
+            if operand.tensor.shape == (experts,) and kept_in(function, operand) is not None:
+                return operand, maker
+        ahead += [v for v in maker.operands if v not in ahead]
+    return None
+
+
+def kept_in(function: Function, value: Value) -> Value | None:
+    """The state or slot that a value is, or is another form of; None where it is computed."""
+    made = function.producers()
+    while value in made and made[value].op in _THROUGH:
+        value = made[value].operands[0]
+    return value if value.is_state or value in function.slots else None
 
 
 def num_experts(function: Function, node: Node) -> int:
@@ -76,14 +106,12 @@ def _router_weight(function: Function, router: Node, experts: int) -> Value | No
 
 def _expert_weight(function: Function, node: Node, experts: int) -> Value:
     """The first weight that what a way takes to experts is multiplied with."""
-    made, users, ahead = function.producers(), function.users(), [node]
+    users, ahead = function.users(), [node]
     for each in ahead:
         for value in each.operands:
-            while value in made and made[value].op in _THROUGH:
-                value = made[value].operands[0]
-            given = value.is_state or value in function.slots
-            if given and len(value.tensor.shape) > 1 and value.tensor.shape[0] == experts:
-                return value
+            kept = kept_in(function, value)
+            if kept is not None and len(kept.tensor.shape) > 1 and kept.tensor.shape[0] == experts:
+                return kept
         ahead += [user for value in each.results for user in users.get(value, []) if user not in ahead]
     hint = "experts whose weights are [experts, ...]"
     raise PassError(f"no weights of {experts} experts are behind %{node.id}", str(node.origin), hint)

@@ -59,6 +59,26 @@ def test_recomputation_counts_once(tmp_path: Path) -> None:
     _follows_eager(build(MODEL, tmp_path, expert_bias_rate=RATE, recompute="full"))
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+def test_noise_in_the_choice_keeps_no_bias_from_moving(groups: int, tmp_path: Path) -> None:
+    """Such routers are not raised; what noise chose counts."""
+    file = tmp_path / "noisy.py"
+    options = f"choice_jitter=0.3, num_groups={groups}, top_groups={min(groups, 2)}"
+    file.write_text(f'from mgraph import models\n\nmodel = lambda: models.get("moe", "tiny-grouped", {options})\n')
+    out = tmp_path / "out"
+    compile_package(Recipe(model=f"{file}:model", output=str(out), arch="none", expert_bias_rate=RATE))
+    package = load_package(out, "cpu")
+    state = create_state(package.state_specs, 3, "cpu")
+    for tokens, labels in batches(2, batch=4):
+        package.call("microbatch", state, tokens, labels)
+        before = [(state[name].clone(), state[f"{name}.load"].clone()) for name in BIASES]
+        package.call("finish", state, torch.tensor(1e-3))
+        for name, (bias, load) in zip(BIASES, before, strict=True):
+            assert int(load.sum()) == 2 * tokens.numel()
+            moved = bias + RATE * torch.sign(load.double().mean() - load).to(bias)
+            torch.testing.assert_close(state[name], moved, rtol=0, atol=1e-6)
+
+
 def test_a_step_that_is_not_finite_moves_no_bias(built: Build) -> None:
     package = load_package(built.path, "cpu")
     state = create_state(package.state_specs, 3, "cpu")

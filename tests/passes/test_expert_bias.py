@@ -48,12 +48,34 @@ entry finish = @finish -> (finite) updates (@acc)
 """
 
 
-def module() -> Module:
+ROUTE = '  %w: f32[B, 2], %i: i64[B, 2] = moe_route(%x, %bias) {score = "sigmoid", top_k = 2} AT\n'
+SCORES = "  %scores: f32[B, 4] = aten.sigmoid.default(%x) AT\n"
+CHOICE = "  %w: f32[B, 2], %i: i64[B, 2] = aten.topk.default(%choice) {k = 2} AT\n"
+NOISE_OVER_BOTH = f"""{SCORES}  %biased: f32[B, 4] = aten.add.Tensor(%scores, %bias) AT
+  %noise: f32[B, 4] = aten.add.Tensor(%x) {{other = 1}} AT
+  %choice: f32[B, 4] = aten.mul.Tensor(%biased, %noise) AT
+{CHOICE}"""
+NOISE_BESIDE_A_VIEW = f"""{SCORES}  %noisy: f32[B, 4] = aten.add.Tensor(%scores, %x) AT
+  %row: f32[1, 4] = reshape(%bias) {{shape = [1, 4]}} AT
+  %vector: f32[4] = reshape(%row) {{shape = [4]}} AT
+  %choice: f32[B, 4] = aten.add.Tensor(%vector, %noisy) AT
+{CHOICE}"""
+NO_BIAS = f"""{SCORES}  %choice: f32[B, 4] = aten.mul.Tensor(%scores, %x) AT
+{CHOICE}"""
+
+
+def module(text: str = TEXT) -> Module:
     """Two layers, each a function within a function, with a second route as recomputation makes it."""
     at = 'forward at "layers.*" "model.py":3 by capture'
-    made = parse_module(TEXT.replace("AT", at).replace("BACK", at.replace("forward", "backward", 1)))
+    made = parse_module(text.replace("AT", at).replace("BACK", at.replace("forward", "backward", 1)))
     verify(made)
     return made
+
+
+def with_kind(before: Module, kind: StateKind) -> Module:
+    """The module with the second bias of another kind."""
+    other = replace(before.state["b.bias"], kind=kind)
+    return replace(before, state={**before.state, "b.bias": other})
 
 
 def test_loads_go_through_calls_and_only_forward_nodes_count() -> None:
@@ -91,13 +113,54 @@ def test_a_bias_that_two_layers_share_has_one_load() -> None:
     assert calls[1].operands[-1] is calls[0].results[-1], "the second layer adds to what the first gave"
 
 
-def test_a_bias_that_is_no_buffer_is_refused() -> None:
-    before = module()
-    state = {
-        n: replace(s, kind=StateKind.PARAM, trainable=True) if n == "b.bias" else s for n, s in before.state.items()
-    }
-    with pytest.raises(PassError, match=r"the router's bias b.bias is no buffer"):
+@pytest.mark.parametrize(
+    ("kind", "said"), [(StateKind.PARAM, "a parameter of its class"), (StateKind.SCALAR, "no buf")]
+)
+def test_a_bias_that_is_no_buffer_is_refused(kind: StateKind, said: str) -> None:
+    before = with_kind(module(), kind)
+    with pytest.raises(PassError, match=f"the router's bias b.bias is {said}.*, which the rate cannot move") as caught:
+        ExpertBias().run(before, Report())
+    assert caught.value.where == "model.py:3" and caught.value.hint
+    after = ExpertBias(rate=0.0, report=True).run(before, Report())
+    assert [s.name for s in count_states(after.state)] == ["a.bias.load", "b.bias.load"], "loads are told of any"
+
+
+def as_rows() -> str:
+    """The text with biases [1, 4], as a class has them that squeezes them."""
+    routed = ROUTE.replace("%bias", "%vector")
+    text = TEXT.replace(ROUTE, f"  %vector: f32[4] = reshape(%bias) {{shape = [4]}} AT\n{routed}")
+    return text.replace("moe_route(%x, %bias)", "moe_route(%x, %vector)").replace("bias: f32[4]", "bias: f32[1, 4]")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(StateKind.PARAM, "a.bias is a parameter"), (StateKind.BUFFER, r"a.bias is f32\[1, 4\], and not")],
+)
+def test_a_bias_in_another_form_is_told_as_what_it_is(kind: StateKind, said: str) -> None:
+    before = module(as_rows())
+    state = {n: replace(s, kind=kind) if n.endswith(".bias") else s for n, s in before.state.items()}
+    with pytest.raises(PassError, match=said):
         ExpertBias().run(replace(before, state=state), Report())
+
+
+def test_a_bias_that_is_computed_is_refused() -> None:
+    made = f"  %made: f32[4] = aten.neg.default(%bias) AT\n{ROUTE.replace('%bias', '%made')}"
+    with pytest.raises(PassError, match="the router's bias %made is computed, and no buffer"):
+        ExpertBias().run(module(TEXT.replace(ROUTE, made)), Report())
+
+
+@pytest.mark.parametrize("router", [NOISE_OVER_BOTH, NOISE_BESIDE_A_VIEW])
+def test_a_router_that_was_not_raised_has_a_bias_too(router: str) -> None:
+    after = ExpertBias(rate=0.25).run(module(TEXT.replace(ROUTE, router)), Report())
+    verify(after)
+    assert [s.name for s in count_states(after.state)] == ["a.bias.load", "b.bias.load"]
+    (update,) = (n for n in after.functions["finish"].nodes if n.op == "expert_bias_update")
+    assert [v.name for v in update.operands[:2]] == ["a.bias", "b.bias"]
+
+
+def test_a_router_without_a_bias_has_none_to_move() -> None:
+    with pytest.raises(PassError, match="no router has a bias that its load could move"):
+        ExpertBias().run(module(TEXT.replace(ROUTE, NO_BIAS)), Report())
 
 
 @pytest.mark.parametrize("taken", ["%d", "%i"])
