@@ -132,7 +132,8 @@ def pipeline_text(recipe: Recipe) -> str:
         ways: dict[str, OptionValue] = {"size": recipe.expert_ranks, "chunks": recipe.ep_chunks}
         ways |= {"exact": True} if recipe.expert_extent == "host" else {}
         specs += [print_spec("expert-dispatch", ways)]
-    specs += [print_spec("joint-losses", {"over": recipe.loss_axes})] if recipe.loss_axes else []
+    joint = recipe.loss_axes or recipe.router_loss_counts == "local"  # of no axes: it refuses what has no losses
+    specs += [print_spec("joint-losses", {"over": recipe.loss_axes})] if joint else []
     specs += [print_spec("autodiff", scaled), print_spec("recompute", again), print_spec("adamw", optimizer)]
     counted: dict[str, OptionValue] = {"rate": recipe.expert_bias_rate, "report": recipe.expert_load}
     specs += [print_spec("expert-bias", counted)] if recipe.expert_bias_rate or recipe.expert_load else []

@@ -21,7 +21,8 @@ to it. A mean is a part once it is divided by the number of ranks. Parts stay pa
 needed whole (a denominator, one of two factors, anything else) it is summed over the ranks: sums to which no gradient
 flows (counts) where they are made, which spares the backward a sum of its own. This is done only for values of which
 nothing but losses is made: what tokens read again, such as ends of groups of rows, is of each rank. Where a loss takes
-something of all tokens that is no sum (a maximum), all losses stay as they were, and the near miss says so.
+something of all tokens that is no sum (a maximum), all losses stay as they were, and the near miss says so. With
+`over=[]` they are to stay so, which is refused where a model has none.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from mgraph.errors import PassError
 from mgraph.ir.builder import FunctionBuilder, rebuild
 from mgraph.ir.facts import dependent
 from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.passes.base import Pass, Report, Stage, Tier
 from mgraph.passes.calls import callee, roots
+from mgraph.passes.expert_ways import TAKES
 from mgraph.passes.loss_cone import Cone, additive, bilinear, created, divides_by_tokens, is_zero, linear, mentions
 
 FIXED, JOINT, PART, OWN = "fixed", "joint", "part", "own"
@@ -43,7 +46,7 @@ FIXED, JOINT, PART, OWN = "fixed", "joint", "part", "own"
 
 @dataclass(frozen=True)
 class JointLosses(Pass):
-    """Sum what losses take from all tokens of a microbatch over the data axes of `over`."""
+    """Sum what losses take from all tokens of a microbatch over the axes of `over`; of none, it stays each rank's."""
 
     over: tuple[str, ...] = ("dp",)
 
@@ -54,12 +57,21 @@ class JointLosses(Pass):
     conflicts: ClassVar[frozenset[str]] = frozenset({"microbatch", "data-parallel", "fully-shard"})
 
     def run(self, module: Module, report: Report) -> Module:
-        """Rewrite the functions of all entries, or none of them."""
+        """Rewrite the functions of all entries, or none of them. Raises PassError where no loss is there to stay."""
         rewriting = _Rewriting(module, self, dependent(module.dims, "B"))
         try:
             rewriting.all()
         except _NoSum as why:
+            if not self.over:
+                return module
             report.near_miss(why.function, why.node.id, "a loss of all ranks' tokens", "sums over tokens", str(why))
+            return module
+        if not self.over:
+            if not rewriting.sums and not any(node.op in TAKES for _, node in module.walk()):
+                hint = "leave it out; the mean over targets is that of all ranks in any case"
+                raise PassError(
+                    "no experts were found in the model, and no loss of its own", "--router-loss-counts", hint
+                )
             return module
         for function, node, detail in rewriting.sums:
             report.match(function, node, detail)

@@ -40,8 +40,11 @@ MESH_OPTIONS = (
     "router_loss_counts",
 )
 """Fields of the recipe that only say how a mesh is used."""
-AS_ONE = {"arch": "none", "router_loss_counts": "local"}
-"""What rows have unless they say otherwise."""
+AS_ONE = {"arch": "none"}
+OF_EACH = {"router_loss_counts": "local"}
+"""What rows have unless they say otherwise: all of them, and those of models with experts."""
+EXPERTS = ("moe", "limited", "mixtral", "gpt-oss", "deepseek")
+"""What names of models with experts have in them."""
 DATA_AXES = ("dp", "ep", "fsdp")
 """Axes whose ranks see different rows."""
 BATCH, SEQUENCE = 2, 12
@@ -121,7 +124,8 @@ class Row:
             model = f"{directory}/{model}.py:model"
         elif model.startswith("hf:"):
             model = write_config(model.removeprefix("hf:"), directory / model.removeprefix("hf:"))
-        return Recipe(model=model, mesh=self.mesh, **{**AS_ONE, **dict(self.options), **more})
+        as_one = AS_ONE | (OF_EACH if any(part in self.model for part in EXPERTS) else {})
+        return Recipe(model=model, mesh=self.mesh, **{**as_one, **dict(self.options), **more})
 
 
 @dataclass(frozen=True)

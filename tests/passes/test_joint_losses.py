@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mgraph.compiler import Compilation, build_module
+from mgraph.errors import PassError
 from mgraph.ir.graph import StateKind
 from mgraph.recipe import Recipe
 from tests.all_ranks import difference
@@ -112,9 +113,10 @@ def loss(outputs, batch):
 '''
 
 
-def compiled(directory: Path, factory: str, mesh: str, text: str = FILE) -> Compilation:
+def compiled(directory: Path, factory: str, mesh: str, text: str = FILE, counts: str = "global") -> Compilation:
     (directory / "losses.py").write_text(text)
-    return build_module(Recipe(model=f"{directory}/losses.py:{factory}", mesh=mesh, arch="none"))
+    model = f"{directory}/losses.py:{factory}"
+    return build_module(Recipe(model=model, mesh=mesh, arch="none", router_loss_counts=counts))
 
 
 def together(ranks: Ranks, batches: list[Batch]) -> dict[str, torch.Tensor]:
@@ -146,3 +148,24 @@ def test_what_is_no_sum_over_tokens_stays_of_each_rank(factory: str, text: str, 
     assert not {"joint_sum", "axis_share"} & {node.op for _, node in done.module.walk()}
     (report,) = (result.report for result in done.results if result.name == "joint-losses")
     assert not report.matches and [miss.guard for miss in report.near_misses] == ["sums over tokens"]
+
+
+@pytest.mark.parametrize("factory", ["of_published", "of_largest"])
+def test_losses_may_stay_those_of_each_rank(factory: str, tmp_path: Path) -> None:
+    """Whether ranks' sums could be put together or not."""
+    done = compiled(tmp_path, factory, "dp=2", counts="local")
+    assert not {"joint_sum", "axis_share"} & {node.op for _, node in done.module.walk()}
+    (report,) = (result.report for result in done.results if result.name == "joint-losses")
+    assert not report.matches and not report.near_misses
+
+
+@pytest.mark.parametrize("mesh", ["dp=*", "tp=2", "dp=1"])
+def test_where_no_loss_is_none_stays(mesh: str) -> None:
+    recipe = Recipe(model="dense-tiny", mesh=mesh, arch="none", router_loss_counts="local")
+    with pytest.raises(PassError, match="no experts were found in the model, and no loss of its own") as caught:
+        build_module(recipe)
+    assert caught.value.where == "--router-loss-counts" and caught.value.hint
+
+
+def test_experts_without_a_loss_take_either_count() -> None:
+    assert build_module(Recipe(model="moe-tiny", mesh="dp=2", arch="none", router_loss_counts="local"))
