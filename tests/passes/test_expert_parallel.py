@@ -17,8 +17,11 @@ from mgraph.ir.collective_proof import prove
 from mgraph.ir.collectives import message_bytes
 from mgraph.ir.dims import Extent, evaluate
 from mgraph.ir.graph import Module, StateKind
+from mgraph.ir.parser import parse_module
 from mgraph.ir.types import Shard
 from mgraph.passes.activations import extents
+from mgraph.passes.base import Report
+from mgraph.passes.expert_parallel import ExpertParallel
 from mgraph.passes.expert_weights import expert_states
 from mgraph.recipe import Recipe
 
@@ -64,6 +67,34 @@ def test_bytes_are_those_of_each_token_once_a_rank(ranks: int, dispatch: str) ->
 def test_rows_have_room_for_all_tokens_of_all_ranks() -> None:
     assert extents(compiled("ep=4"), {"B": BATCH, "S": SEQUENCE})["R"] == 4 * TOKENS
     assert extents(compiled("fsdp=2,ep=fsdp"), {"B": BATCH, "S": SEQUENCE})["R"] == 2 * TOKENS
+
+
+WAYS = """mgraph-ir 1
+module "m"
+dim T 1..
+dim R 0.. ragged <= T by bound
+axis ep = RANKS
+func @main(%x: f32[T, 4]{ep=S(0)}, %indices: i64[T, CHOICES]{ep=S(0)}) {
+  %sent: f32[R, 4]{ep=S(0)} = expert_send(%x, %indices) {num_experts = 8, rows = "R"} AT
+  %y: f32[T, 4]{ep=S(0)} = expert_return(%sent, %indices) {num_experts = 8, rows = "R"} AT
+  return %y
+}
+entry main = @main -> (y)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "choices", "budget", "part"),
+    [(4, 2, 1.0, 0.5), (4, 1, 1.5, 0.375), (2, 4, 0.5, 0.5), (2, 8, 0.75, 0.75), (4, 8, 0.25, 0.25), (2, 4, 1.5, 1.0)],
+)
+def test_a_budget_is_of_the_ranks_that_a_token_may_go_to(ranks: int, choices: int, budget: float, part: float) -> None:
+    """Which are no more than there are, however many experts it has: more of them make no more room."""
+    at = 'forward at "m" "m.py":1 by expert-dispatch'
+    text = WAYS.replace("RANKS", str(ranks)).replace("CHOICES", str(choices)).replace("AT", at)
+    after = ExpertParallel(budget=budget).run(parse_module(text), Report())
+    assert evaluate(after.dims["R"].bound, {"T": 40}) == ranks * part * 40
+    placed = [node for _, node in after.walk() if node.op in ("pack_rows", "within_room", "unpack_rows")]
+    assert placed and {node.attrs.get("part", 1.0) for node in placed} == {part}
 
 
 def test_the_host_reads_sizes_once_in_a_forward() -> None:

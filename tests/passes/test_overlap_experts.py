@@ -9,6 +9,7 @@ import pytest
 from mgraph.compiler import build_module
 from mgraph.ir.graph import Function, Module, Node
 from mgraph.ir.opdef import op_def
+from mgraph.ir.parser import parse_module
 from mgraph.passes.base import Report
 from mgraph.passes.overlap_experts import OverlapExperts
 from mgraph.recipe import Recipe
@@ -72,8 +73,9 @@ def test_a_reordering_of_the_same_nodes(chunks: int) -> None:
         assert sorted(n.op + "_start" for n in gone) == sorted(n.op for n in starts)
 
 
-def test_other_communication_stays_in_its_place() -> None:
-    before = compiled(mesh="fsdp=2,tp=2,ep=fsdp", model="moe-tiny", disable="overlap-experts,in-place,cuda-graphs")
+@pytest.mark.parametrize("model", ["moe-tiny", "moe-tiny-grouped"])
+def test_other_communication_stays_in_its_place(model: str) -> None:
+    before = compiled(mesh="fsdp=2,tp=2,ep=fsdp", model=model, disable="overlap-experts,in-place,cuda-graphs")
     after = OverlapExperts().run(before, Report())
     for name, function in before.functions.items():
         for module_function in (function, after.functions[name]):
@@ -82,6 +84,38 @@ def test_other_communication_stays_in_its_place() -> None:
             if module_function is function:
                 expected = others
         assert others == expected
+
+
+BETWEEN = """mgraph-ir 1
+module "m"
+dim T 1..
+axis ep = 2
+axis tp = 2
+func @main(%x: f32[2*T, 4]{ep=S(0)}, %y: f32[2*T, 4]{ep=S(0)}, %p: f32[4]{tp=P(sum)}, %q: f32[2*T, 4]{tp=P(sum)}) {
+  %first: f32[2*T, 4]{ep=S(0)} = all_to_all(%x) {axis = "ep", join_dim = 0, split_dim = 0} AT expert-parallel
+  %sum: f32[4] = all_reduce(%p) {axis = "tp", op = "sum"} AT tensor-parallel
+  %second: f32[2*T, 4]{ep=S(0)} = all_to_all(%y) {axis = "ep", join_dim = 0, split_dim = 0} AT expert-parallel
+  %more: f32[2*T, 4] = all_reduce(%q) {axis = "tp", op = "sum"} AT tensor-parallel
+  %third: f32[2*T, 4]{ep=S(0)} = all_to_all(%more) {axis = "ep", join_dim = 0, split_dim = 0} AT expert-parallel
+  return %first, %sum, %second, %third
+}
+entry main = @main -> (first, sum, second, third)
+"""
+
+
+def test_messages_stay_between_other_communication() -> None:
+    """Though no value holds them there: the second could start at once, the first sum run before the first wait, and
+    the second sum, which leads to a message, before the first sum."""
+    module = parse_module(BETWEEN.replace("AT", 'forward at "m" "m.py":1 by'))
+    after = OverlapExperts().run(module, Report())
+    nodes = after.functions["main"].nodes
+    assert [node.op.removesuffix("_start") for node in nodes] == [
+        *("all_to_all", "wait", "all_reduce") * 2,
+        *("all_to_all", "wait"),
+    ]
+    assert [v.name for n in nodes if n.op in ("wait", "all_reduce") for v in n.results] == [
+        v.name for n in module.functions["main"].nodes for v in n.results
+    ]
 
 
 def _communicates(node: Node) -> bool:
