@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mgraph.errors import MgraphError
-from mgraph.runtime.routing import INDEX, Recording, Routers, RoutingError, Sizes
+from mgraph.runtime.routing import INDEX, ROUTING, Decisions, Recording, Routers, RoutingError, Sizes
 
 ROUTERS = Routers(("layers.0.router", "layers.1.router"), (8, 6), 2)
 SIZES = Sizes(batch=2, seq=5, microbatches=3)
@@ -185,3 +185,30 @@ def test_nothing_is_written_over(recording: Recording) -> None:
 def test_tokens_without_decisions_are_free() -> None:
     free = ROUTERS.free(tokens(0))
     assert free.shape == (2, 5, 2, 2) and free.dtype is torch.int16 and bool((free == -1).all())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_microbatches_count_through_all_ranks(tmp_path: Path, ranks: int) -> None:
+    """Of 6 in a step, the n-th that a rank has is the n-th after `ranks` others: so any number of ranks replays it."""
+    made = Recording(tmp_path / "decisions", ROUTERS, replace(SIZES, microbatches=6))
+
+    def own(rank: int) -> list[int]:
+        return [number for number in range(6) if number % ranks == rank]
+
+    def batches(rank: int) -> list[dict[str, torch.Tensor]]:
+        return [{"tokens": tokens(number)} for number in own(rank)]
+
+    for rank in range(ranks):
+        for writes in (True, False):  # of those that see the same, one does
+            recorder = Decisions(ROUTERS, made, None, rank, ranks, writes)
+            recorder.begin(1, 1, is_first=rank == 0 and writes)
+            given = batches(rank)
+            assert recorder.given(1, given) is given, "nothing is replayed"
+            recorder.take(1, given, [decisions(number + (not writes)) for number in own(rank)])
+    for number in range(6):
+        assert torch.equal(made.read(1, number, tokens(number)), decisions(number))
+    for rank in range(ranks):
+        replayer = Decisions(ROUTERS, None, made, rank, ranks, True)
+        replayer.begin(1, 1, is_first=rank == 0)
+        for number, batch in zip(own(rank), replayer.given(1, batches(rank)), strict=True):
+            assert torch.equal(batch["tokens"], tokens(number)) and torch.equal(batch[ROUTING], decisions(number))

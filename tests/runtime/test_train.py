@@ -108,20 +108,54 @@ def test_entries_get_their_inputs_by_name(
     assert (tmp_path / "named" / "sample.txt").read_text() == (tmp_path / "plain" / "sample.txt").read_text()
 
 
-def test_what_a_sample_has_no_room_for_is_told(
-    package_dir: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("crowds", "what"), [("predict", "sample"), ("evaluate", "evaluation")])
+def test_what_has_no_room_beside_steps_is_told(
+    package_dir: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crowds: str, what: str
 ) -> None:
     call = train_module.Trainer.call
 
     def crowded(trainer: train_module.Trainer, entry: str, *rest: Any) -> dict[str, torch.Tensor]:
-        if entry == "predict":
+        if entry == crowds:
             trainer.state["router.overrun"] = torch.tensor([0, 1])
         return call(trainer, entry, *rest)
 
     monkeypatch.setattr(train_module.Trainer, "call", crowded)
-    with pytest.raises(train_module.BudgetError, match="step 1: tokens of the sample found no room") as caught:
+    with pytest.raises(train_module.BudgetError, match=f"step 1: tokens of the {what} found no room") as caught:
         train(package_dir, tmp_path / "run", text_file, "--steps", "1", "--sample-length", "2")
     assert "--expert-budget" in str(caught.value.hint) and not (tmp_path / "run" / "sample.txt").exists()
+
+
+CROWDED = """
+
+plain = finish
+
+def finish(state, lr):
+    lost = 5 * (int(state["step"]) == 1)
+    return *plain(state, lr), torch.tensor([0, 0, 0, lost])
+"""
+
+
+def test_a_step_without_room_ends_the_run(
+    package_dir: Path,
+    make_package: Callable[..., Path],
+    text_file: Path,
+    tmp_path: Path,
+    losses: Callable[[Path], list[float]],
+) -> None:
+    """The second of three: it names the layer and the rank, and nothing from that step on is logged or saved."""
+    entries = json.loads((package_dir / "manifest.json").read_text())["entries"]
+    entries["finish"]["outputs"] += ["expert_overruns"]
+    layers = [{"layer": f"layers.{index}.router", "ranks": 2} for index in range(2)]
+    package = make_package(entries=entries, expert_overruns=layers)
+    step = package / "step.py"
+    step.write_text(step.read_text() + CROWDED)
+    told = r"step 2: tokens found no room on their way to experts: 5 of rank 1 of ep in layers\.1\.router\n"
+    with pytest.raises(train_module.BudgetError, match=told) as caught:
+        train(package, tmp_path / "run", text_file, "--steps", "3", "--save-every", "1")
+    assert "compile with a larger --expert-budget" in str(caught.value.hint)
+    assert len(losses(tmp_path / "run")) == 1
+    saved = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert saved is not None and saved.step == 1
 
 
 @pytest.mark.parametrize(

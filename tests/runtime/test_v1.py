@@ -216,6 +216,27 @@ def check_parts(rank):
         raise AssertionError("unequal parts were sent")
 
 
+def check_rows(rank):
+    # Equal parts, and rows by sizes: of the first rank 4 and 2 go, of the second 1 and 3, which come back.
+    mine = EVERYWHERE[rank]
+    pairs = list(zip(*EVERYWHERE))
+    wanted = [torch.cat([tensor.chunk(2)[rank] for tensor in pair]) for pair in pairs]
+    same(v1.all_to_all(mine, "dp"), wanted)
+    counts = [[4, 2], [1, 3]]
+    sizes = torch.tensor([counts[rank], [row[rank] for row in counts]])
+    rows = [
+        [torch.arange(3.0 * sum(row)).view(-1, 3) + 100 * index,
+         torch.arange(sum(row)) - 100 * index,
+         torch.arange(2.0 * sum(row)).view(-1, 1, 2) - index]
+        for index, row in enumerate(counts)
+    ]
+    before = [tensor.clone() for tensor in rows[rank]]
+    sent = v1.all_to_all(rows[rank], "dp", sizes)
+    same(sent, [torch.cat([a.split(counts[0])[rank], b.split(counts[1])[rank]]) for a, b in zip(*rows)])
+    same(v1.wait(v1.all_to_all_start(sent, "dp", sizes, back=True)), rows[rank])
+    same(rows[rank], before)
+
+
 def check_shares(here, directory):
     # Every rank has parts of the state: what is exported is the whole, and a failure of one rank is raised on all.
     halved, packed, padded = (Split("dp", 1),), (Split("dp", 0, 1),), (Split("dp", 0),)
@@ -269,6 +290,7 @@ def check():
     assert v1.wait(pending)[0].tolist() == [1, 0]
     assert v1.all_reduce([torch.tensor([rank + 3])], "dp", op="min")[0].item() == 3
     check_parts(rank)
+    check_rows(rank)
     # As groups of messages, which is how GPUs send them.
     collectives._sent_as_they_are = lambda tensors: len(tensors) > 1 and all(t.is_contiguous() for t in tensors)
     check_parts(rank)

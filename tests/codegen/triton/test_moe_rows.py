@@ -30,6 +30,7 @@ PROBLEMS: dict[str, tuple[MoeRows, Tuning | None]] = {
     "odd": (MoeRows(129, 3, "f32", "f32"), None),
     "half": (MoeRows(24, 2, "f16", "f16", "f16"), Tuning(16, 1)),
     "half_single": (MoeRows(70, 1, "f16", "f32"), None),
+    "rounded": (MoeRows(37, 2, "f32", "f32", "f16"), Tuning(16, 1)),
     "brain": (MoeRows(100, 8, "bf16", "bf16", "bf16"), Tuning(64, 1)),
     "brain_wide": (MoeRows(48, 5, "bf16", "f32", "f32"), None),
     "others": (MoeRows(37, 2, "f32", "f32", experts=3), Tuning(16, 1)),
@@ -71,7 +72,8 @@ def draw(problem: MoeRows, tokens: int) -> dict[str, Tensor]:
 
 
 def calls(problem: MoeRows, tokens: int) -> dict[str, tuple[tuple[Tensor, ...], list[Tensor]]]:
-    """The arguments of each site and its results: one row after the other, in float64."""
+    """The arguments of each site and its results: one row after the other, in float64 but for products that are
+    rounded, which shows in f32 alone."""
     drawn = draw(problem, tokens)
     dy, rows, weights, order = (drawn[name] for name in ("dy", "rows", "weights", "order"))
     end = int(drawn["offsets"][-1]) if problem.experts else len(order)
@@ -81,7 +83,7 @@ def calls(problem: MoeRows, tokens: int) -> dict[str, tuple[tuple[Tensor, ...], 
     for row, pair in enumerate(order[:end].tolist()):
         token, choice = divmod(pair, problem.choices)
         weight = weights[token, choice].double()
-        y[token] += weight * rows[row].double()
+        y[token] += (weights[token, choice].float() * rows[row].float()).to(DTYPES[problem.products]).double()
         dx[token] += rows[row].double()
         drows[row] = weight * dy[token].double()
         dweights[token, choice] = dy[token].double() @ rows[row].double()
