@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from mgraph.compiler import compile_package
+from mgraph.runtime.options import parse
+from mgraph.runtime.train import run
 from tests.end_to_end.meshes import Row
 
 EPSILON = 1e-2
@@ -47,7 +49,8 @@ class Runs:
         self._alone: dict[Row, Result] = {}
 
     def train(self, row: Row, *options: str) -> Result:
-        """Train the package of a row with a process per rank, and export its weights."""
+        """Train the package of a row with a process per rank (one rank in this process, which starts nothing), and
+        export its weights."""
         if row not in self._packages:
             package = self.directory / f"package{len(self._packages)}"
             compile_package(row.recipe(self.directory, output=str(package), eps=EPSILON))
@@ -55,13 +58,15 @@ class Runs:
         package = self._packages[row]
         self.count += 1
         out, weights = self.directory / f"run{self.count}", self.directory / f"weights{self.count}"
-        launch = [sys.executable]
-        if row.ranks > 1:
-            launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.ranks)]
-        command = [*launch, str(package / "train.py"), *RUN.split(), "--out", str(out), "--export", str(weights)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=400, env=environment)
-        assert done.returncode == 0, done.stderr
+        arguments = [*RUN.split(), "--out", str(out), "--export", str(weights), *options]
+        if row.ranks == 1:
+            run(parse(arguments, "train.py"), package)
+        else:
+            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.ranks)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            command = [*launch, str(package / "train.py"), *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+            assert done.returncode == 0, done.stderr
         records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
         return Result([r for r in records if "loss" in r], weights)
 
