@@ -81,7 +81,17 @@ from mgraph import models
 def model():
     return models.get("moe", "tiny-grouped", capacity_factor={factor}, capacity_keeps="{keeps}")
 '''
+MANY = '''
+"""Experts of which each token has more than there are ranks."""
+
+from mgraph import models
+
+
+def model():
+    return models.get("moe", "tiny-losses", top_k=5)
+'''
 MODEL_FILES = {
+    "many-choices": MANY,
     "threes": THREES,
     "odd": ODD,
     "limited-weight": LIMITED.format(factor=0.75, keeps="weight"),

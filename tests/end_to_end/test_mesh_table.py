@@ -140,6 +140,8 @@ EXPERTS: list[tuple[str, str, dict[str, Any]]] = [
         for mesh in ("ep=2", "ep=4", "fsdp=2,ep=fsdp")
     ],
     ("moe-tiny-losses", "ep=4,tp=2", {"expert_budget": 1.9, "ep_chunks": 2, "recompute": "full"}),
+    *[("many-choices", "ep=2", options) for options in ({}, {"expert_budget": 0.98}, {"expert_extent": "host"})],
+    ("many-choices", "ep=4", {"expert_budget": 0.98, "precision": "bf16"}),
     *[
         (model, mesh, options)
         for options in ({"expert_extent": "host"}, {"pad_to_capacity": True})

@@ -51,7 +51,8 @@ def test_experts_lie_over_their_axes_with_all_that_is_theirs(mesh: str, axes: li
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
 def test_bytes_are_those_of_each_token_once_a_rank(ranks: int, dispatch: str) -> None:
-    """Not once an expert: a message has a row for each token and rank, whatever the number of experts a token has."""
+    """Not once an expert: a message has room for a row for each token and rank, whatever the number of experts a token
+    has. That no rank gets tokens that have no expert there is counted in tests/runtime/test_traffic.py."""
     module = compiled(f"ep={ranks}", dispatch)
     order = prove(module)
     sizes = extents(module, {"B": BATCH, "S": SEQUENCE})
