@@ -8,6 +8,7 @@ so every binary is looked at here, and an entry that is damaged is compiled agai
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 from collections.abc import Callable
@@ -87,6 +88,7 @@ def compile_whole(compile: Callable[[], Any], function: str) -> tuple[Any, PtxAb
             return _checked(compile(), function)
         except (*_DAMAGE, FileNotFoundError):
             # Of the cache, by assumption: compiled anew, which writes over the entry.
+            _drop_damaged_lists(Path(triton.knobs.cache.dir), function)
             with triton.knobs.compilation.scope():
                 triton.knobs.compilation.always_compile = True
                 return _checked(compile(), function)
@@ -98,6 +100,17 @@ def compile_whole(compile: Callable[[], Any], function: str) -> tuple[Any, PtxAb
         ) from None
     except OSError as error:
         raise _unwritable(error, Path(triton.knobs.cache.dir)) from error
+
+
+def _drop_damaged_lists(cache: Path, function: str) -> None:
+    """Remove lists of the files of an entry that are none: Triton reads them also when it is to compile anew."""
+    for file in cache.glob(f"*/__grp__{function}.json"):
+        try:
+            whole = isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
+        except (OSError, ValueError):
+            whole = False
+        if not whole:
+            file.unlink(missing_ok=True)
 
 
 def _checked(compiled: Any, function: str) -> tuple[Any, PtxAbi]:

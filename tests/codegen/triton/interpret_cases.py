@@ -44,9 +44,9 @@ def release(library: str) -> tuple[int, ...]:
 
 
 BROKEN_INTERPRETER = (
-    release("triton") < (3, 7) and release("numpy") >= (2, 5) and not os.environ.get("MGRAPH_KERNELS_ON")
+    release("triton") < (3, 7) and release("numpy") >= (2, 4) and not os.environ.get("MGRAPH_KERNELS_ON")
 )
-"""The interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does."""
+"""The interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.4 no longer does."""
 
 
 class Interpreter:
