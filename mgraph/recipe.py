@@ -80,8 +80,8 @@ _OF_AXIS = {
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(rf"\s*(\d+(?:\.\d*)?)\s*({'|'.join(_UNITS)})\s*")
-_JOINED = ("mesh", "pad", "arch", "offload", "disable")
-"""Texts of several parts with commas between them, for which a file may have a list."""
+JOINED = ("mesh", "pad", "arch", "offload", "disable")
+"""Texts of several parts with commas between them, for which a file may have a list, and flags may be given again."""
 _BELOW_ONE = (0, 0.999999)
 """A decay of 1 would never let go, and the correction of its bias divides by 1 - 1."""
 
@@ -539,7 +539,7 @@ def _fitted(path: Path, field: dataclasses.Field[Any], value: Any) -> Any:
         return "off"  # which YAML 1.1 reads as no
     if wanted is str and type(value) in (int, float):
         return str(value)  # what is no size or name is said where it is read
-    if wanted is str and name in _JOINED and isinstance(value, list):
+    if wanted is str and name in JOINED and isinstance(value, list):
         return ",".join(map(str, value))
     if wanted is tuple and isinstance(value, str):
         return (value,)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mgraph.recipe import Recipe, flag_of
+from mgraph.recipe import JOINED, Recipe, flag_of
 
 _SHORT = {"output": "-o"}
 _PASSED_ON = {"ignore_unknown_options": True, "help_option_names": []}  # what a verb has declared elsewhere
@@ -50,6 +50,7 @@ def _compile(**given: Any) -> None:
 
     recipe_file, force = given.pop("recipe_file"), given.pop("force")
     flags = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v not in (None, [])}
+    flags |= {name: ",".join(flags[name]) for name in JOINED if name in flags}
     run(read_recipe(recipe_file, flags), force)
 
 
@@ -57,10 +58,13 @@ def _recipe_parameters() -> list[inspect.Parameter]:
     """One parameter per field of the recipe (None: not given), then the two flags that are not part of it."""
     parameters = []
     for field in dataclasses.fields(Recipe):
-        kind: Any = list[str] if field.default == () else type(field.default)
+        several = field.default == () or field.name in JOINED
+        kind: Any = list[str] if several else type(field.default)
         shown: dict[str, Any] = {"help": field.metadata["help"], "show_default": False}
         if field.metadata["choices"]:
             shown["metavar"] = "|".join(field.metadata["choices"])
+        elif field.name in JOINED:
+            shown["metavar"] = "<str>"
         if field.name == "model":
             declared: Any = typer.Argument(metavar="[MODEL]", **shown)
         else:

@@ -92,6 +92,15 @@ def test_disabled_pass_is_left_out(mgraph: Mgraph, tmp_path: Path) -> None:
     assert "raise-" not in pipeline and "autodiff" in pipeline
 
 
+def test_flags_of_several_parts_may_be_given_again(mgraph: Mgraph, tmp_path: Path) -> None:
+    given = ("--disable", "raise-norm", "--disable", "raise-rope,raise-glu", "--mesh", "dp=2", "--mesh", "tp=2")
+    assert mgraph("compile", "dense-tiny", "--arch", "none", *given, "-o", tmp_path / "a").code == 0
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    pipeline, options = manifest["pipeline"], manifest["fingerprint"]["options"]
+    assert not [name for name in ("raise-norm", "raise-rope", "raise-glu") if name in pipeline]
+    assert "raise-attention" in pipeline and options["mesh"] == "dp=2,tp=2"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,12 @@ from mgraph.compiler import build_module
 from mgraph.recipe import Recipe
 from mgraph.runtime import v1
 from tests.codegen.triton import interpret_step
+from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER
 from tests.codegen.triton.test_whole_step import emit, interpret
 
 
 @pytest.mark.full
-@pytest.mark.skipif(
-    version("triton") < "3.7" and version("numpy") >= "2.5",
-    reason="the interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does",
-)
+@pytest.mark.skipif(BROKEN_INTERPRETER, reason="the interpreter cannot run with this NumPy")
 def test_gradients_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first moment of each parameter is its gradient, up to a factor. Nothing is scaled, so that f16 is enough."""
     module = build_module(Recipe(model="gpt-oss-tiny", precision="fp16", target="h100")).module

@@ -5,7 +5,6 @@ transformers."""
 from __future__ import annotations
 
 import json
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from mgraph.passes.fuse_experts import FuseExperts
 from mgraph.recipe import Recipe
 from mgraph.runtime import v1
 from tests.codegen.triton import interpret_step
+from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER
 from tests.codegen.triton.test_whole_step import interpret, state_of
 from tests.families.configs import eager, write_config
 
@@ -55,10 +55,7 @@ def check(found: Any, exact: dict[str, Any], bound: float) -> None:
             assert error <= bound, (name, error)
 
 
-@pytest.mark.skipif(
-    version("triton") < "3.7" and version("numpy") >= "2.5",
-    reason="the interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does",
-)
+@pytest.mark.skipif(BROKEN_INTERPRETER, reason="the interpreter cannot run with this NumPy")
 @pytest.mark.parametrize("way", ["twins", "forms", pytest.param("kernels", marks=pytest.mark.full)])
 def test_a_microbatch(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = build_module(RECIPE).module
@@ -111,10 +108,7 @@ def served_inputs(module: Module) -> dict[str, Tensor]:
     return {name: found[name.rpartition("_")[0] if name[-1].isdigit() else name] for name in names}
 
 
-@pytest.mark.skipif(
-    version("triton") < "3.7" and version("numpy") >= "2.5",
-    reason="the interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does",
-)
+@pytest.mark.skipif(BROKEN_INTERPRETER, reason="the interpreter cannot run with this NumPy")
 @pytest.mark.parametrize(
     ("way", "family"),
     [

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import types
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from mgraph.codegen.triton import build_kernels, reference_text, rms_norm
 from mgraph.codegen.triton.rms_norm import RmsNorm, Tuning
+from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 SHAPES: list[tuple[int, ...]] = [(), (1,), (3,), (2, 5), (0,)]
@@ -124,10 +124,7 @@ def test_alignment_is_claimed_only_where_rows_keep_it() -> None:
     assert not RmsNorm(33, "f32", "f32", 1e-5, round="normed").aligned
 
 
-@pytest.mark.skipif(
-    version("triton") < "3.7" and version("numpy") >= "2.5",
-    reason="the interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does",
-)
+@pytest.mark.skipif(BROKEN_INTERPRETER, reason="the interpreter cannot run with this NumPy")
 def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     """Every tile shape (one row, many, ragged columns) against float64, through the runtime's call path."""
     problems = {

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from mgraph.recipe import Recipe
 from mgraph.runtime import v1
 from mgraph.runtime.state import lay_together
 from tests.codegen.triton import interpret_step
+from tests.codegen.triton.interpret_cases import BROKEN_INTERPRETER
 from tests.sampling import sampled
 
 BATCH, SEQUENCE = 2, 9
@@ -68,10 +68,7 @@ def interpret(directory: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(
-    version("triton") < "3.7" and version("numpy") >= "2.5",
-    reason="the interpreter of Triton before 3.7 makes numbers of arrays with a dim, which NumPy 2.5 no longer does",
-)
+@pytest.mark.skipif(BROKEN_INTERPRETER, reason="the interpreter cannot run with this NumPy")
 @pytest.mark.parametrize("model", sampled(MODELS, 0, always=["dense-tiny"]))
 def test_kernels_give_what_their_twins_give(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, evaluation, norm of the gradients and all state after a step, within f32."""
