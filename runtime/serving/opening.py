@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 from dataclasses import dataclass, field, fields
@@ -162,6 +163,7 @@ def open_stepper(package: Path, settings: Settings) -> Stepper:
     if ranks_of(package) > 1:
         if mesh.current().world_size > 1:
             raise OptionError("these processes share a package already", hint="one LLM for each start of torchrun")
+        atexit.register(mesh.stop)  # also where what follows fails: its threads must not outlive the interpreter
         where = mesh.start(prepare)
         torch.set_num_threads(mesh.share_of_threads())
     stepper = found.PackageStepper(

@@ -155,6 +155,33 @@ def test_a_signal_before_it_serves_ends_at_once(number: signal.Signals) -> None:
             process.kill()
 
 
+CANNOT_OPEN = """
+import atexit, sys
+import torch, torch.distributed as dist
+from mgraph.errors import OptionError
+from mgraph.runtime import mesh
+from mgraph.runtime.serving import opening, package_stepper, program
+
+def start(_):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return mesh.Mesh(0, 2, torch.device("cpu"), {})
+
+def refuse(*_, **__):
+    raise OptionError("no weights")
+
+atexit.register(lambda: print("a group is left:", dist.is_initialized(), file=sys.stderr))
+opening.ranks_of, mesh.start, package_stepper.PackageStepper = lambda _: 2, start, refuse
+program.main("package", ["--random-init", "--port", "0"])
+"""
+
+
+def test_a_rank_that_cannot_open_leaves_its_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads would otherwise abort the process, now and then, while it ends."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = subprocess.run([sys.executable, "-c", CANNOT_OPEN], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "error: no weights\na group is left: False\n")
+
+
 def test_a_port_that_is_taken() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
