@@ -1,4 +1,4 @@
-"""Starts a training run: what takes long and waits for nothing begins in threads.
+"""Starts a training run, or a server: what takes long and waits for nothing begins in threads.
 
 Before torch is imported, the driver makes the context of this process's GPU, which torch then finds. When the package
 is loaded, libraries bring up what they need at their first product and attention, while the state is drawn.
@@ -14,11 +14,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     import torch
 
+IMPORTS = "<frozen importlib._bootstrap>"
+"""The file of Python's own functions that import."""
 SMALL = 128
 """Rows, keys and width of an attention that all libraries take."""
 
@@ -34,13 +37,42 @@ def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoR
 def serve(package_dir: Path | str) -> NoReturn:
     """Serve the package with the options of the command line, then exit the process: `serving.program.main`."""
 
-    def end() -> NoReturn:
-        print("stopped before it served anything", file=sys.stderr, flush=True)
+    stop_at_signals()
+    from mgraph.runtime.serving import program
+
+    program.main(package_dir)
+
+
+def stop_at_signals() -> None:
+    """SIGTERM and Ctrl-C end what is to be a server with 0, at once: libraries that are half imported drop exceptions.
+
+    It is so until the server handles signals itself. A follower that others end before it follows does not hide it.
+    """
+
+    def end(*_: object) -> NoReturn:
+        if leads:
+            print("stopped before it served anything", file=sys.stderr, flush=True)
         os._exit(0)
 
-    with ended_by_signals(end):
-        from mgraph.runtime.serving import program
-    program.main(package_dir)
+    leads = os.environ.get("RANK", "0") == "0"
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM) if leads else (signal.SIGINT,):
+            signal.signal(number, end)
+
+
+def signals_as_ever() -> None:
+    """Undo `stop_at_signals`: what runs is no server."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def importing(frame: FrameType | None) -> bool:
+    """Whether something is being imported where a signal came: libraries that are half there drop the exception, or
+    raise others."""
+    while frame is not None and frame.f_code.co_filename != IMPORTS:
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextmanager

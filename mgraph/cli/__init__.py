@@ -20,18 +20,19 @@ from types import FrameType
 from typing import Any, cast
 
 from mgraph.errors import GraphError, MgraphError, OptionError, StorageError, did_you_mean
+from mgraph.runtime.start import importing, stop_at_signals
 
 __all__ = ["main"]
 
 INTERNAL_ERROR, INTERRUPTED = 3, 130
-IMPORTS = "<frozen importlib._bootstrap>"
-"""The file of Python's own functions that import."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (None: that of the process) and return the exit code."""
     if arguments is None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _interrupt)
+        if sys.argv[1:2] == ["serve"]:
+            stop_at_signals()
     try:
         _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
@@ -60,11 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """After Ctrl-C. While something is imported the process ends at once: libraries that are half there drop the
     exception, or raise others."""
-    while frame is not None:
-        if frame.f_code.co_filename == IMPORTS:
-            print("interrupted", file=sys.stderr, flush=True)
-            os._exit(INTERRUPTED)
-        frame = frame.f_back
+    if importing(frame):
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)
     raise KeyboardInterrupt
 
 

@@ -25,6 +25,7 @@ from mgraph.runtime import mesh
 from mgraph.runtime.options import about, flag, read
 from mgraph.runtime.serving import opening, workload
 from mgraph.runtime.serving.local_ranks import end_with_rank_0, local_ranks
+from mgraph.runtime.start import importing, signals_as_ever
 
 if TYPE_CHECKING:
     from mgraph.runtime.serving.server import Serving
@@ -129,6 +130,7 @@ def serve(package_dir: Path, arguments: Sequence[str] | None, program: str) -> i
 def _serve(package_dir: Path, options: ServeOptions, ranks: int) -> int:
     """What the one process or rank 0 does."""
     if options.prompt is not None:
+        signals_as_ever()
         print(options.prompt + continuation(package_dir, options.prompt, options))
         return 0
     end_at_signals(0, "stopped before it served anything")
@@ -249,10 +251,13 @@ def run(serving: Serving, listening: socket.socket, drain_timeout: float) -> int
 
 
 def end_at_signals(code: int, why: str) -> None:
-    """From here on SIGTERM and Ctrl-C end the process with this exit code, after what is open has been closed."""
+    """From here on SIGTERM and Ctrl-C end the process with this exit code, after what is open has been closed; at once
+    while something is imported."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         say(why)
+        if importing(frame):
+            os._exit(code)
         raise SystemExit(code)
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -62,19 +62,60 @@ def importing(name, globals=None, locals=None, fromlist=(), level=0):
             pass  # as libraries do with what they do not expect
     return load(name, globals, locals, fromlist, level)
 builtins.__import__ = importing
+if sys.argv[1] == "mgraph serve":
+    from mgraph.cli import main
+    sys.argv = ["mgraph", "serve", sys.argv[2], "--random-init"]
+    main()
 getattr(start, sys.argv[1])(sys.argv[2])
 """
 
 
-@pytest.mark.parametrize(("program", "code", "said"), [("main", 130, "interrupted"), ("serve", 0, "stopped before")])
-def test_ctrl_c_while_something_is_imported(program: str, code: int, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "number", "code", "said"),
+    [
+        ("main", signal.SIGINT, 130, "interrupted"),
+        ("serve", signal.SIGINT, 0, "stopped before"),
+        ("serve", signal.SIGTERM, 0, "stopped before"),
+        ("mgraph serve", signal.SIGINT, 0, "stopped before"),
+        ("mgraph serve", signal.SIGTERM, 0, "stopped before"),
+    ],
+)
+def test_a_signal_while_something_is_imported(
+    program: str, number: signal.Signals, code: int, said: str, tmp_path: Path
+) -> None:
     command = [sys.executable, "-c", IMPORTING, program, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "importing\n"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=10)
     assert process.returncode == code and said in errors and "Traceback" not in errors
+
+
+def test_a_follower_that_is_ended_before_it_follows_does_not_hide_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    command = [sys.executable, "-c", IMPORTING, "serve", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.terminate()
+        _, errors = process.communicate(timeout=10)
+    assert (process.returncode, errors) == (-signal.SIGTERM, "")
+
+
+def test_what_is_no_server_ends_of_signals_as_ever() -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        start.stop_at_signals()
+        assert signal.default_int_handler not in map(signal.getsignal, numbers)
+        start.signals_as_ever()
+        assert [*map(signal.getsignal, numbers)] == [signal.default_int_handler, signal.SIG_DFL]
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_a_first_step_imports_nothing_heavy(package_dir: Path, tmp_path: Path) -> None:
