@@ -74,7 +74,7 @@ def check_configuration(package: Path, weights: Path | None) -> None:
     directory = _directory(weights)
     if directory is None:
         return
-    compiled, given = (_configuration(place / CONFIG) for place in (package, directory))
+    compiled, given = _configuration(package / CONFIG), _configuration(directory / CONFIG)
     unlike = [key for key in sorted(compiled.keys() & given.keys() - _OF_NO_STEP) if compiled[key] != given[key]]
     if unlike:
         said = ", ".join(f"{key} {json.dumps(given[key])} ({json.dumps(compiled[key])})" for key in unlike[:_MOST_SAID])
@@ -84,13 +84,20 @@ def check_configuration(package: Path, weights: Path | None) -> None:
 
 
 def _configuration(file: Path) -> dict[str, Any]:
-    """What a config.json says, but for what it leaves to the model (null); nothing where there is none that can be
-    read, as weights do not need one."""
+    """What a config.json says, but for what it leaves to the model (null). Nothing where there is none, as weights do
+    not need one; one that cannot be read is warned of."""
     try:
         found = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
+        if not isinstance(found, dict):
+            raise ValueError("it is no JSON object")
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    return {key: value for key, value in found.items() if value is not None} if isinstance(found, dict) else {}
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        message = f"{file} cannot be read, so what it computes was not compared: {reason}"
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+        return {}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _directory(weights: Path | None) -> Path | None:

@@ -68,9 +68,12 @@ def test_a_configuration_that_computes_something_else_is_warned_of(tmp_path: Pat
     )
     with pytest.warns(RuntimeWarning, match=r'rms_norm_eps 0.1 \(1e-06\), rope_parameters {"rope_theta": 10000.0}'):
         check_configuration(package, weights)
-    for broken in ("[]", "{"):
+    for broken, why in (("[]", "it is no JSON object"), ("{", "Expecting property name"), ("[" * 10**5, "recursion")):
         (weights / "config.json").write_text(broken)
-        check_configuration(package, weights)
+        with pytest.warns(RuntimeWarning, match=rf"weights/config.json cannot be read, .*not compared: .*{why}"):
+            check_configuration(package, weights)
+    (weights / "config.json").unlink()
+    check_configuration(package, weights)
     check_configuration(package, None)
 
 
