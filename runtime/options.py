@@ -28,10 +28,15 @@ torchrun itself exits with 1 where a process it started exits with another code,
 
 
 def about(
-    text: str, low: float | None = None, choices: Sequence[str] | None = None, high: float | None = None
+    text: str,
+    low: float | None = None,
+    choices: Sequence[str] | None = None,
+    high: float | None = None,
+    keyword: str | None = None,
 ) -> dict[str, Any]:
-    """Facts of a field: its help, the smallest and the largest value it may have, the values it may take."""
-    return {"help": text, "low": low, "high": high, "choices": choices}
+    """Facts of a field: its help, the smallest and the largest value it may have, the values it may take; and what it
+    is as a keyword, where the flag says the opposite."""
+    return {"help": text, "low": low, "high": high, "choices": choices, "keyword": keyword or text}
 
 
 S = TypeVar("S", bound="Settings")
@@ -52,7 +57,7 @@ class Settings:
             if problem is not None:
                 name = self.written(item.name)
                 shown = value if isinstance(value, int | float) else reprlib.repr(value)
-                raise OptionError(f"{name} {shown}: must be {problem}", hint=f"{name} is {item.metadata['help']}")
+                raise OptionError(f"{name} {shown}: must be {problem}", hint=f"{name} is {item.metadata['keyword']}")
             if kind not in _PLAIN and value is not None:
                 object.__setattr__(self, item.name, Path(value))  # frozen for others
 

@@ -72,9 +72,12 @@ class Settings(options.Settings):
         default=0, metadata=about("tokens in a step at most (default 0: what the package allows)", low=0)
     )
     prefix_cache: bool = field(
-        default=True, metadata=about("compute every prompt anew, even one that begins like an earlier one")
+        default=True,
+        metadata=about(
+            "compute every prompt anew, even one that begins like an earlier one",
+            keyword="whether what was computed of earlier prompts is used again (default True)",
+        ),
     )
-    """Whether what was computed of earlier prompts is used again; the flag says that it is not."""
     batch_invariant: bool = field(
         default=False,
         metadata=about(
@@ -82,8 +85,13 @@ class Settings(options.Settings):
             "compiled with it"
         ),
     )
-    cuda_graphs: bool = field(default=True, metadata=about("a GPU launches each kernel of a step by itself"))
-    """Whether steps on a GPU are replayed as CUDA graphs; the flag says that they are not."""
+    cuda_graphs: bool = field(
+        default=True,
+        metadata=about(
+            "a GPU launches each kernel of a step by itself",
+            keyword="whether steps on a GPU are replayed as CUDA graphs (default True)",
+        ),
+    )
     device: str = field(
         default="auto", metadata=about("where to run; auto is cuda if there is one", choices=mesh.DEVICES)
     )

@@ -50,6 +50,13 @@ def test_wrong_keywords(name: str, value: Any, message: str) -> None:
     assert len(str(caught.value)) < 500 and caught.value.hint is not None
 
 
+@pytest.mark.parametrize("name", ["prefix_cache", "cuda_graphs"])
+def test_a_keyword_is_told_as_one_where_the_flag_says_the_opposite(name: str) -> None:
+    with pytest.raises(OptionError, match=f"{name} 'no': must be true or false") as caught:
+        open_engine("nowhere", "weights", **{name: "no"})
+    assert caught.value.hint is not None and caught.value.hint.startswith(f"{name} is whether ")
+
+
 @pytest.mark.parametrize(("name", "value", "message"), WRONG)
 def test_wrong_flags(name: str, value: Any, message: str) -> None:
     with pytest.raises(OptionError, match=f"{flag(name)}.*{message}"):
