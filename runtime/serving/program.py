@@ -155,10 +155,18 @@ def _serve(package_dir: Path, options: ServeOptions, ranks: int) -> int:
             say(f"{ranks} ranks; process {os.getpid()} is rank 0, which drains them at SIGTERM")
         code = run(serving, listening, options.drain_timeout)
         if options.record_workload is not None:
-            workload.write(options.record_workload, engine.shapes)
+            record(options.record_workload, engine.shapes)
         return code
     finally:
         listening.close()
+
+
+def record(path: Path, steps: workload.Workload) -> None:
+    """Write what steps there were. Without any there is no file: a compiler could plan nothing for it."""
+    if steps:
+        workload.write(path, steps)
+    else:
+        say(f"--record-workload {path}: nothing is written, as there was no step")
 
 
 def continuation(package_dir: Path, prompt: str, options: ServeOptions) -> str:

@@ -23,7 +23,7 @@ from mgraph.runtime.options import read
 from mgraph.runtime.serving import llm, opening
 from mgraph.runtime.serving import program as server_program
 from mgraph.runtime.serving.engine import Engine, EngineDead
-from mgraph.runtime.serving.program import ServeOptions, address, continuation, listen, needed
+from mgraph.runtime.serving.program import ServeOptions, address, continuation, listen, needed, record
 from mgraph.runtime.tokenizer import ByteTokenizer
 from tests.runtime.serving.fake_stepper import FakeStepper
 
@@ -227,6 +227,15 @@ def test_a_warning_is_a_plain_line(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     with pytest.warns(UserWarning, match="of a library"):
         assert server_program.serve(Path("package"), ["--random-init"], "serve.py") == 0
     assert capsys.readouterr().err == "warning: this never comes\n"
+
+
+def test_a_workload_without_steps_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The compiler would refuse it."""
+    record(tmp_path / "steps.json", {})
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().err.endswith("steps.json: nothing is written, as there was no step\n")
+    record(tmp_path / "steps.json", {(3, 1): 2})
+    assert (tmp_path / "steps.json").read_text() == "[[3, 1, 2]]\n"
 
 
 def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
