@@ -19,6 +19,8 @@ from mgraph.runtime.serving.step import MOST_ALTERNATIVES
 MOST_PROMPTS = 2048
 MOST_COMPLAINTS = 1000
 """About a body: to put more of them into words takes longer than other requests should wait."""
+_VALID = "Input should be a valid "
+"""How a complaint about a type begins."""
 MOST_UNASKED = 16
 """Tokens of a completion that says no max_tokens, or as many as fit."""
 
@@ -210,7 +212,8 @@ def refusal(error: ValidationError, body: type[BaseModel]) -> RequestError:
     """The first thing that is wrong with a body, as one of our errors."""
     if error.error_count() > MOST_COMPLAINTS:
         return RequestError(f"{error.error_count()} things are wrong with the body", hint="try a smaller one")
-    first = _closest(error.errors(include_url=False, include_context=False, include_input=False))
+    closest = _closest(error.errors(include_url=False, include_context=False, include_input=False))
+    first = closest[0]
     path = [str(part) for part in first["loc"]]
     known = body.model_fields
     param = ".".join(path[: _variant(first)])
@@ -219,11 +222,21 @@ def refusal(error: ValidationError, body: type[BaseModel]) -> RequestError:
         return RequestError(f"there is no field '{path[0]}'", path[0], did_you_mean(path[0], known))
     if first["type"] == "missing":
         return RequestError(f"the field '{place}' is missing", param)
-    return RequestError(f"{place or 'the body'}: {first['msg'][:1].lower()}{first['msg'][1:]}", param or None)
+    if path == ["tools"] and first["type"] == "too_long":
+        return RequestError("tools are not supported", param, "leave them out")
+    return RequestError(f"{place or 'the body'}: {_complaint([each['msg'] for each in closest])}", param or None)
 
 
-def _closest(errors: Sequence[Any]) -> Any:
-    """The first error. Where a field may be of several types, that of the type which fits furthest."""
+def _complaint(messages: Sequence[str]) -> str:
+    """The first message; where all say which type should be there, their types."""
+    types = list(dict.fromkeys(message.removeprefix(_VALID) for message in messages))
+    if len(types) == 1 or not all(message.startswith(_VALID) for message in messages):
+        return messages[0][:1].lower() + messages[0][1:]
+    return f"{_VALID[:1].lower()}{_VALID[1:]}{', '.join(types[:-1])} or {types[-1]}"
+
+
+def _closest(errors: Sequence[Any]) -> list[Any]:
+    """The first error. Where a field may be of several types, those of the types which fit furthest."""
     field = errors[0]["loc"][: _variant(errors[0])]
     firsts: dict[Any, Any] = {}
     for error in errors:
@@ -234,7 +247,8 @@ def _closest(errors: Sequence[Any]) -> Any:
         rest = error["loc"][_variant(error) + 1 :]
         return bool(rest), tuple(part for part in rest if isinstance(part, int))
 
-    return max(firsts.values(), key=reached)
+    furthest = max(map(reached, firsts.values()))
+    return [error for error in firsts.values() if reached(error) == furthest]
 
 
 def _variant(error: Any) -> int:

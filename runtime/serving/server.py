@@ -312,8 +312,13 @@ def _json(raw: bytes) -> Any:
     """A body's JSON. Raises RequestError for anything that is not, what Python would take beyond it included."""
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_no_number)
-        if rb"\u" in raw:  # halves of surrogate pairs are no text
+        if rb"\u" in raw:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the body has half of a surrogate pair, {error.object[error.start]!r}, which is no text",
+            hint="join it with its other half, or leave it out",
+        ) from error
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {str(error)[:_SHOWN]}") from error
     return value

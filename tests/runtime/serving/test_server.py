@@ -377,6 +377,9 @@ def test_wrong_requests(served: tuple[Serving, str], path: str, body: Any, code:
         ("completions", [1, "a"], "prompt.1: input should be a valid integer"),
         ("completions", ["a", 5], "prompt.1: input should be a valid string"),
         ("completions", [[1], ["a"]], "prompt.1.0: input should be a valid integer"),
+        ("completions", [1.5], "prompt.0: input should be a valid string, integer or list"),
+        ("completions", 1.5, "prompt: input should be a valid string or list"),
+        ("chat/completions", 5, "messages.0.content: input should be a valid string or list"),
     ],
 )
 def test_of_several_types_the_closest_says_what_is_wrong(
@@ -386,6 +389,21 @@ def test_of_several_types_the_closest_says_what_is_wrong(
     code, answer = post(served[1], f"/v1/{path}", chat if path.startswith("chat") else {"prompt": body})
     assert code == 400 and says in answer["error"]["message"]
     assert answer["error"]["param"] == ("messages.0.content" if path.startswith("chat") else "prompt")
+
+
+def test_tools_are_said_not_to_be_supported(served: tuple[Serving, str]) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function"}]}
+    code, answer = post(served[1], "/v1/chat/completions", body)
+    assert (code, answer["error"]["param"]) == (400, "tools")
+    assert answer["error"]["message"] == "tools are not supported (leave them out)"
+
+
+def test_half_of_a_surrogate_pair_is_said_to_be_no_text(served: tuple[Serving, str]) -> None:
+    """JSON may have it."""
+    code, answer = post(served[1], "/v1/completions", {"prompt": "a\ud800"})
+    assert code == 400
+    said = answer["error"]["message"]
+    assert r"half of a surrogate pair, '\ud800', which is no text" in said and "JSON" not in said
 
 
 def test_methods_and_request_ids(served: tuple[Serving, str]) -> None:
