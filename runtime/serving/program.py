@@ -7,6 +7,7 @@ the exit code is 0. A second one ends at once, with 1. Before there can be reque
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -173,10 +174,15 @@ def continuation(package_dir: Path, prompt: str, options: ServeOptions) -> str:
     """What follows a prompt. Raises RequestError where it does not fit, EngineDead where a step failed."""
     from mgraph.runtime.serving.engine import EngineDead
     from mgraph.runtime.serving.llm import LLM
+    from mgraph.runtime.serving.parameters import RequestError
 
     model = LLM(package_dir, **options.opening())
     params = {"temperature": 0.0, "max_tokens": options.max_new_tokens}
-    (output,) = model.generate(prompt, params)[0].outputs
+    try:
+        (output,) = model.generate(prompt, params)[0].outputs
+    except RequestError as error:
+        typed = {"max_tokens": "--max-new-tokens", "prompt": "--prompt"}
+        raise RequestError(error.message, typed.get(error.param or "", error.param), error.hint) from error
     if output.finish_reason == "error":
         raise EngineDead(f"a step failed: {output.error}")
     return output.text
@@ -203,11 +209,12 @@ def listen(host: str, port: int) -> socket.socket:
         listening = socket.create_server((host, port), family=family, backlog=2048)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
-    except OSError as error:
-        raise OptionError(
-            f"cannot listen at {host}, port {port}: {error.strerror or error}",
-            hint="give another --port (0 takes any that is free), or another --host",
-        ) from error
+    except (OSError, UnicodeError) as error:  # the latter of names that no host can have
+        reason = str(getattr(error, "strerror", None) or error).partition(" (while attempting")[0]
+        hint = "give another --host: an address of this machine, or 0.0.0.0 for all that it has"
+        if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
+            hint = "give another --port (0 takes any that is free), or another --host"
+        raise OptionError(f"cannot listen at {host}, port {port}: {reason}", hint=hint) from error
 
 
 def run(serving: Serving, listening: socket.socket, drain_timeout: float) -> int:

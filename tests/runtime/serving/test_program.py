@@ -23,6 +23,7 @@ from mgraph.runtime.options import read
 from mgraph.runtime.serving import llm, opening
 from mgraph.runtime.serving import program as server_program
 from mgraph.runtime.serving.engine import Engine, EngineDead
+from mgraph.runtime.serving.parameters import RequestError
 from mgraph.runtime.serving.program import ServeOptions, address, continuation, listen, needed, record
 from mgraph.runtime.tokenizer import ByteTokenizer
 from tests.runtime.serving.fake_stepper import FakeStepper
@@ -188,8 +189,10 @@ def test_a_port_that_is_taken() -> None:
         pytest.raises(OptionError, match="cannot listen at 127"),
     ):
         listen("127.0.0.1", taken.getsockname()[1])
-    with pytest.raises(OptionError, match="cannot listen at no"):
-        listen("no.such.host.invalid", 0)
+    for host in ("no.such.host.invalid", "300.1.1.1", "192.0.2.1", "a..b"):
+        with pytest.raises(OptionError, match=f"cannot listen at {host}") as caught:
+            listen(host, 0)
+        assert caught.value.hint is not None and "--host" in caught.value.hint and "--port" not in caught.value.hint
     with listen("::1", 0) as six:
         assert address(six).startswith("http://[::1]:")
 
@@ -212,6 +215,16 @@ def test_a_prompt_whose_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
                 continuation(Path("package"), "x", options)
         else:
             assert continuation(Path("package"), "x", options)
+
+
+def test_a_prompt_that_leaves_no_room_is_told_by_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(FakeStepper(vocab_size=256), ByteTokenizer())
+    monkeypatch.setattr(llm, "open_engine", lambda *_, **__: (engine, None))
+    for prompt, count, named in (("x", "99999", "--max-new-tokens"), ("x" * 99999, "1", "--prompt")):
+        options = read(ServeOptions, ["--random-init", "--prompt", prompt, "--max-new-tokens", count], "serve", "")
+        with pytest.raises(RequestError, match="maximum context length") as caught:
+            continuation(Path("package"), prompt, options)
+        assert caught.value.where == named
 
 
 def test_a_warning_is_a_plain_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
