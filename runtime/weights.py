@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mgraph.errors import CheckpointError
-from mgraph.runtime.lora import added_by_adapters
+from mgraph.runtime.lora import PREFIX, added_by_adapters
 from mgraph.runtime.mesh import ALONE, Mesh
 from mgraph.runtime.package import State, StateSpec
 from mgraph.runtime.weight_files import Advance, WeightFiles, ignore, listed
@@ -60,6 +60,7 @@ def load_weights(
     laid_out = {tensor.name: tensor for tensor in file_tensors(layout, model_tensors(specs))}
     made = {s.name.rpartition(".")[2] for s in specs if s.kind == "buffer" and not s.persist}
     files = WeightFiles(path)
+    _check_whole(path, files)
     found: dict[str, FileTensor] = {}
     others: list[str] = []
     misshaped: list[str] = []
@@ -92,6 +93,18 @@ def load_weights(
             "library writes, or of its state_dict",
         )
     return len(found)
+
+
+def _check_whole(path: Path, files: WeightFiles) -> None:
+    """Raise CheckpointError where the files hold adapters alone, in the form of PEFT."""
+    names = files.names()
+    if names and all(name.startswith(PREFIX) for name in names) and any(".lora_" in name for name in names):
+        raise CheckpointError(
+            "these are adapters, without the weights that they change",
+            where=str(path),
+            hint="merge them first: train.py --resume --export DIR writes weights that hold them, as does PEFT's "
+            "merge_and_unload",
+        )
 
 
 def _missing(

@@ -61,6 +61,15 @@ def test_all_misfits_are_in_one_error(tmp_path: Path) -> None:
         assert words in str(error.value)
 
 
+def test_adapters_are_no_weights(tmp_path: Path) -> None:
+    adapters = {f"base_model.model.{name}.weight": torch.zeros(1, 1) for name in ("a.lora_A", "a.lora_B", "b")}
+    save_file(adapters, tmp_path / "adapter_model.safetensors")
+    for path in (tmp_path, tmp_path / "adapter_model.safetensors"):
+        with pytest.raises(CheckpointError, match="these are adapters, without the weights that they change") as caught:
+            load_weights(path, create_state(SPECS, 0, "cpu"), SPECS, [])
+        assert "--export DIR" in str(caught.value.hint)
+
+
 def test_absent_and_broken_files(tmp_path: Path) -> None:
     state = create_state(SPECS, 0, "cpu")
     with pytest.raises(CheckpointError, match="no weights"):
