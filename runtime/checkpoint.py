@@ -188,7 +188,7 @@ def _damaged(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint is damaged: {reason}",
         where=str(path),
-        hint="remove this directory to resume from the checkpoint before it",
+        hint="remove this directory, and the checkpoint before it is taken",
     )
 
 

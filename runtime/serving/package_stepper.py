@@ -117,7 +117,8 @@ class PackageStepper:
         for spec in (spec for shared in self._shared for spec in shared):
             self.state.pop(spec.name, None)
         asked = f"a cache of {num_blocks} blocks of {size_text(self.block_bytes)}"
-        with room(self.device, num_blocks * self.block_bytes, asked, "a smaller num_blocks or cache_memory"):
+        hint = "a smaller --num-blocks or --cache-memory (num_blocks, cache_memory in Python)"
+        with room(self.device, num_blocks * self.block_bytes, asked, hint):
             for spec, *others in self._shared:
                 shape = (num_blocks * self.block_size, *spec.share(self.mesh).shape[1:])
                 self.state[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=self.device)

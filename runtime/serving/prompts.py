@@ -70,7 +70,7 @@ def read_chat(
         raise RequestError(
             "the tokenizer has no chat template, so there is no way to write a conversation",
             "messages",
-            "give --chat-template FILE, or a prompt instead of messages",
+            "give --chat-template FILE (chat_template in Python), or a prompt instead of messages",
         )
     if engine.tokenizer is None:
         raise RequestError("there is no tokenizer for a text", "messages", "give token ids as a prompt")

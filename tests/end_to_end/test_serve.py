@@ -75,8 +75,11 @@ def test_what_does_not_fit_in_the_cache_is_refused(served: tuple[Build, torch.nn
         model.generate([[]])
     with pytest.raises(OptionError, match="a cache of 1 blocks"):
         LLM(served[0].path, served[2], device="cpu", num_blocks=1)
-    with pytest.raises(OptionError, match=r"a cache of 1000000000 blocks of 8KiB: 7.451TiB are needed, and cpu has"):
+    with pytest.raises(
+        OptionError, match=r"a cache of 1000000000 blocks of 8KiB: 7.451TiB are needed, and cpu has"
+    ) as caught:
         LLM(served[0].path, served[2], device="cpu", num_blocks=10**9)
+    assert caught.value.hint == "a smaller --num-blocks or --cache-memory (num_blocks, cache_memory in Python)"
     small = LLM(served[0].path, served[2], device="cpu", cache_memory=4 * 16 * 2 * 2 * 2 * 16 * 4 / 2**30)
     assert small.engine.stepper.num_blocks == 4 and small.engine.longest == 3 * 16 + 1
 

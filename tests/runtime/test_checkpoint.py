@@ -103,8 +103,9 @@ def test_damaged_files_are_named(tmp_path: Path, damage: str) -> None:
     state = make_state(1)
     with pytest.raises(
         CheckpointError, match=rf"the checkpoint is damaged: {file.name} is (not what was written|missing)"
-    ):
+    ) as caught:
         checkpoint.load(found, state, specs_of(state), ALONE)
+    assert caught.value.hint == "remove this directory, and the checkpoint before it is taken", "to resume or to serve"
 
 
 def test_parameters_of_another_model_are_named(tmp_path: Path) -> None:
