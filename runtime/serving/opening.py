@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ def open_stepper(package: Path, settings: Settings) -> Stepper:
     if ranks_of(package) > 1:
         if mesh.current().world_size > 1:
             raise OptionError("these processes share a package already", hint="one LLM for each start of torchrun")
-        atexit.register(mesh.stop)  # also where what follows fails: its threads must not outlive the interpreter
+        atexit.register(leave)  # also where what follows fails
         where = mesh.start(prepare)
         torch.set_num_threads(mesh.share_of_threads())
     stepper = found.PackageStepper(
@@ -188,6 +189,15 @@ def open_stepper(package: Path, settings: Settings) -> Stepper:
         cache_bytes=int(settings.cache_memory * 2**30),
     )
     return led(stepper, where, stepper.release) if where.world_size > 1 else stepper
+
+
+def leave() -> None:
+    """Leave the process group, whose threads must not outlive the interpreter. An error that ended a program would hold
+    it: Python keeps the last one for debuggers."""
+    for name in ("last_exc", "last_value", "last_traceback"):
+        if hasattr(sys, name):
+            setattr(sys, name, None)
+    mesh.stop()
 
 
 def check_kind(path: Path, kind: str) -> None:
