@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     import torch
 
+INTERRUPTED = 130
+"""The exit code of what is no server and was ended by Ctrl-C."""
 IMPORTS = "<frozen importlib._bootstrap>"
 """The file of Python's own functions that import."""
 SMALL = 128
@@ -51,9 +53,10 @@ def stop_at_signals() -> None:
 
     def end(*_: object) -> NoReturn:
         if leads:
-            print("stopped before it served anything", file=sys.stderr, flush=True)
-        os._exit(0)
+            print("interrupted" if asked else "stopped before it served anything", file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED if asked else 0)
 
+    asked = any(argument.partition("=")[0] == "--prompt" for argument in sys.argv)  # no server, whose end is none
     leads = os.environ.get("RANK", "0") == "0"
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM) if leads else (signal.SIGINT,):

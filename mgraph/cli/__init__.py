@@ -20,11 +20,11 @@ from types import FrameType
 from typing import Any, cast
 
 from mgraph.errors import GraphError, MgraphError, OptionError, StorageError, did_you_mean
-from mgraph.runtime.start import importing, stop_at_signals
+from mgraph.runtime.start import INTERRUPTED, importing, stop_at_signals
 
 __all__ = ["main"]
 
-INTERNAL_ERROR, INTERRUPTED = 3, 130
+INTERNAL_ERROR = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

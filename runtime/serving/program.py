@@ -26,7 +26,7 @@ from mgraph.runtime import mesh
 from mgraph.runtime.options import about, flag, read
 from mgraph.runtime.serving import opening, workload
 from mgraph.runtime.serving.local_ranks import end_with_rank_0, local_ranks
-from mgraph.runtime.start import importing, signals_as_ever
+from mgraph.runtime.start import INTERRUPTED, importing, signals_as_ever
 
 if TYPE_CHECKING:
     from mgraph.runtime.serving.server import Serving
@@ -38,7 +38,8 @@ MOST_MIB = 2**20
 EXIT_CODES = """exit codes:
   0  stopped by SIGTERM or Ctrl-C, after the requests under way, or before there were any
   1  a second signal, or requests that did not end in time: they were cut off; or a rank has died
-  2  wrong input (options, package, weights, a port that is taken)"""
+  2  wrong input (options, package, weights, a port that is taken)
+  130  Ctrl-C, with --prompt"""
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,10 @@ def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoR
         if mesh.is_first_of_machine():
             print(error, file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:  # of --prompt: a server ends by its signals
+        if mesh.is_first_of_machine():
+            say("interrupted")
+        sys.exit(INTERRUPTED)
     sys.exit(code)
 
 

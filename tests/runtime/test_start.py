@@ -62,9 +62,9 @@ def importing(name, globals=None, locals=None, fromlist=(), level=0):
             pass  # as libraries do with what they do not expect
     return load(name, globals, locals, fromlist, level)
 builtins.__import__ = importing
-if sys.argv[1] == "mgraph serve":
+if sys.argv[1].startswith("mgraph serve"):
     from mgraph.cli import main
-    sys.argv = ["mgraph", "serve", sys.argv[2], "--random-init"]
+    sys.argv = ["mgraph", "serve", sys.argv[2], "--random-init", *sys.argv[1].split()[2:]]
     main()
 getattr(start, sys.argv[1])(sys.argv[2])
 """
@@ -78,6 +78,7 @@ getattr(start, sys.argv[1])(sys.argv[2])
         ("serve", signal.SIGTERM, 0, "stopped before"),
         ("mgraph serve", signal.SIGINT, 0, "stopped before"),
         ("mgraph serve", signal.SIGTERM, 0, "stopped before"),
+        ("mgraph serve --prompt x", signal.SIGINT, 130, "interrupted"),
     ],
 )
 def test_a_signal_while_something_is_imported(

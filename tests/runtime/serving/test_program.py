@@ -227,6 +227,18 @@ def test_a_prompt_whose_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
             assert continuation(Path("package"), "x", options)
 
 
+def test_a_prompt_that_is_interrupted_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server_program, "serve", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        server_program.main("package", ["--prompt", "x"])
+    assert ended.value.code == 130 and "interrupted" in capsys.readouterr().err
+
+
 def test_a_prompt_that_leaves_no_room_is_told_by_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(FakeStepper(vocab_size=256), ByteTokenizer())
     monkeypatch.setattr(llm, "open_engine", lambda *_, **__: (engine, None))
