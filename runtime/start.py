@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -31,14 +31,13 @@ SMALL = 128
 def main(package_dir: Path | str, arguments: Sequence[str] | None = None) -> NoReturn:
     """Train the package with the options of the command line, then exit the process: `train.main`."""
     ahead(sys.argv[1:] if arguments is None else arguments)
-    with ended_by_signals(end_at_once):
+    with ended_by_signals():
         from mgraph.runtime import train
     train.main(package_dir, arguments)
 
 
 def serve(package_dir: Path | str) -> NoReturn:
     """Serve the package with the options of the command line, then exit the process: `serving.program.main`."""
-
     stop_at_signals()
     from mgraph.runtime.serving import program
 
@@ -79,12 +78,12 @@ def importing(frame: FrameType | None) -> bool:
 
 
 @contextmanager
-def ended_by_signals(end: Callable[[], NoReturn]) -> Iterator[None]:
-    """Ctrl-C calls `end` meanwhile: libraries that are half imported drop the exception, or raise others."""
+def ended_by_signals() -> Iterator[None]:
+    """Ctrl-C ends the process at once meanwhile: libraries that are half there drop the exception, or raise others."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, lambda *_: end())
+    before = signal.signal(signal.SIGINT, lambda *_: end_at_once())
     try:
         yield
     finally:
@@ -97,7 +96,7 @@ def end_at_once() -> NoReturn:
         print("interrupted; what was not saved before is lost", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(130)
+    os._exit(INTERRUPTED)
 
 
 def ahead(arguments: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from mgraph.ir.collectives import CollectiveOrder, message_bytes
 from mgraph.ir.dims import evaluate
 from mgraph.recipe import Recipe
 from mgraph.runtime import mesh, traffic
-from mgraph.runtime.package import load_package
+from mgraph.runtime.package import Package, State, load_package
 from mgraph.runtime.state import create_state
 
 BATCH, SEQUENCE, RANKS, LAYERS = 2, 12, 2, 2
@@ -46,21 +47,18 @@ def two_ranks() -> Iterator[mesh.Mesh]:
     dist.destroy_process_group()
 
 
+def made(directory: Path, ranks: mesh.Mesh, **options: Any) -> tuple[Package, State]:
+    """A package of two ranks that share experts, with these options, and its state at this one."""
+    compile_package(Recipe(model="moe-tiny", mesh="ep=2", arch="none", output=str(directory), **options))
+    package = load_package(directory, "cpu")
+    return package, create_state(package.state_specs, 0, torch.device("cpu"), mesh=ranks)
+
+
 @pytest.mark.parametrize(("dispatch", "chunks"), [("alltoall", 1), ("alltoall", 2), ("allgather", 1)])
 def test_a_microbatch_sends_what_its_graph_says(
     dispatch: str, chunks: int, two_ranks: mesh.Mesh, tmp_path: Path
 ) -> None:
-    recipe = Recipe(
-        model="moe-tiny",
-        mesh="ep=2",
-        arch="none",
-        dispatch=dispatch,
-        ep_chunks=chunks,
-        output=str(tmp_path / "package"),
-    )
-    compile_package(recipe)
-    package = load_package(tmp_path / "package", "cpu")
-    state = create_state(package.state_specs, 0, torch.device("cpu"), mesh=two_ranks)
+    package, state = made(tmp_path / "package", two_ranks, dispatch=dispatch, ep_chunks=chunks)
     tokens = torch.randint(0, 256, (BATCH, SEQUENCE))
     with traffic.counted() as found:
         package.call("microbatch", state, tokens, tokens)
@@ -94,18 +92,9 @@ def test_exact_rows_are_those_of_decisions(
 ) -> None:
     """One for each rank at which a token has any expert, counted from what routers chose, and none besides: rows that
     have room for all tokens hide it where a token goes to ranks that it has no expert at."""
-    recipe = Recipe(
-        model="moe-tiny",
-        mesh="ep=2",
-        arch="none",
-        expert_extent="host",
-        ep_chunks=chunks,
-        replayable_routing=True,
-        output=str(tmp_path / "package"),
+    package, state = made(
+        tmp_path / "package", two_ranks, expert_extent="host", ep_chunks=chunks, replayable_routing=True
     )
-    compile_package(recipe)
-    package = load_package(tmp_path / "package", "cpu")
-    state = create_state(package.state_specs, 0, torch.device("cpu"), mesh=two_ranks)
     monkeypatch.setattr(dist, "all_to_all_single", mirrored)
     tokens = torch.randint(0, 256, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(0))
     # Of a token of the first sequence both experts are at one rank, which it says; of the second, at both ranks, but

@@ -336,10 +336,10 @@ def _walk_lines(
     top = ["higher = tl.maximum(top, tl.max(score, 1))"]
     top += ['finite = tl.where(higher == float("-inf"), 0.0, higher)'] if masked else ["finite = higher"]
     entry, offset = _places(problem.block_size, cut.keys)
-    near = "tl.minimum(key, high - 1)"
-    if problem.window:
-        near = f"tl.maximum({near}, lowest)"
+    nearest = []
     if again:
+        seen = "tl.minimum(key, high - 1)"
+        nearest = [f"near = tl.maximum({seen}, lowest)" if problem.window else f"near = {seen}"]
         entry, offset = f"near // {problem.block_size}", f"near % {problem.block_size}"
     rows = f"({offset} * {problem.groups} + group)"
     size = problem.block_size * problem.groups
@@ -351,7 +351,7 @@ def _walk_lines(
     lines = [
         f"key = place + tl.arange(0, {cut.keys})",
         *[f"inside = {inside}"] * masked,
-        *[f"near = {near}"] * again,
+        *nearest,
         f"entry = blocks_ptr + request * W + {entry}",
         "block = tl.load(entry" + ", mask=inside, other=0" * partly + ").to(tl.int64)",
         f"k_block = keys_ptr + (block * {size * problem.width})[:, None]",
