@@ -273,11 +273,15 @@ def variants(
     """What to measure, made when it is its turn: one GPU first, which the others must agree with. What runs one
     microbatch of a package is put into `timed`."""
     weights: dict[str, Tensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
 
     def ours(variant: str, axes: Mapping[str, int]) -> Step:
         step, state, microbatch = packaged(packages / f"{name}-{variant}", axes, device)
-        if variant == "one":
-            weights.update({n: t.detach().cpu().clone() for n, t in state.items()})
+        if variant == "one" and forms:
+            # Only what peers begin with: the memory of a host may be slow to get, or too little for moments as well.
+            drawn = {n: t for n, t in state.items() if not n.endswith((".m", ".v", ".grad"))}
+            dtypes.update({n: t.dtype for n, t in drawn.items()})
+            weights.update({n.removesuffix(".master"): t.cpu() for n, t in drawn.items() if f"{n}.master" not in drawn})
         timed[variant] = microbatch
         return step
 
@@ -285,8 +289,8 @@ def variants(
         torch._dynamo.reset()
         model = shape.make().to(device)
         names = [n for n, _ in model.named_parameters()]
-        model.load_state_dict({n: weights.get(f"{n}.master", weights[n]) for n in names}, strict=False)
-        return make(model, weights[names[0]].dtype, device, compiled=compiled)
+        model.load_state_dict({n: weights[n] for n in names}, strict=False)
+        return make(model, dtypes[names[0]], device, compiled=compiled)
 
     yield "one", lambda: ours("one", {})
     for variant, axes in OURS.items():
