@@ -6,7 +6,9 @@ Each kernel first waits for what was launched before it, and then lets what foll
 
 So between two kernels of a CUDA graph, where the runtime launches them so, lies no launch any more: a microsecond, much
 of a step that decodes. A kernel may only be launched that way if all of its programs wait before they read or write
-anything: then what is before it has ended, and what follows, which waits for it, is after both.
+anything: then what is before it has ended, and what follows, which waits for it, is after both. As what is before let
+it come after it had waited itself, all but that one launch has ended when it comes: a kernel may read before it waits
+what that launch does not write, and says by a comment, `HERE`, where it must wait.
 
 What comes early goes to multiprocessors in the order in which these become free, to the first of them as many programs
 as they have room for. Programs that end soon make up for that: others come in their place. Where each works long, and
@@ -28,6 +30,7 @@ from mgraph.codegen.triton.kernel import KernelSpec
 FIRST = 90
 """The first architecture, sm_90, that has the instructions."""
 CALL = "come_early()"
+HERE = "# waits here for what was launched before"
 HELPER = f'''
 EARLY = tl.constexpr(True)  # the runtime says otherwise where it has these compiled for a GPU before sm_90
 
@@ -56,7 +59,9 @@ def coming_early(spec: KernelSpec) -> KernelSpec:
     for function in reversed(functions):
         if function.name in launched:
             first = function.body[1] if ast.get_docstring(function) is not None else function.body[0]
-            lines.insert(first.lineno - 1, f"{' ' * first.col_offset}{CALL}\n")
+            within = range(first.lineno - 1, function.end_lineno or len(lines))
+            place = next((number for number in within if lines[number].strip() == HERE), first.lineno - 1)
+            lines.insert(place, f"{' ' * first.col_offset}{CALL}\n")
     return replace(spec, source="".join(lines))
 
 

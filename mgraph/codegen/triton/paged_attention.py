@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mgraph.codegen.triton.attention import WIDE_ROW
+from mgraph.codegen.triton.early import HERE
 from mgraph.codegen.triton.kernel import (
     ITEM_BYTES,
     LOG2E,
@@ -425,6 +426,7 @@ def {name}(
     """
     group, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     {_search_lines(tokens)}
+    {HERE}
     first = begin + further * {tokens}
     row = tl.arange(0, {cut.rows})
     head = group * {repeat} + row % {repeat}
@@ -452,7 +454,8 @@ def {name}(
 
 
 def _search_lines(tokens: int) -> str:
-    """The request of a tile, its starts and length, and how many of its tiles come before."""
+    """The request of a tile, its starts and length, and how many of its tiles come before. All this is read while the
+    launch before ends, which appends keys, but never writes inputs of a step."""
     return f"""request, further = tile, 0
     if tile >= R:
         request = -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import re
 import threading
 import types
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mgraph.codegen.triton import build_kernels, rms_norm
+from mgraph.codegen.triton import build_kernels, paged_attention, rms_norm
 from mgraph.codegen.triton.early import can_come_early, coming_early
 from mgraph.codegen.triton.kernel import KernelSpec
 from mgraph.codegen.triton.rms_norm import RmsNorm
@@ -42,6 +43,23 @@ def test_what_is_launched_waits_first() -> None:
         assert (ast.unparse(first) == "come_early()") == (name in launched)
     assert early.source.replace("    come_early()\n", "") == plain.source
     assert early.launches == plain.launches
+
+
+def test_a_kernel_that_says_where_waits_there() -> None:
+    """Reads of tables come before; a launched function that says nothing waits first, as ever."""
+    problem = paged_attention.PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125)
+    plain = paged_attention.forward("attention", problem)
+    source = coming_early(plain).source
+    functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    for launch in plain.launches:
+        statements = [ast.unparse(statement) for statement in functions[launch.function].body[1:]]
+        before = statements[: statements.index("come_early()")]
+        walks = "starts" in launch.args and "lengths" in launch.args
+        assert bool(before) == walks, launch.function
+        loads = [text for statement in before for text in re.findall(r"tl.load\((\w+)", statement)]
+        assert set(loads) == ({"starts_ptr", "lengths_ptr"} if walks else set())
+        assert not any("tl.store" in statement for statement in before)
+    assert source.replace("    come_early()\n", "") == plain.source
 
 
 @pytest.mark.parametrize(("archs", "early"), [(["sm_90a"], True), (["sm_90a", "sm_80"], False)])
