@@ -151,6 +151,7 @@ def pipeline_text(recipe: Recipe) -> str:
     schedule += "overlap-gradients," if recipe.overlap else ""
     schedule += "write-gradients," if recipe.one_microbatch else ""
     schedule += "dce,join-products," if recipe.archs else ""
+    schedule += "late-gradients," if recipe.archs and recipe.expert_ranks > 1 else ""
     fuse, update = (FUSE, "overlap-update,fuse-squares,") if recipe.archs else ("", "")
     replayed = recipe.archs and recipe.cuda_graphs != "off"
     graphs = "," + print_spec("cuda-graphs", {"layers": recipe.cuda_graphs == "layers"}) if replayed else ""

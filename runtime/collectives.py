@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mgraph.runtime import mesh, traffic
+from mgraph.runtime import later, mesh, outbox, traffic
 
 _OPTIONS = {
     "all_reduce": "AllreduceCoalescedOptions",
@@ -179,6 +179,14 @@ def all_to_all_start(
     tensors: Sequence[Tensor], axis: str, sizes: Tensor | None = None, *, back: bool = False
 ) -> Pending:
     """Begin `all_to_all`. The tensors must not be written before `wait`."""
+    pending = _fetched(tensors, axis) if sizes is None else None
+    pending = pending or _exchange(tensors, axis, sizes, back=back)
+    later.catch_up()
+    return pending
+
+
+def _exchange(tensors: Sequence[Tensor], axis: str, sizes: Tensor | None, *, back: bool) -> Pending:
+    """Begin `all_to_all` by torch's collective."""
 
     def send_rows(same: list[Tensor], group: dist.ProcessGroup, ranks: int) -> Message:
         assert sizes is not None, "rows are sent by sizes"
@@ -208,6 +216,46 @@ def all_to_all_start(
         return Message(work, flat, results)
 
     return _start("all_to_all", tensors, axis, send if sizes is None else send_rows)
+
+
+def sendable(axis: str, site: Callable[..., Any], *inputs: Any) -> Any:
+    """What a kernel site gives, where the other ranks of `axis` can fetch it, if they can: the next `all_to_all` over
+    the axis takes it from there, and nothing may read it after that."""
+    here = mesh.current()
+    sent = here.size(axis) > 1 and here.device.type == "cuda"
+    return outbox.sendable(here.group(axis) if sent else None, site, *inputs)
+
+
+@dataclass(frozen=True)
+class _Event:
+    """The end of copies."""
+
+    event: torch.cuda.Event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+def _fetched(tensors: Sequence[Tensor], axis: str) -> Pending | None:
+    """Begin `all_to_all` by copies (`outbox.py`), where all ranks of the axis are GPUs that reach each other's memory
+    and the message is no small one."""
+    here = mesh.current()
+    ranks = here.size(axis)
+    if ranks == 1 or not all(tensor.is_cuda for tensor in tensors):
+        return None
+    given = [tensor.contiguous() for tensor in tensors]
+    exchanged = outbox.exchange(here.group(axis), given)
+    if exchanged is None:
+        return None
+    traffic.note("all_to_all", axis, tensors, ranks)
+    received, event = exchanged
+    return Pending({}, [(list(range(len(given))), Message(_Event(event), given, lambda: received))])
+
+
+def begin_entry() -> None:
+    """What an entry that did not end has left is not that of the next: called before each time that one runs."""
+    outbox.rewind()
+    later.forget()
 
 
 def wait(pending: Pending) -> list[Tensor]:

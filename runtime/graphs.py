@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from mgraph.errors import PackageError
+from mgraph.runtime import later
+from mgraph.runtime.collectives import begin_entry
 from mgraph.runtime.pieces import GivenUp, Graph, Recorder, Tape
 
 State = dict[str, Tensor]
@@ -124,10 +126,11 @@ class EntryGraphs:
             try:
                 held = self._held[key] = self._capture(entry, state, inputs)
             except (RuntimeError, PackageError) as error:  # torch and the driver raise nothing more exact
-                # Nothing has run, so nothing has to be undone; lack of memory, too, may be that of the graph alone.
+                # Nothing has run; lack of memory, too, may be that of the graph alone.
                 self._pool = None
                 del self._entries[name]
                 self._say(name, str(error).strip().splitlines()[0])
+                begin_entry()
                 return entry(state, *inputs)
         assert isinstance(held, _Captured), f"{name} is one graph"
         return held.replay(inputs)
@@ -144,7 +147,8 @@ class EntryGraphs:
                 return function(*args, **kwargs)
             graphs._tape = None  # what it calls is part of its graph
             try:
-                result = tape.call(name, function, args, kwargs)
+                with later.at_once():
+                    result = tape.call(name, function, args, kwargs)
             except GivenUp as error:
                 graphs._failed = error
                 return function(*args, **kwargs)

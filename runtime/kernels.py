@@ -15,6 +15,7 @@ generator. Nothing of the compiler is imported here.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import math
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 
 from mgraph.errors import MgraphError, PackageError
+from mgraph.runtime import outbox
 from mgraph.runtime.launch import (
     ALIGNMENT,
     CubinLauncher,
@@ -292,15 +294,44 @@ class GpuSite:
         if any(0 in grid for grid in plan.grids):
             return self._twin(*inputs)  # A grid has at least one block; torch knows what nothing adds up to.
         device = self._device.torch_device
+        sent = self._results if outbox.is_meant() else ()
         for (name, dtype), (shape, strides) in zip(self._created, plan.created, strict=True):
-            tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            there = outbox.new_result(shape, dtype) if name in sent and strides == _strides(shape, None) else None
+            tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=device) if there is None else there
         aligned = plan.even and bits % ALIGNMENT == 0  # New tensors always are.
         left_out = "others" if aligned else "aligned"
-        for launcher, grid, takes in zip(self._launchers, plan.grids, self._takes, strict=True):
-            if grid and takes != left_out:
+        for index, (launcher, grid, takes) in enumerate(zip(self._launchers, plan.grids, self._takes, strict=True)):
+            if grid and takes != left_out and not (sent and self._others_first(index, tensors, plan, aligned)):
                 launcher.launch(tensors, plan.dims, grid, aligned)
         results = tuple([tensors[name] for name in self._results])
         return results if len(results) > 1 else results[0]
+
+    def _others_first(self, index: int, tensors: Mapping[str, torch.Tensor], plan: _Plan, aligned: bool) -> bool:
+        """Launch for the rows that other ranks get, and put off those of this rank until these are under way. False for
+        a launch of which that is not possible."""
+        launch, rows = self._entry["launches"][index], plan.dims.get("T", 0)
+        by_row: Mapping[str, int] = launch.get("by_row", {})
+        result = next((name for name in self._results if name in by_row), None)
+        parts = outbox.parts(tensors[result], rows) if result is not None else None
+        if result is None or parts is None:
+            return False
+
+        def some(begin: int, end: int, target: torch.Tensor | None = None) -> None:
+            here = dict(tensors)
+            for name, count in by_row.items():
+                here[name] = tensors[name].view(-1)[begin * count : end * count]
+            if target is not None:
+                here[result] = target
+            even = aligned and all(here[name].data_ptr() % ALIGNMENT == 0 for name in by_row)
+            dims = {**plan.dims, "T": end - begin}
+            grid = (*(evaluate(extent, dims) for extent in launch["grid"]), 1, 1)[:3]
+            self._launchers[index].launch(here, dims, grid, even)
+
+        own, others = parts
+        for begin, end in others:
+            some(begin, end)
+        outbox.put_off(tensors[result], functools.partial(some, *own))
+        return True
 
     def _bits(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """The bits of the places of inputs; those that lie beside another add a bit if they do not."""

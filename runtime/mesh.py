@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from mgraph.errors import MgraphError, did_you_mean
+from mgraph.runtime import outbox
 from mgraph.runtime.handshake import TIMEOUT, Facts, MeshError, disagreement, handshake
 
 T = TypeVar("T")
@@ -202,6 +203,7 @@ def stop() -> None:
     """
     global _current
     if dist.is_initialized():
+        outbox.forget()
         dist.destroy_process_group()
         _current = ALONE
         gc.collect()

@@ -200,6 +200,10 @@ class Options(Settings):
     nvtx: bool = field(
         default=False, metadata=about("name what the step does for profilers, by line and origin; without CUDA graphs")
     )
+    copy_tokens: bool = field(
+        default=False,
+        metadata=about("GPUs of one machine copy tokens of experts from each other, in place of messages by NCCL"),
+    )
     no_cuda_graphs: bool = field(default=False, metadata=about("a GPU launches each kernel by itself"))
     tune_products: bool = field(
         default=False,

@@ -29,6 +29,7 @@ from mgraph import __version__
 from mgraph.errors import MgraphError, OptionError, PackageError, some_of
 from mgraph.manifest_form import damage
 from mgraph.runtime import kernels, poison
+from mgraph.runtime.collectives import begin_entry
 from mgraph.runtime.graphs import EntryGraphs
 from mgraph.runtime.kept_products import KeptProducts
 from mgraph.runtime.mesh import Mesh
@@ -158,6 +159,7 @@ class Package:
 
     def call(self, entry: str, state: State, *inputs: Tensor) -> dict[str, Tensor]:
         """Call an entry function; its results under the output names of the manifest."""
+        begin_entry()
         try:
             if self.poisoned:
                 with Poison():

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mgraph import philox
 from mgraph.errors import MgraphError, OptionError, PackageError, some_of
-from mgraph.runtime import checkpoint, dropout, kept_products, mesh, v1
+from mgraph.runtime import checkpoint, dropout, kept_products, mesh, outbox, v1
 from mgraph.runtime.corpus import load_corpus
 from mgraph.runtime.data import INPUTS, Batch, Corpus, Position, Stream, validation_batches, whole_rows
 from mgraph.runtime.expert_load import LOADS, OVERRUN, OVERRUNS, expert_loads, overrun_text
@@ -158,6 +158,7 @@ def _open(path: Path, device: torch.device, options: Options) -> Package:
     ranges = ("nvtx" if device.type == "cuda" else "record") if options.nvtx else False
     graphs = not options.no_cuda_graphs
     tuned = options.tune_products
+    outbox.use(options.copy_tokens)
     package = load_package(path, device, options.strict, options.jit, graphs, options.poison, ranges, tuned=tuned)
     absent = [name for name in ENTRIES if name not in package.entries]
     if absent:

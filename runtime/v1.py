@@ -32,6 +32,7 @@ from mgraph.runtime.collectives import (
     all_to_all_start,
     reduce_scatter,
     reduce_scatter_start,
+    sendable,
     wait,
 )
 from mgraph.runtime.dropout import dropout, dropout_part, random
@@ -48,6 +49,7 @@ from mgraph.runtime.expert_exchange import (
 from mgraph.runtime.experts import expert_glu, expert_glu_grad, expert_sum, moe_route_order, real_choice
 from mgraph.runtime.joined import glu_grad_joined, joined, rope_join, rope_joined
 from mgraph.runtime.kernels import kernels
+from mgraph.runtime.later import catch_up, later
 from mgraph.runtime.linear import linear, linear_glu
 from mgraph.runtime.moe import (
     expert_bias_update_,
@@ -136,6 +138,7 @@ __all__ = [
     "axis_index",
     "axis_share",
     "by_token",
+    "catch_up",
     "change_scores",
     "clear_tail",
     "copy_",
@@ -172,6 +175,7 @@ __all__ = [
     "joined",
     "kernels",
     "kv_append_",
+    "later",
     "layer_norm",
     "layer_norm_grad",
     "likeliest",
@@ -227,6 +231,7 @@ __all__ = [
     "rope_kv_append_",
     "rope_table_grad",
     "sample",
+    "sendable",
     "square_sum",
     "squared_relu",
     "squared_relu_grad",

@@ -40,7 +40,7 @@ from benchmarks.gpu import rows
 from benchmarks.gpu.peers import LR, Masters, loss_of
 from benchmarks.gpu.training import IDS
 from benchmarks.gpu.training_models import SHAPES, Batch, Shape
-from mgraph.runtime import mesh
+from mgraph.runtime import mesh, outbox
 from mgraph.runtime.package import load_package
 from mgraph.runtime.state import create_state
 
@@ -304,7 +304,9 @@ def variants(
             yield text, lambda m=make, c=compiled: peer(m, compiled=c)  # type: ignore[misc]
 
 
-def write(results: Path, begin: int, run: str, name: str, workload: str, found: Mapping[str, Measured]) -> None:
+def write(
+    results: Path, begin: int, run: str, name: str, workload: str, copies: bool, found: Mapping[str, Measured]
+) -> None:
     """A row for each of ours, beside its peers, in place of what the file has from `begin` on."""
     with results.open("ab") as file:
         file.truncate(begin)
@@ -315,7 +317,7 @@ def write(results: Path, begin: int, run: str, name: str, workload: str, found: 
         peers = {peer: other for peer, other in found.items() if peer.startswith(KINDS.get(axis, ()))}
         times = {peer: other.seconds for peer, other in peers.items()}
         of_peers = {peer: other.beside_seconds() for peer, other in peers.items()}
-        more = {"variant": variant, "run": run, **seen.beside_seconds()}
+        more = {"variant": variant, "run": run, "copies": copies, **seen.beside_seconds()}
         if axis and ALONE in found:
             more |= {"fraction": found[ALONE].seconds / seen.seconds, "limit": ALONE}
         rows.append(results, rows.row(IDS[name], workload, seen.seconds, "seconds", times, of_peers, **more))
@@ -388,6 +390,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--settled", type=int, default=40, help="steps before models with experts are timed again")
     parser.add_argument("--only", default="", help="comma-separated beginnings of variants")
+    parser.add_argument("--copies", action="store_true", help="tokens of experts go by copies, as by --copy-tokens")
     parser.add_argument("--eager", action="store_true", help="leave out the compiled peers")
     parser.add_argument("--compiled", action="store_true", help="leave out the eager peers")
     options = parser.parse_intermixed_args()
@@ -398,6 +401,7 @@ def main() -> int:
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    outbox.use(options.copies)
     begun = datetime.datetime.now().isoformat(timespec="seconds")
     complaints: list[str] = []
     for name in options.models:
@@ -405,7 +409,7 @@ def main() -> int:
         dtype = "f32" if options.small else "bf16"
         workload = f"{name} B{shape.batch} S{shape.length} {dtype}, {dist.get_world_size()} GPUs"
         begin = options.results.stat().st_size if options.results.exists() else 0
-        keep = partial(write, options.results, begin, begun, name, workload)
+        keep = partial(write, options.results, begin, begun, name, workload, options.copies)
         complaints += compare(name, shape, options, device, keep)
     if rank == 0:
         print("\n".join(complaints) or "all losses agree", flush=True)

@@ -30,6 +30,7 @@ from mgraph.codegen.loops import (
 )
 from mgraph.codegen.names import NamePool, base_name, identifier, slot_names
 from mgraph.codegen.prepare import called
+from mgraph.codegen.sent import puts_off, sent_next
 from mgraph.codegen.source import SourceWriter
 from mgraph.codegen.state_tables import LAYER, SHORT, StateTables
 from mgraph.codegen.torch_provider import (
@@ -39,6 +40,7 @@ from mgraph.codegen.torch_provider import (
     joined_text,
     listed,
     overwritable,
+    put_off,
     write,
     write_accumulated,
 )
@@ -96,6 +98,7 @@ class FunctionText:
         self._put_down: set[Value] = set()  # of what loops carry: no more read in an iteration
         self._stacks: dict[Stacked, str] = {}
         self._elements: dict[Value, Element] = {}  # what loops gathered, which is small: lists live to the end
+        self._sent = sent_next(function)
         self._popped = {place: stacked for loop in self._loops for place, stacked in loop.popped.items()}
         self._preferred = self._carried_names()
         self._loop: Loop | None = None
@@ -317,6 +320,7 @@ class FunctionText:
             totals = [self._operand(node, i) for i in range(len(node.results))]
             total = totals[0] if node.op == "accumulate_" else joined_text(totals)
             text = write_accumulated(self._site(part, index), node.operands[0], total, fresh=fresh)
+            text = put_off(text) if node.attrs.get("late") else text
             return Written(text, {i: i for i in range(len(totals))})
         return write(self._site(node, index))
 
@@ -324,10 +328,10 @@ class FunctionText:
         overwrite = next((i for i in overwritable(node) if self._may_take(node, i, index)), None)
         texts = [self._operand(node, i) for i in range(len(node.operands))]
         tensors = partial(self._tensors, node)
-        lists = self._lists(node)
+        lists, sent = self._lists(node), self._sent.get(node, "")
         if self._loop is not None and node in self._place:
             node = self._loop.with_index(self._place[node])
-        return Site(node, texts, self._dims, self._context.kernels, self._device, tensors, overwrite, lists)
+        return Site(node, texts, self._dims, self._context.kernels, self._device, tensors, overwrite, lists, sent)
 
     def _may_take(self, node: Node, operand: int, index: int) -> bool:
         """Whether a node, in a loop that of every iteration, may write over an operand."""
@@ -636,6 +640,8 @@ class FunctionText:
             for name, value in zip(self._entry.updates, results[count:], strict=True):
                 self._update(name, value)
             texts = [self._text(v) for v in results[:count]]
+            if puts_off(self._function, self._context.functions):
+                self._body.line("rt.catch_up()")
             self._body.line(
                 f"return ({', '.join(texts)},)" if len(texts) == 1 else f"return {', '.join(texts) or '()'}"
             )

@@ -36,7 +36,7 @@ _MAY_ALIAS = {
     "aten.sum_to_size.default",
     "aten.type_as.default",
 }
-_INLINE = {
+VIEWS = {
     "joined",
     "reshape",
     "aten.t.default",
@@ -100,6 +100,7 @@ class Liveness:
         carried_until: Mapping[Node, int],
     ) -> None:
         self.function = function
+        self._producers = function.producers()
         self._absorbs = absorbs
         self._parent: dict[Value, Value] = {}
         self._foreign: set[Value] = set(function.inputs())
@@ -161,6 +162,9 @@ class Liveness:
         for result, operand in zip(node.results[:written], node.operands[:written], strict=True):
             self._join(result, operand)
             self._mutated.add(operand)
+        if node.op in ADDING and node.attrs.get("late"):  # what it reads may be written no more in this function
+            maker = self._producers.get(node.operands[-1])
+            self._foreign.update(node.operands, maker.operands if maker is not None else ())
         if node.op in ("all_reduce_start", "store_start"):  # in all others, the handle holds what it needs
             places = node.operands[: len(node.result.type.types)]  # type: ignore[union-attr]
             self.under_way[node.result] = places
@@ -199,7 +203,7 @@ class Liveness:
             reader = readers[0]
             if loops.get(node, (-1,))[0] != loops.get(reader, (-1,))[0]:
                 continue
-            is_view = node.op in _INLINE and (reader.op not in _NAMING or (reader.op == "call" and node.op in PARTS))
+            is_view = node.op in VIEWS and (reader.op not in _NAMING or (reader.op == "call" and node.op in PARTS))
             if is_view or (
                 reader.op in ADDING and reader.operands[-1] is value and self._absorbs(node, reader.operands[0])
             ):

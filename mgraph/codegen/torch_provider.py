@@ -7,6 +7,7 @@ expression to be bound to its results.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,7 +35,8 @@ class Site:
 
     `overwrite` is the index of an operand whose memory the node may take for its result, or None. `tensors` writes
     a list of operands, with a name for the table of state names that it may need. `lists` says from where on operands
-    are all of a list, which has a name, and how many they are.
+    are all of a list, which has a name, and how many they are. `sent` is the axis over which the next message sends all
+    results.
     """
 
     node: Node
@@ -45,6 +47,7 @@ class Site:
     tensors: Callable[[Sequence[Value], str], str]
     overwrite: int | None = None
     lists: Mapping[int, tuple[str, int]] = field(default_factory=dict)
+    sent: str = ""
 
     def listed(self, places: Iterable[int]) -> str:
         """The text of a list of operands."""
@@ -130,7 +133,8 @@ def _kernel(site: Site, name: str, in_place: dict[int, int]) -> Written:
     for result, operand in aliased.items():
         if result not in in_place and operand != site.overwrite:
             texts[operand] += ".clone()"
-    return Written(f"K.{name}({', '.join(texts)})", in_place)
+    called = f"K.{name}(" if not site.sent else f"rt.sendable({site.literal(site.sent)}, K.{name}, "
+    return Written(f"{called}{', '.join(texts)})", in_place)
 
 
 def _linear(site: Site) -> str:
@@ -252,6 +256,11 @@ def write_accumulated(part: Site, total: Value, text: str, *, fresh: bool = Fals
     if part.node.op == "embedding_part_grad":
         return f"rt.embedding_part_grad_({text}, {operands}, padding_idx={part.node.attrs['padding_idx']})"
     return f"rt.embedding_grad_({text}, {operands})"
+
+
+def put_off(statement: str) -> str:
+    """The statement that makes a product while the next message is under way; one that is no call of ours stays."""
+    return re.sub(r"^(rt\.(?:add)?mm_)\(", r"rt.later(\1, ", statement)
 
 
 def _sum_by_token(part: Site, kernel: str, total: str) -> str:

@@ -59,6 +59,7 @@ PASSES: dict[str, str] = {
     "fuse-regions": "mgraph.passes.fuse_regions:FuseRegions",
     # schedule
     "by-layer": "mgraph.passes.by_layer:ByLayer",
+    "late-gradients": "mgraph.passes.late_gradients:LateGradients",
     "overlap-experts": "mgraph.passes.overlap_experts:OverlapExperts",
     "overlap-gradients": "mgraph.passes.overlap_gradients:OverlapGradients",
     "write-gradients": "mgraph.passes.write_gradients:WriteGradients",

@@ -13,7 +13,8 @@ An entry of the manifest's `kernels` list, as `build_kernels` returns it:
     dims      named extents, in order of evaluation
     lists     of a kernel over lists of tensors: {chunk, numbers}
     launches  in order; each {function, args, grid, num_warps, num_stages, most_registers, spread, binaries}, each
-              binary; those that some calls leave out have `when`, or `takes`: `aligned`, `others`
+              binary; those that some calls leave out have `when`, or `takes`: `aligned`, `others`; those that can
+              be made for some rows `by_row`: by tensor its elements for each
         file, symbol          cubin path inside the package, name of the kernel in it
         arch, cuda            `sm_90a`; least CUDA major version of the driver
         alignment             bytes on which every tensor must start
@@ -263,6 +264,9 @@ def _entry(spec: KernelSpec, directory: Path, archs: Sequence[str], made: Binari
             del data["when"]
         if data["takes"] == "all":
             del data["takes"]
+        data["by_row"] = dict(launch.by_row)
+        if not launch.by_row:
+            del data["by_row"]
         data["binaries"] = []
         for job in _jobs(spec, launch, archs):
             (directory / "cubin").mkdir(exist_ok=True)

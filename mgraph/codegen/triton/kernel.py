@@ -110,7 +110,9 @@ class Launch:
     such tensors can go. A `large` one needs more shared memory than GPUs other than sm_90 and sm_100 may have: where a
     package is for such ones it is left out, and the dim that is its `when` is 0. Programs of one that is `spread` work
     long, a few on each multiprocessor: it does not come early (`early.py`) where those that are free first would take
-    the share of the others.
+    the share of the others. With `by_row` its programs are those of the rows of the extent `T`, one row after another,
+    and it can be made for some of them: of these tensors, which have so many elements for each row, it is then handed
+    what follows the first.
     """
 
     function: str
@@ -124,6 +126,7 @@ class Launch:
     takes: str = "all"
     large: bool = False
     spread: bool = False
+    by_row: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -190,11 +193,9 @@ class KernelSpec:
         def tensors(key: str) -> tuple[TensorSpec, ...]:
             return tuple(TensorSpec(**{**item, "shape": _frozen(item["shape"])}) for item in data[key])
 
+        frozen = ("args", "grid", "when", "by_row")
         launches = tuple(
-            Launch(
-                **{**item, "args": tuple(item["args"]), "grid": _frozen(item["grid"]), "when": _frozen(item["when"])}
-            )
-            for item in data["launches"]
+            Launch(**{**item, **{name: _frozen(item[name]) for name in frozen}}) for item in data["launches"]
         )
         dims = {name: _frozen(value) for name, value in data["dims"].items()}
         lists = data.get("lists")

@@ -136,6 +136,8 @@ def _sum(
     grid = ("mul", "T", -(-problem.width // cut.columns))
     more = ("more",) if problem.more else ()
     args = (*inputs, *more, *_offsets(problem), "places", output)
+    of_pairs = ("places", "weights") if problem.weights else ("places",)
+    by_row = (*((tensor, problem.choices) for tensor in of_pairs), (output, problem.width))
     return KernelSpec(
         name=name,
         source=_places_source(name) + _sum_source(name, problem, cut, inputs[0], output),
@@ -149,7 +151,7 @@ def _sum(
         scratch=(TensorSpec("places", "i32", ("R",)),),
         launches=(
             _places_launch(name),
-            Launch(f"{name}_tokens", args, (grid,), cut.num_warps, 1, problem.aligned),
+            Launch(f"{name}_tokens", args, (grid,), cut.num_warps, 1, problem.aligned, by_row=by_row),
         ),
         dims=_dims(problem),
     )

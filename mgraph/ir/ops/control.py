@@ -21,9 +21,9 @@ def _infer_call(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[
 call = define_op("call", _call, attrs={"callee": REQUIRED}, infer=_infer_call, free_attrs=True)
 
 
-def _accumulate(total: Any, part: Any, fresh: bool = False) -> Any:
+def _accumulate(total: Any, part: Any, fresh: bool = False, late: bool = False) -> Any:
     """`total + part` in the dtype of `total`: how gradients of several microbatches add up. A `fresh` total counts as
-    zeros, whatever it holds."""
+    zeros, whatever it holds. A `late` sum may be made at any time before the entry ends."""
     return part.to(total.dtype, copy=True) if fresh else total + part.to(total.dtype)
 
 
@@ -33,7 +33,7 @@ def _same_as_first(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tup
     return (types[0],)
 
 
-accumulate = define_op("accumulate", _accumulate, attrs={"fresh": False}, infer=_same_as_first)
+accumulate = define_op("accumulate", _accumulate, attrs={"fresh": False, "late": False}, infer=_same_as_first)
 
 
 def _accumulate_each(*tensors: Any, fresh: bool = False) -> Any:

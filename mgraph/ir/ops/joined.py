@@ -39,7 +39,7 @@ def _infer_joined(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tupl
     return (replace(first, shape=(rows, *first.shape[1:])),)
 
 
-def accumulate_joined(*tensors: Tensor, fresh: bool = False) -> tuple[Tensor, ...]:
+def accumulate_joined(*tensors: Tensor, fresh: bool = False, late: bool = False) -> tuple[Tensor, ...]:
     """Totals [n_i, ...], and last the part [sum n_i, ...] that is added to them as if they were one: `accumulate`."""
     *totals, part = tensors
     parts = part.split([total.shape[0] for total in totals])
@@ -139,7 +139,7 @@ def _turned_traffic(node: Node) -> Dim:
 
 
 define_op("joined", joined, attrs={"gathered": False}, infer=_infer_joined)
-define_op("accumulate_joined", accumulate_joined, attrs={"fresh": False}, infer=_infer_accumulate)
+define_op("accumulate_joined", accumulate_joined, attrs={"fresh": False, "late": False}, infer=_infer_accumulate)
 define_op(
     "glu_grad_joined",
     glu_grad_joined,
