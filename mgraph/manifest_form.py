@@ -24,12 +24,18 @@ def damage(manifest: Mapping[str, Any]) -> str | None:
     for name in _LISTS:
         if not _are_tables(manifest.get(name, [])):
             return f"'{name}' of the manifest is no list of tables"
+    for function, nodes in manifest.get("lines", {}).items():
+        if not isinstance(nodes, dict) or not all(isinstance(node, str) for node in nodes.values()):
+            return f"the lines of {function} in the manifest are no table of nodes"
     return next(filter(None, map(_damage_of_kernel, manifest.get("kernels", []))), None)
 
 
 def _damage_of_kernel(kernel: Mapping[str, Any]) -> str | None:
     """The same of the launches of a kernel."""
-    name, launches = kernel.get("name"), kernel.get("launches", [])
+    name: object = kernel.get("name")
+    launches: Any = kernel.get("launches")
+    if not isinstance(name, str):
+        return f"a kernel of the manifest is called {name!r}, which is no name"
     if not _are_tables(launches) or not all(_are_tables(launch.get("binaries", [])) for launch in launches):
         return f"kernel {name} of the manifest has launches or binaries that are none"
     binaries = [binary for launch in launches for binary in launch.get("binaries", [])]

@@ -149,6 +149,8 @@ class Providers:
             if not any(choice.forced for choice in found):
                 reasons = sorted({choice.refused[provider] for choice in found if provider in choice.refused})
                 hint = f"leave it out; {found[0].chosen.provider} runs it"
+                if any("f32" in reason for reason in reasons):
+                    hint = f"--precision bf16, or {hint}"
                 raise OptionError(f"{provider} takes no {family} of this model: {'; '.join(reasons)}", _FLAG, hint)
 
     def data(self) -> list[dict[str, Any]]:

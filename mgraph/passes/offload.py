@@ -167,9 +167,9 @@ class _Activations:
             for parcel in send.get(index, ()):
                 self._wait(parcel, node)
         total = sum(self._bytes(v) for p in parcels for v in p.values)
-        self.report.match(
-            self.function.name, nodes[takers[-1]].id, f"{size_text(total)} of what {len(takers) - 1} calls saved"
-        )
+        count = len(takers) - 1
+        saved = f"{size_text(total)} of what {count} call{'s' * (count != 1)} saved"
+        self.report.match(self.function.name, nodes[takers[-1]].id, saved)
         self.report.count("bytes_on_host", total)
         return self.builder.build(self.function.results)
 

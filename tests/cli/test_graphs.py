@@ -90,6 +90,9 @@ def test_wrong_usage(mgraph: Mgraph, compiled: Path, arguments: list[str], said:
         ("other schema", "schema 7"),
         ("other form", "'providers' of the manifest is no list of tables"),
         ("other launches", "kernel k of the manifest has launches or binaries that are none"),
+        ("no launches", "kernel k of the manifest has launches or binaries that are none"),
+        ("other name", "a kernel of the manifest is called 3, which is no name"),
+        ("other lines", "the lines of finish in the manifest are no table of nodes"),
         ("other arch", "kernel k has a binary for 'gfx90a'"),
         ("no graphs", "lacks graphs"),
         ("not gzip", "022_in-place.mg.gz"),
@@ -112,6 +115,11 @@ def test_damaged_package(mgraph: Mgraph, package: Path, verb: str, damage: str, 
         manifest.write_text(json.dumps({**json.loads(text), "providers": None}))
     elif damage == "other launches":
         manifest.write_text(json.dumps({**json.loads(text), "kernels": [{"name": "k", "launches": [None]}]}))
+    elif damage in ("no launches", "other name"):
+        kernel = {"name": "k"} if damage == "no launches" else {"name": 3, "launches": []}
+        manifest.write_text(json.dumps({**json.loads(text), "kernels": [kernel]}))
+    elif damage == "other lines":
+        manifest.write_text(json.dumps({**json.loads(text), "lines": {"finish": {"441": {}}}}))
     elif damage == "other arch":
         binaries = [{"binaries": [{"arch": "gfx90a"}]}]
         manifest.write_text(json.dumps({**json.loads(text), "kernels": [{"name": "k", "launches": binaries}]}))
