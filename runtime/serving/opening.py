@@ -66,12 +66,8 @@ class Settings(options.Settings):
             high=MOST_GIB,
         ),
     )
-    max_requests: int = field(
-        default=0, metadata=about("sequences in a step at most (default 0: what the package allows)", low=0)
-    )
-    step_tokens: int = field(
-        default=0, metadata=about("tokens in a step at most (default 0: what the package allows)", low=0)
-    )
+    max_requests: int = field(default=0, metadata=about("sequences in a step at most (default 0: 128)", low=0))
+    step_tokens: int = field(default=0, metadata=about("tokens in a step at most (default 0: 2048)", low=0))
     prefix_cache: bool = field(
         default=True,
         metadata=about(

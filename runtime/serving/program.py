@@ -52,7 +52,9 @@ class ServeOptions(opening.Settings):
     max_new_tokens: int = field(default=100, metadata=about("tokens after --prompt", low=1))
     host: str = field(default="127.0.0.1", metadata=about("address to listen at; 0.0.0.0 is all of the machine's"))
     port: int = field(default=8000, metadata=about("port to listen at; 0 takes any that is free", low=0, high=65535))
-    api_key: str = field(default="", metadata=about(f"key that clients must send (or the variable {KEY})"))
+    api_key: str | None = field(
+        default=None, metadata=about(f"key that clients must send (or the variable {KEY}; default: none is asked for)")
+    )
     served_model_name: str = field(default="", metadata=about("name of the model for clients (default: the package's)"))
     max_queue: int = field(
         default=1024, metadata=about("sequences under way or waiting; more are refused with 429", low=1)
@@ -70,9 +72,21 @@ class ServeOptions(opening.Settings):
         super().__post_init__()
         if self.prompt == "":
             raise OptionError("--prompt is empty: there is nothing to continue", hint="give it some text")
+        if self.api_key == "":
+            raise OptionError(
+                "--api-key is empty: anybody could use the server", hint="leave it out where that is meant"
+            )
+        if not self.key.isprintable():
+            what = "--api-key" if self.api_key else f"the variable {KEY}"
+            raise OptionError(f"{what} has a line break or the like, which no client can send", hint="give it one line")
         if self.prompt is not None and self.record_workload is not None:
             problem = "--record-workload records what a server does, and with --prompt there is none"
             raise OptionError(problem, hint="leave one of them out")
+
+    @property
+    def key(self) -> str:
+        """The key that clients must send; empty where none is asked for."""
+        return self.api_key or os.environ.get(KEY, "")
 
     @classmethod
     def written(cls, name: str) -> str:
@@ -152,7 +166,7 @@ def _serve(package_dir: Path, options: ServeOptions, ranks: int) -> int:
             engine,
             options.served_model_name or package_dir.resolve().name,
             template,
-            options.api_key or os.environ.get(KEY, ""),
+            options.key,
             options.max_queue,
             int(options.max_body * 2**20),
             created=int(time.time()),

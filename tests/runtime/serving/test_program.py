@@ -24,7 +24,7 @@ from mgraph.runtime.serving import llm, opening
 from mgraph.runtime.serving import program as server_program
 from mgraph.runtime.serving.engine import Engine, EngineDead
 from mgraph.runtime.serving.parameters import RequestError
-from mgraph.runtime.serving.program import ServeOptions, address, continuation, listen, needed, record
+from mgraph.runtime.serving.program import KEY, ServeOptions, address, continuation, listen, needed, record
 from mgraph.runtime.tokenizer import ByteTokenizer
 from tests.runtime.serving.fake_stepper import FakeStepper
 
@@ -290,6 +290,23 @@ def test_options() -> None:
         ["--max-queue", "0"],
         ["--prompt", "hi", "--record-workload", "steps.json"],
         ["--prompt", ""],
+        ["--api-key", ""],
+        ["--api-key", "a\nb"],
     ):
         with pytest.raises(OptionError):
             read(ServeOptions, ["--weights", "w", *wrong], "serve", "")
+
+
+def test_the_key_that_clients_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag goes before the variable; without either none is asked for."""
+
+    def key(*flags: str) -> str:
+        return read(ServeOptions, ["--weights", "w", *flags], "serve", "").key
+
+    monkeypatch.delenv(KEY, raising=False)
+    assert (key(), key("--api-key", "mine")) == ("", "mine")
+    monkeypatch.setenv(KEY, "theirs")
+    assert (key(), key("--api-key", "mine")) == ("theirs", "mine")
+    monkeypatch.setenv(KEY, "bad\nkey")
+    with pytest.raises(OptionError, match=KEY):
+        key()

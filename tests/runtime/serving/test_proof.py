@@ -52,6 +52,10 @@ def test_what_no_draw_needs_costs_nothing() -> None:
     assert sampler_of(replace(cut, temperature=greedy.temperature)) is Sampler.LIKELIEST
     assert sampler_of(replace(cut, targets=cut.targets + 5)) is Sampler.LIKELIEST
     assert sampler_of(replace(cut, top_k=cut.top_k * 0 - 1)) is Sampler.DRAW
+    for name, value in (("top_k", 3), ("top_p", 0.5), ("min_p", 0.1)):  # each cuts by itself
+        none: dict[str, Any] = {"top_k": cut.top_k * 0, "top_p": cut.top_p * 0 + 1, "min_p": cut.min_p * 0}
+        assert sampler_of(replace(cut, **none)) is Sampler.DRAW
+        assert sampler_of(replace(cut, **{**none, name: none[name] * 0 + value})) is Sampler.CUT, name
     two: dict[str, Any] = {name: np.concatenate([getattr(cut, name)] * 2) for name in ("targets", "min_p", "top_p")}
     temperature, top_k = np.array([0, 1], np.float32), np.array([5, 0], np.int32)
     assert sampler_of(replace(cut, **two, temperature=temperature, top_k=top_k)) is Sampler.DRAW
