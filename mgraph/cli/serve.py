@@ -22,7 +22,8 @@ def run(arguments: Sequence[str]) -> None:
     elif str(package).startswith("-"):
         raise OptionError("the package is missing", where="mgraph serve", hint="mgraph serve PKG [options]")
     elif not package.is_dir():
-        raise PackageError("there is no such directory", where=str(package), hint="compile a model with --for serve")
+        what = "this is a file, not a package's directory" if package.exists() else "there is no such directory"
+        raise PackageError(what, where=str(package), hint="compile a model with --for serve")
     else:
         with suppress(PackageError):  # which is told of once the options are right
             check_kind(package, read_manifest(package.resolve())["kind"])

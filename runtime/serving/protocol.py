@@ -215,6 +215,9 @@ def refusal(error: ValidationError, body: type[BaseModel]) -> RequestError:
     closest = _closest(error.errors(include_url=False, include_context=False, include_input=False))
     first = closest[0]
     path = [str(part) for part in first["loc"]]
+    if not path:
+        name = next(name for name in ("messages", "prompt") if name in body.model_fields)
+        return RequestError("the body is no JSON object", hint=f'such as {{"{name}": ...}}')
     known = body.model_fields
     param = ".".join(path[: _variant(first)])
     place = ".".join(part for part in path if part == path[0] or not _is_variant(part))
@@ -222,9 +225,11 @@ def refusal(error: ValidationError, body: type[BaseModel]) -> RequestError:
         return RequestError(f"there is no field '{path[0]}'", path[0], did_you_mean(path[0], known))
     if first["type"] == "missing":
         return RequestError(f"the field '{place}' is missing", param)
+    if first["type"] == "none_required":
+        return RequestError(f"{place} is not supported", param, "leave it out")
     if path == ["tools"] and first["type"] == "too_long":
         return RequestError("tools are not supported", param, "leave them out")
-    return RequestError(f"{place or 'the body'}: {_complaint([each['msg'] for each in closest])}", param or None)
+    return RequestError(f"{place}: {_complaint([each['msg'] for each in closest])}", param or None)
 
 
 def _complaint(messages: Sequence[str]) -> str:

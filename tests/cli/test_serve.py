@@ -17,6 +17,7 @@ from mgraph.recipe import Recipe
         ([], "the package is missing"),
         (["--port", "80"], "the package is missing"),
         (["nowhere"], "there is no such directory"),
+        ([__file__], "this is a file, not a package's directory"),
         ([".", "--hots", "x"], "did you mean '--host'?"),
         ([".", "--random-init", "--port", "x"], "--port 'x': must be a whole number"),
         ([".", "--random-init", "--max-body", "inf"], "--max-body inf: must be at most"),

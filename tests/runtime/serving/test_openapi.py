@@ -12,7 +12,7 @@ import jsonschema_rs
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from mgraph.runtime.serving.prompts import SAID_INSTEAD
 from mgraph.runtime.serving.protocol import ChatRequest, CompletionRequest, openapi, refusal
@@ -101,6 +101,20 @@ def test_instead_of_content_is_the_same_everywhere() -> None:
     assert (
         DESCRIPTION["components"]["schemas"]["CompletionRequest"]["properties"]["best_of"]["anyOf"][0]["minimum"] == 1
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "said"),
+    [
+        (CompletionRequest, [], 'the body is no JSON object\n  try: such as {"prompt": ...}'),
+        (ChatRequest, "hello", 'the body is no JSON object\n  try: such as {"messages": ...}'),
+        (CompletionRequest, {"prompt": "a", "suffix": "b"}, "suffix is not supported"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(kind: type[BaseModel], body: Any, said: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        kind.model_validate_json(json.dumps(body))
+    assert said in str(refusal(raised.value, kind))
 
 
 @pytest.mark.parametrize(
