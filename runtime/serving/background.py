@@ -115,6 +115,10 @@ class BackgroundEngine:
         """End a request soon."""
         self._commands.put(lambda: self._deliver(self.engine.abort(group)))
 
+    def end_all(self, why: str) -> None:
+        """End all requests after the step that runs, with an error that says why."""
+        self._commands.put(lambda: self._deliver(self.engine.end_all("error", why)))
+
     def _run(self) -> None:
         while not self._stopped:
             try:

@@ -42,6 +42,10 @@ EXIT_CODES = """exit codes:
   130  Ctrl-C, with --prompt"""
 
 
+LAST_WORDS = 1.0
+"""Seconds in which requests that did not end in time are told so."""
+
+
 @dataclass(frozen=True)
 class ServeOptions(opening.Settings):
     """All settings of a server."""
@@ -246,11 +250,11 @@ def run(serving: Serving, listening: socket.socket, drain_timeout: float) -> int
         """Drains at the first signal and ends at the second."""
 
         deadline = 0.0
-        cut = False
+        cut = told = False
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if serving.draining:
-                self.deadline = 0.0
+                self.deadline, self.told = 0.0, True  # nobody is waited for any more
             else:
                 serving.stopping.set()
                 self.deadline = time.monotonic() + drain_timeout
@@ -264,8 +268,13 @@ def run(serving: Serving, listening: socket.socket, drain_timeout: float) -> int
             if serving.draining and serving.requests == 0:
                 return True
             if serving.draining and time.monotonic() > self.deadline:
-                say(f"{serving.requests} requests are cut off")
-                self.cut = True
+                if not self.cut:
+                    say(f"{serving.requests} requests are cut off")
+                    self.cut = True
+                if not self.told:
+                    self.told, self.deadline = True, time.monotonic() + LAST_WORDS
+                    serving.background.end_all("the server stops, and the request did not end in time")
+                    return await super().on_tick(counter)
                 for connection in list(self.server_state.connections):
                     connection.transport.abort()  # as if the clients had gone, which ends their requests
                 return True

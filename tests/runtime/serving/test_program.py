@@ -106,7 +106,7 @@ def test_sigterm_finishes_what_is_under_way() -> None:
 @pytest.mark.parametrize("how", ["second", pytest.param("timeout", marks=pytest.mark.full)])
 def test_a_second_signal_or_the_time_ends_at_once(how: str) -> None:
     with program(0.15, 30 if how == "second" else 0.3) as (process, place):
-        _, lines = streams(place, 4)
+        threads, lines = streams(place, 4)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         started = time.monotonic()
@@ -118,6 +118,10 @@ def test_a_second_signal_or_the_time_ends_at_once(how: str) -> None:
         assert process.stderr is not None
         assert process.stderr.read().splitlines()[1:] == ["4 requests are cut off"]
     assert not any(each and each[-1] == "data: [DONE]" and '"length"' in each[-2] for each in lines)
+    if how == "timeout":
+        for thread in threads:
+            thread.join(10)
+        assert all(any("did not end in time" in line for line in each) for each in lines), lines
 
 
 @pytest.mark.full
