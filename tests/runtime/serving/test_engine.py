@@ -234,6 +234,21 @@ def test_a_hit_needs_the_last_window_alone() -> None:
     given_back(engine)
 
 
+def test_a_prompt_is_admitted_where_those_before_leave_room_for_it() -> None:
+    """Prompts of ten blocks in chunks of one, in a cache of fifteen: the next one waits until what the one before has
+    still to compute is counted, and nobody is sent away."""
+    stepper = FakeStepper(num_blocks=16, max_requests=4, max_length=200)
+    engine = Engine(stepper, chunk=stepper.block_size)
+    groups = [
+        engine.submit([at + 3] * (10 * stepper.block_size - 1), SamplingParams(temperature=0, max_tokens=1))
+        for at in range(4)
+    ]
+    found = run_all(engine)
+    assert all(len(found[group, 0].tokens) == 1 for group in groups)
+    assert engine.scheduler.counts.preemptions == 0
+    given_back(engine)
+
+
 def test_tight_caches_preempt_and_ample_ones_share() -> None:
     """The test above proves little where nothing is sent away or shared."""
     tight = Engine(FakeStepper(num_blocks=14, max_requests=4))
