@@ -226,22 +226,12 @@ def sendable(axis: str, site: Callable[..., Any], *inputs: Any) -> Any:
     return outbox.sendable(here.group(axis) if sent else None, site, *inputs)
 
 
-@dataclass(frozen=True)
-class _Event:
-    """The end of copies."""
-
-    event: torch.cuda.Event
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
-
-
 def _fetched(tensors: Sequence[Tensor], axis: str) -> Pending | None:
     """Begin `all_to_all` by copies (`outbox.py`), where all ranks of the axis are GPUs that reach each other's memory
     and the message is no small one."""
     here = mesh.current()
     ranks = here.size(axis)
-    if ranks == 1 or not all(tensor.is_cuda for tensor in tensors):
+    if ranks == 1 or not outbox.is_used() or not all(tensor.is_cuda for tensor in tensors):
         return None
     given = [tensor.contiguous() for tensor in tensors]
     exchanged = outbox.exchange(here.group(axis), given)
@@ -249,7 +239,7 @@ def _fetched(tensors: Sequence[Tensor], axis: str) -> Pending | None:
         return None
     traffic.note("all_to_all", axis, tensors, ranks)
     received, event = exchanged
-    return Pending({}, [(list(range(len(given))), Message(_Event(event), given, lambda: received))])
+    return Pending({}, [(list(range(len(given))), Message(event, given, lambda: received))])
 
 
 def begin_entry() -> None:

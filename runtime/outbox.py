@@ -210,7 +210,8 @@ class Outbox:
         done = torch.cuda.Event()
         done.record(stream)
         for target, tensor in zip(received, tensors, strict=True):
-            _own_part(target, tensor, self.links)
+            if not _made(target, tensor, self.links.rank, len(self.links.ranks)):
+                _part(target, self.links.rank, self.links).copy_(_part(tensor, self.links.rank, self.links))
         return received, done
 
     def _own(self, place: int) -> Tensor:
@@ -242,13 +243,12 @@ def _part(tensor: Tensor, rank: int, links: Links) -> Tensor:
     return tensor.view(-1).view(torch.uint8).view(ranks, tensor.nbytes // ranks)[rank]
 
 
-def _own_part(target: Tensor, tensor: Tensor, links: Links) -> None:
-    """Make or copy what this rank has of a tensor for itself."""
+def _made(target: Tensor, tensor: Tensor, rank: int, ranks: int) -> bool:
+    """Whether this rank's own part of a tensor had been put off: it is made in that of the target then."""
     make = _boxes.put_off.pop(tensor.data_ptr(), None)
     if make is not None:
-        make(target.view(len(links.ranks), -1)[links.rank].view(-1))
-    else:
-        _part(target, links.rank, links).copy_(_part(tensor, links.rank, links))
+        make(target.view(ranks, -1)[rank].view(-1))
+    return make is not None
 
 
 @dataclass
@@ -271,8 +271,6 @@ def exchange(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> tuple[list[
     """See `Outbox.exchange`. None where the message has to go in another way, of tensors that are whole then: a small
     one, one between ranks that cannot copy from each other, or a larger one than ever while CUDA graphs know the outbox
     that there is. All ranks of the group call it, with as much to send."""
-    if not _boxes.used:
-        return None
     size = sum(-(-tensor.nbytes // UNIT) * UNIT for tensor in tensors)
     box = _boxes.by_group.get(group)
     begun = box is not None and any(map(box.holds, tensors))
@@ -281,9 +279,7 @@ def exchange(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> tuple[list[
     exchanged = box.exchange(tensors) if box is not None and (begun or size >= LEAST) else None
     if exchanged is None:
         for tensor in tensors:
-            make = _boxes.put_off.pop(tensor.data_ptr(), None)
-            if make is not None:
-                make(tensor.view(dist.get_world_size(group), -1)[dist.get_rank(group)].view(-1))
+            _made(tensor, tensor, dist.get_rank(group), dist.get_world_size(group))
     return exchanged
 
 
@@ -334,6 +330,11 @@ def _of_all(group: dist.ProcessGroup, fact: Any) -> list[Any]:
 def use(copies: bool) -> None:
     """Say whether messages go by copies from now on, on all ranks alike, before the first."""
     _boxes.used = copies
+
+
+def is_used() -> bool:
+    """Whether messages go by copies where they can."""
+    return _boxes.used
 
 
 def rewind() -> None:

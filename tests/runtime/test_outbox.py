@@ -168,7 +168,6 @@ def test_an_own_part_that_is_put_off_is_made_where_it_lands(monkeypatch: pytest.
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "get_rank", lambda group: group)
     monkeypatch.setattr(outbox._boxes, "by_group", dict(enumerate(boxes)))
-    monkeypatch.setattr(outbox._boxes, "used", True)
 
     def of_rank(rank: int) -> None:
         with lock:
