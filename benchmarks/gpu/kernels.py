@@ -54,7 +54,8 @@ FAMILIES = (
 MOST_OF_PEERS = 4
 """Times what a kernel may be wrong by, a peer may: they round elsewhere."""
 L2_BYTES = 50e6
-CALLS = 10
+CALLS, SHORT_CALLS = 10, 50
+"""Calls of a graph, and of works that are short: the graph's own start is some 4 us."""
 MADE: Binaries = {}
 """What was compiled for cases before: those of one kernel, of other sizes, take it from there."""
 
@@ -133,13 +134,17 @@ def bytes_of(run: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Any]
     return found
 
 
-def sets_of(case: Case, device: torch.device) -> list[tuple[Any, ...]]:
+def sets_for(size: float, calls: int) -> int:
+    """How many inputs of so many bytes each do not fit in the cache together, as far as there are calls for them."""
+    return min(calls, int(2 * L2_BYTES / max(1, size)) + 1)
+
+
+def sets_of(case: Case, device: torch.device, calls: int) -> list[tuple[Any, ...]]:
     """Inputs several times over, so that they do not stay in the cache."""
     first = case.inputs(device)
     # Of large tensors a call may read a part only, which must not stay there either.
     size = min(case.bytes or L2_BYTES, sum(t.numel() * t.element_size() for t in flat(first)))
-    count = min(CALLS, max(1, int(2 * L2_BYTES / max(1, size)) + 1))
-    return [first, *(case.inputs(device) for _ in range(count - 1))]
+    return [first, *(case.inputs(device) for _ in range(sets_for(size, calls) - 1))]
 
 
 def measure(
@@ -162,8 +167,9 @@ def measure(
     known = [tensor.cpu() for tensor in flat(expected)]  # where they take no memory that is measured
     del inputs, expected
     complaints = []
-    sets = sets_of(case, device)
-    ours = seconds_of(site, sets)
+    calls = SHORT_CALLS if case.bytes < BELOW else CALLS
+    sets = sets_of(case, device, calls)
+    ours = seconds_of(site, sets, calls=calls)
     more: dict[str, Any] = {"flops_per_second": case.flops / ours} if case.flops else {}
     least = {"copy": case.bytes / rates["copy"], "matmul": case.flops / rates["matmul"]}
     limit = max(least, key=least.__getitem__)
@@ -182,7 +188,7 @@ def measure(
             if off is not None and not off <= MOST_OF_PEERS * case.bound:
                 complaints.append(f"{case.id}, {name}: error {off:.1e}, it is not timed")
                 continue
-            times[name] = seconds_of(run, sets, name not in case.launched)
+            times[name] = seconds_of(run, sets, name not in case.launched, calls)
             of_peers[name] = bytes_of(run, sets[0]) | ({} if off is None else {"error": off})
         except Exception as error:  # a peer that does not run is a result, and the others go on
             complaints.append(f"{case.id}, {name}: {type(error).__name__}: {str(error).splitlines()[:1]}")

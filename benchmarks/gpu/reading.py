@@ -45,14 +45,14 @@ def forms(sms: int) -> list[Callable[[Tensor, Tensor], Any]]:
 def reading_seconds(size: int, device: torch.device) -> float:
     """The seconds of the fastest of some ways to read `size` bytes that are not in the cache. Raises ValueError where
     one does not read all of them."""
-    from benchmarks.gpu.kernels import CALLS, L2_BYTES, seconds_of
+    from benchmarks.gpu.kernels import SHORT_CALLS, seconds_of, sets_for
 
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    copies = min(CALLS, int(2 * L2_BYTES / size) + 2)
+    copies = sets_for(size, SHORT_CALLS)
     sums = torch.empty(sms * max(PER_SM), dtype=torch.int32, device=device)
     sets = [(torch.ones(size // 4, dtype=torch.int32, device=device), sums) for _ in range(copies)]
     for form in forms(sms):
         form(sets[0][0], sums.zero_())
         if int(sums.sum()) != size // 4:
             raise ValueError(f"{int(sums.sum())} numbers were read, not {size // 4}")
-    return min(seconds_of(form, sets) for form in forms(sms))
+    return min(seconds_of(form, sets, calls=SHORT_CALLS) for form in forms(sms))

@@ -2,13 +2,17 @@
 
 Each kernel first waits for what was launched before it, and then lets what follows come to wait as well:
 
-    come_early()                              griddepcontrol.wait; griddepcontrol.launch_dependents
+    come_early()                              griddepcontrol.wait; of the last programs griddepcontrol.launch_dependents
 
 So between two kernels of a CUDA graph, where the runtime launches them so, lies no launch any more: a microsecond, much
 of a step that decodes. A kernel may only be launched that way if all of its programs wait before they read or write
 anything: then what is before it has ended, and what follows, which waits for it, is after both. As what is before let
 it come after it had waited itself, all but that one launch has ended when it comes: a kernel may read before it waits
 what that launch does not write, and says by a comment, `HERE`, where it must wait.
+
+What follows comes when each program has let it or has ended. To let it takes a GPU 0.3 ns a program, one after the
+other, as long as many a short program takes itself (with all of them, a head of 128,256 columns took one token 157 us
+in place of 117). So only as many do as a GPU has room for, the last: those before have ended when these have begun.
 
 What comes early goes to multiprocessors in the order in which these become free, to the first of them as many programs
 as they have room for. Programs that end soon make up for that: others come in their place. Where each works long, and
@@ -31,6 +35,8 @@ FIRST = 90
 """The first architecture, sm_90, that has the instructions."""
 CALL = "come_early()"
 HERE = "# waits here for what was launched before"
+LAST = 132 * 32
+"""Multiprocessors, and the most programs of one."""
 HELPER = f'''
 EARLY = tl.constexpr(True)  # the runtime says otherwise where it has these compiled for a GPU before sm_90
 
@@ -40,7 +46,10 @@ def {CALL}:
     """Waits for all launches before this one; those after it may come and wait for it then."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        x, y, z = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
+        place = tl.program_id(0) + x * (tl.program_id(1) + y * tl.program_id(2))
+        if x * y * z - place <= {LAST}:
+            tl.extra.cuda.gdc_launch_dependents()
 '''
 
 

@@ -84,7 +84,9 @@ def test_what_is_compiled_where_it_runs(capability: tuple[int, int], waits: bool
     (launch, *_), given = spec().launches, spec()
     source = ASTSource(getattr(module, launch.function), given.argument_types(launch), {}, {})
     made = triton.compile(source, GPUTarget("cuda", capability[0] * 10, 32), {"num_warps": launch.num_warps})
-    assert ("griddepcontrol.wait" in made.asm["ptx"]) == waits
+    asked = re.findall(r"griddepcontrol\.(\w+)|(%nctaid\.z)", made.asm["ptx"])
+    # First each waits; then, by how many programs there are, only the last let what follows come.
+    assert asked == ([("wait", ""), ("", "%nctaid.z"), ("launch_dependents", "")] if waits else [])
 
 
 def test_a_launch_says_so() -> None:
