@@ -127,7 +127,7 @@ class FileTokenizer:
         # Some vocabularies have gaps, so that the greatest id is beyond their number of entries.
         self.vocab_size: int = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
         config = _read_config(path / CONFIG) if path.is_dir() else {}
-        self.special_tokens: Mapping[str, str] = _special_tokens(config)
+        self.special_tokens: Mapping[str, str] = _special_tokens(config, path / CONFIG)
         self.chat_template = _chat_template(path, config)
         self.prefix = self._prefix(config)
         self._bytes: dict[int, bytes] = {}  # of tokens that were asked for: for alternatives often
@@ -276,11 +276,15 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """A token is written as its text, or as an object with its `content`."""
+def _special_tokens(config: Mapping[str, Any], file: Path) -> dict[str, str]:
+    """A token is written as its text, or as an object with its `content`; null is none. Raises DataError for others."""
     written = {role: config.get(role) for role in SPECIAL}
     texts = {role: token.get("content") if isinstance(token, dict) else token for role, token in written.items()}
-    return {role: text for role, text in texts.items() if isinstance(text, str)}
+    for role, text in texts.items():
+        if written[role] is not None and not isinstance(text, str):
+            message = f"--tokenizer: {file}: {role} is {json.dumps(written[role])[:80]}: must be text"
+            raise DataError(message, hint="repair it, or remove it")
+    return {role: text for role, text in texts.items() if text is not None}
 
 
 def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:

@@ -6,8 +6,8 @@
 
 So the gradient of what several projections read is summed where each product is made, without passing through memory
 for it. The first product must be read by nothing else: its memory takes the sum. In place of it may stand
-`moe_dispatch_grad`, which the product of the router adds to; other sums are left to the regions, as these may read the
-product where they make what it is added to.
+`moe_dispatch_grad`, or with `ep` the `unpack_rows` of what comes back, which the product of the router adds to; other
+sums are left to the regions, as these may read the product where they make what it is added to.
 
     %s = aten.add.Tensor(%a, %b)         ==>     %dx = moe_dispatch_grad(%a, %order, %b)
     %dx = moe_dispatch_grad(%s, %order)
@@ -25,7 +25,7 @@ from mgraph.ir.graph import Function, Module, Node, Value
 from mgraph.passes.base import Pass, Report, Stage, Tier
 
 _PRODUCT = "aten.matmul.default"
-_TOTALS = {_PRODUCT, "moe_dispatch_grad"}
+_TOTALS = {_PRODUCT, "moe_dispatch_grad", "unpack_rows"}
 """Ops whose result, memory of its own, takes the sum."""
 
 

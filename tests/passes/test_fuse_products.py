@@ -77,6 +77,14 @@ def test_a_product_adds_to_the_gradient_of_a_dispatch() -> None:
         assert_same(before, after, order=torch.randperm(2 * DIMS["S"]))
 
 
+def test_a_product_adds_to_rows_that_came_back() -> None:
+    text = ROUTED.replace("%order: i64[2*S]", "%places: i64[S, 2]")
+    text = text.replace("moe_dispatch_grad(%drows, %order) {top_k = 2}", "unpack_rows(%drows, %places)")
+    before, after, _ = raised(FuseProducts(), text)
+    assert ops(after.functions["f"]) == {"unpack_rows": 1, "matmul_add": 2}
+    assert_same(before, after, places=torch.stack([torch.randperm(DIMS["S"]) for _ in range(2)], 1))
+
+
 def test_a_gradient_that_is_read_elsewhere_stays() -> None:
     text = ROUTED.replace("return %e", "return %e, %d")
     before, after, report = raised(FuseProducts(), text)

@@ -119,7 +119,13 @@ def test_templates_and_tokens_of_a_configuration(tmp_path: Path) -> None:
 
 def test_errors_of_directories(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "a")
-    for text, message in (("{", "tokenizer_config.json cannot be read: "), ("[]", "is no JSON object")):
+    for text, message in (
+        ("{", "tokenizer_config.json cannot be read: "),
+        ("[]", "is no JSON object"),
+        ('{"eos_token": 5}', "tokenizer_config.json: eos_token is 5: must be text"),
+        ('{"bos_token": {"lstrip": true}}', 'bos_token is {"lstrip": true}: must be text'),
+        ('{"pad_token": {"content": 1}}', 'pad_token is {"content": 1}: must be text'),
+    ):
         (tmp_path / "a" / "tokenizer_config.json").write_text(text)
         with pytest.raises(DataError, match=message):
             FileTokenizer(tmp_path / "a")
