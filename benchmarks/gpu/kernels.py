@@ -4,13 +4,13 @@
 
 CASE is a beginning of an id (K5), all without one. Each kernel is compiled as a package has it, launched through the
 package's own runtime and compared with its reference in float64: `error` may be as large as `bound`. Then it and its
-peers are captured in CUDA graphs of several calls, on inputs that do not fit in the L2 cache together, and the median
-time of a call is taken. `fraction` is of what this card reaches in this run: the least bytes that the work moves over
-what a copy moves, or operations over those of a bf16 product of 8192^3 where these take longer; `reading_seconds` is
-what a kernel takes that reads as many bytes and does nothing else, where these are few; `peak_bytes` are those that a
-call has beside its inputs, and `kept_bytes`, of work with a gradient, those that its first half leaves for the second,
-its result not among them; of peers in `of_peers`, with the `error` of those that give the same tensors: one that is
-wrong is not timed. A kernel that is wrong has no row. Exit status 1 on any complaint.
+peers are captured in CUDA graphs of several calls, on inputs that do not fit in the L2 cache together, if each has 2 MB
+or more, and the median time of a call is taken. `fraction` is of what this card reaches in this run: the least bytes
+that the work moves over what a copy moves, or operations over those of a bf16 product of 8192^3 where these take
+longer; `reading_seconds` is what a kernel takes that reads as many bytes and does nothing else, where these are few;
+`peak_bytes` are those that a call has beside its inputs, and `kept_bytes`, of work with a gradient, those that its
+first half leaves for the second, its result not among them; of peers in `of_peers`, with the `error` of those that give
+the same tensors: one that is wrong is not timed. A kernel that is wrong has no row. Exit status 1 on any complaint.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MOST_OF_PEERS = 4
 """Times what a kernel may be wrong by, a peer may: they round elsewhere."""
 L2_BYTES = 50e6
 CALLS, SHORT_CALLS = 10, 50
-"""Calls of a graph, and of works that are short: the graph's own start is some 4 us."""
+"""Calls of a graph, and of one of works of few bytes, which are short: the graph's own start is some 4 us."""
 MADE: Binaries = {}
 """What was compiled for cases before: those of one kernel, of other sizes, take it from there."""
 

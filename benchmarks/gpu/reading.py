@@ -43,12 +43,12 @@ def forms(sms: int) -> list[Callable[[Tensor, Tensor], Any]]:
 
 @functools.cache
 def reading_seconds(size: int, device: torch.device) -> float:
-    """The seconds of the fastest of some ways to read `size` bytes that are not in the cache. Raises ValueError where
-    one does not read all of them."""
+    """The seconds of the fastest of some ways to read `size` bytes, not from the cache if they are 2 MB or more.
+    Raises ValueError where one does not read all of them."""
     from benchmarks.gpu.kernels import SHORT_CALLS, seconds_of, sets_for
 
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    copies = sets_for(size, SHORT_CALLS)
+    copies = sets_for(size, SHORT_CALLS) + 1
     sums = torch.empty(sms * max(PER_SM), dtype=torch.int32, device=device)
     sets = [(torch.ones(size // 4, dtype=torch.int32, device=device), sums) for _ in range(copies)]
     for form in forms(sms):

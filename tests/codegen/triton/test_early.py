@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import math
 import re
 import threading
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mgraph.codegen.triton import build_kernels, paged_attention, rms_norm
-from mgraph.codegen.triton.early import can_come_early, coming_early
+from mgraph.codegen.triton.early import HELPER, can_come_early, coming_early
 from mgraph.codegen.triton.kernel import KernelSpec
 from mgraph.codegen.triton.rms_norm import RmsNorm
 from mgraph.runtime.kernels import _jit_module
@@ -62,6 +64,32 @@ def test_a_kernel_that_says_where_waits_there() -> None:
     assert source.replace("    come_early()\n", "") == plain.source
 
 
+@pytest.mark.parametrize("grid", [(1, 1, 1), (132, 32, 1), (5000, 1, 1), (3, 2000, 1), (7, 11, 130)])
+def test_only_the_last_programs_let_what_follows_come(grid: tuple[int, int, int]) -> None:
+    """The helper's own text, run once for each program: all wait, and then the last 4,224 ask."""
+    asked: list[str] = []
+    place = [0, 0, 0]
+    cuda = types.SimpleNamespace(
+        gdc_wait=lambda: asked.append("wait"), gdc_launch_dependents=lambda: asked.append("launch_dependents")
+    )
+    language = types.SimpleNamespace(
+        constexpr=bool,
+        num_programs=grid.__getitem__,
+        program_id=place.__getitem__,
+        extra=types.SimpleNamespace(cuda=cuda),
+    )
+    names: dict[str, Any] = {"tl": language, "triton": types.SimpleNamespace(jit=lambda function: function)}
+    exec(HELPER, names)
+    last = []
+    for program in range(math.prod(grid)):  # x is the fastest
+        place[:] = program % grid[0], program // grid[0] % grid[1], program // grid[0] // grid[1]
+        asked.clear()
+        names["come_early"]()
+        assert asked[0] == "wait"
+        last.append(asked[1:] == ["launch_dependents"])
+    assert last == [False] * (len(last) - 4224) + [True] * min(len(last), 4224)
+
+
 @pytest.mark.parametrize(("archs", "early"), [(["sm_90a"], True), (["sm_90a", "sm_80"], False)])
 def test_binaries(archs: list[str], early: bool, tmp_path: Path) -> None:
     (entry,) = build_kernels([spec()], tmp_path, archs)
@@ -85,7 +113,6 @@ def test_what_is_compiled_where_it_runs(capability: tuple[int, int], waits: bool
     source = ASTSource(getattr(module, launch.function), given.argument_types(launch), {}, {})
     made = triton.compile(source, GPUTarget("cuda", capability[0] * 10, 32), {"num_warps": launch.num_warps})
     asked = re.findall(r"griddepcontrol\.(\w+)|(%nctaid\.z)", made.asm["ptx"])
-    # First each waits; then, by how many programs there are, only the last let what follows come.
     assert asked == ([("wait", ""), ("", "%nctaid.z"), ("launch_dependents", "")] if waits else [])
 
 
