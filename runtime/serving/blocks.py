@@ -214,6 +214,11 @@ class BlockPool:
                 self._content[block] = content
         return content
 
+    def apart(self) -> Content:
+        """A content after which nothing is found: of blocks that hold something else than their tokens say."""
+        self._numbers += 1
+        return Content(self._numbers, self.root, len(self.windows))
+
     def forget_all(self) -> None:
         """Remember nothing, as after a step that failed: held blocks stay held."""
         for block in list(self._content):

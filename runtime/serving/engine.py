@@ -325,7 +325,7 @@ class Engine:
         self._failures += 1
         sequences = {work.request.number: self._sequences.get(work.request.number) for work in lost}
         deltas = self._fail(error, [s for s in sequences.values() if s is not None])
-        self.scheduler.pool.forget_all()
+        self.scheduler.forget_all()
         if self._failures >= FAILURES:
             self.failure = error
             deltas += self._fail(error, self._sequences.values())

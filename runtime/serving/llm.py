@@ -1,14 +1,16 @@
 """A model for a program: `LLM(package, weights).generate(prompts)`, `stream`, `chat`. It needs no event loop.
 
 Whoever waits for text makes the steps, for all that is under way: several threads, or generators that are read in turn,
-share them.
+share them. What the main thread asks of the engine is done by a thread beside it: handlers of signals, which raise
+KeyboardInterrupt or what the caller's own handler does, run in the main thread, and never in the middle of a step.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +78,8 @@ class LLM:
     def _set_up(self, engine: Engine, template: ChatTemplate | None) -> None:
         self.engine, self.template = engine, template
         self._lock = threading.Lock()
+        self._beside = ThreadPoolExecutor(1, "LLM")
+        self._beside.submit(int).result()  # its thread has begun: it would take a signal meanwhile
         self._arrived: dict[int, deque[Delta]] = {}
         self._dropped: deque[int] = deque()
 
@@ -101,9 +105,7 @@ class LLM:
             self.engine.check(given.ids, one, given.field)
         groups: list[int] = []
         try:
-            with self._engine_alone():
-                for given, one in zip(inputs, all_params, strict=True):
-                    groups.append(self._submit(given, one))
+            self._undisturbed(self._submit, inputs, all_params, groups)
             gathered = [Gathering(g.text, g.ids, p) for g, p in zip(inputs, all_params, strict=True)]
             for group, output in zip(groups, gathered, strict=True):
                 while not output.finished:
@@ -141,7 +143,7 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget what the cache holds of earlier prompts, as after a change of the weights."""
         with self._engine_alone():
-            self.engine.scheduler.pool.forget_all()
+            self.engine.scheduler.forget_all()
 
     @contextmanager
     def _engine_alone(self) -> Iterator[None]:
@@ -153,32 +155,49 @@ class LLM:
         finally:
             self._end_dropped_if_idle()
 
-    def _submit(self, given: Input, params: SamplingParams) -> int:
-        group = self.engine.submit(given.ids, params)
-        self._arrived[group] = deque()
-        return group
+    def _undisturbed(self, function: Callable[..., None], *given: Any) -> None:
+        """Call a function. What a signal raises meanwhile is raised when it has ended, or by a second signal."""
+        if threading.current_thread() is not threading.main_thread():
+            function(*given)
+            return
+        try:
+            self._beside.submit(function, *given).result()
+        except BaseException:
+            self._beside.submit(int).result()  # comes after it, whether a signal found it begun or about to begin
+            raise
+
+    def _submit(self, inputs: Sequence[Input], params: Sequence[SamplingParams], groups: list[int]) -> None:
+        """Begin requests, whose numbers are added to `groups`."""
+        with self._engine_alone():
+            for given, one in zip(inputs, params, strict=True):
+                groups.append(self.engine.submit(given.ids, one))
+                self._arrived[groups[-1]] = deque()
 
     def _stream(self, given: Input, params: SamplingParams) -> Iterator[Delta]:
-        with self._engine_alone():
-            group = self._submit(given, params)
+        groups: list[int] = []
         count = params.n
         try:
+            self._undisturbed(self._submit, [given], [params], groups)
             while count:
-                delta = self._next(group)
+                delta = self._next(groups[0])
                 count -= delta.finish_reason is not None
                 yield delta
         finally:
-            self._drop([group])
+            self._drop(groups)
 
     def _next(self, group: int) -> Delta:
         """The next delta of a request, for which steps are made."""
-        while True:
-            with self._engine_alone():
-                if self._arrived[group]:
-                    return self._arrived[group].popleft()
-                for delta in self.engine.step():
-                    if delta.group in self._arrived:
-                        self._arrived[delta.group].append(delta)
+        arrived = self._arrived[group]
+        while not arrived:
+            self._undisturbed(self._step, group)
+        return arrived.popleft()
+
+    def _step(self, group: int) -> None:
+        """Make a step, unless another thread has made the one that gave this request something."""
+        with self._engine_alone():
+            for delta in () if self._arrived[group] else self.engine.step():
+                if delta.group in self._arrived:
+                    self._arrived[delta.group].append(delta)
 
     def _drop(self, groups: Sequence[int]) -> None:
         """Nobody waits for these any more. This never waits: a stream that is garbage is dropped wherever Python

@@ -117,6 +117,12 @@ class Scheduler:
             self._remember(work.request)
         return sorted(works, key=lambda work: (work.stop - work.start > 1, work.request.number))
 
+    def forget_all(self) -> None:
+        """Remember nothing of what was computed so far, nor of what running requests add to it."""
+        self.pool.forget_all()
+        for request in self.running:
+            request.content = self.pool.apart()
+
     def check(self) -> None:
         """Assert what must hold between two steps."""
         self.pool.check([r.tables.all() for r in (*self.running, *self.waiting)])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -284,3 +287,93 @@ def test_public_names() -> None:
 
     assert mgraph.LLM is mgraph.runtime.LLM is LLM
     assert mgraph.SamplingParams is mgraph.runtime.SamplingParams is SamplingParams
+
+
+MAIN = threading.main_thread().ident or 0
+
+
+class OwnError(Exception):
+    """What a caller's handler of a signal raises."""
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def own_handler(*_: object) -> None:
+    raise OwnError
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Of signals; they are as they were afterwards."""
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, interrupt)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("handler", "raised"), [(interrupt, KeyboardInterrupt), (own_handler, OwnError)])
+def test_signals_in_the_middle_of_steps(llm: LLM, handler: Any, raised: type[BaseException]) -> None:
+    """They end the call that waits. The steps go on to their end: nothing wrong is remembered, no request suffers."""
+    prompt, other = b"a prompt of more than one block, which takes several steps of the engine", b"other"
+    run, left = llm.engine.stepper.run, [0]
+
+    def interrupted(*given: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            signal.pthread_kill(MAIN, signal.SIGINT)
+            time.sleep(0.02)  # so that the main thread has been told
+        return run(*given)
+
+    llm.engine.stepper.run = interrupted  # type: ignore[method-assign]
+    signal.signal(signal.SIGINT, handler)
+    for steps in (1, 2, 4):
+        left[0] = 2 + steps  # two steps of the stream come first
+        stream = llm.stream(other.decode(), GREEDY)
+        tokens = [token for _ in range(2) for token in next(stream).tokens]
+        with pytest.raises(raised):
+            llm.generate(prompt.decode(), GREEDY)
+        tokens += [token for delta in stream for token in delta.tokens]
+        assert tuple(tokens) == expected(llm, other)
+        (output,) = llm.generate(prompt.decode(), GREEDY)
+        assert output.outputs[0].token_ids == expected(llm, prompt) and output.outputs[0].finish_reason == "length"
+        assert llm.engine.failure is None
+        nothing_left(llm)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_second_signal_does_not_wait(llm: LLM) -> None:
+    """The step goes on without the caller, whose request ends behind it."""
+    run, go_on = llm.engine.stepper.run, threading.Event()
+
+    def interrupted(*given: Any) -> Any:
+        for _ in range(2):
+            time.sleep(0.1)  # the main thread waits: two signals that come before it does are one to it
+            signal.pthread_kill(MAIN, signal.SIGINT)
+        time.sleep(0.1)
+        assert go_on.wait(10)
+        return run(*given)
+
+    llm.engine.stepper.run = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("prompt", GREEDY)
+    assert llm.engine.unfinished
+    llm.engine.stepper.run = run  # type: ignore[method-assign]
+    go_on.set()
+    (output,) = llm.generate("prompt", GREEDY)
+    assert output.outputs[0].token_ids == expected(llm, b"prompt")
+    nothing_left(llm)
+
+
+def test_what_was_under_way_at_a_reset_is_not_found_later(llm: LLM) -> None:
+    prompt = "a little more than one block"
+    stream = llm.stream(prompt, GREEDY)
+    next(stream)
+    llm.reset_prefix_cache()
+    tokens = [token for delta in stream for token in delta.tokens]
+    assert len(tokens) == 7
+    (output,) = llm.generate(prompt * 2, GREEDY)
+    assert output.cached_tokens == 0
+    assert llm.generate(prompt * 2, GREEDY)[0].cached_tokens > 0
+    nothing_left(llm)
