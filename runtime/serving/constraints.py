@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from mgraph.runtime.serving.parameters import RequestError, SamplingParams
+from mgraph.runtime.serving.parameters import RequestError, SamplingParams, shown_id
 from mgraph.runtime.serving.step import F32
 
 
@@ -83,7 +83,7 @@ class Constraints:
     def _known(self, name: str, tokens: Iterable[int]) -> None:
         for token in tokens:
             if token >= self._vocab_size:
-                raise RequestError(f"{name} has token {token}, and the model has {self._vocab_size}", name)
+                raise RequestError(f"{name} has token {shown_id(token)}, and the model has {self._vocab_size}", name)
 
 
 def _bad_words(params: SamplingParams, encode: Callable[[str], Sequence[int]] | None) -> list[tuple[int, ...]]:

@@ -23,7 +23,7 @@ from mgraph.runtime.serving.batch import BatchBuilder, Row
 from mgraph.runtime.serving.blocks import BlockPool
 from mgraph.runtime.serving.constraints import Constraints
 from mgraph.runtime.serving.continuation import Continuation
-from mgraph.runtime.serving.parameters import ALL, SEEDS, RequestError, SamplingParams
+from mgraph.runtime.serving.parameters import ALL, SEEDS, RequestError, SamplingParams, shown_id
 from mgraph.runtime.serving.request import Request
 from mgraph.runtime.serving.scheduler import Scheduler, Work
 from mgraph.runtime.serving.step import Pending, Sampled, Stepper
@@ -162,7 +162,9 @@ class Engine:
         vocab_size = self.stepper.vocab_size
         wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
         if wrong is not None:
-            raise RequestError(f"the prompt has token {wrong}, and the model has tokens 0 to {vocab_size - 1}", field)
+            raise RequestError(
+                f"the prompt has token {shown_id(wrong)}, and the model has tokens 0 to {vocab_size - 1}", field
+            )
         self._check_ids("stop_token_ids", params.stop_token_ids)
         wanted = room if params.max_tokens is None else params.max_tokens
         if wanted > room:
@@ -344,7 +346,8 @@ class Engine:
     def _check_ids(self, name: str, tokens: Sequence[int]) -> None:
         for token in tokens:
             if token >= self.stepper.vocab_size:
-                raise RequestError(f"{name} has token {token}, and the model has {self.stepper.vocab_size}", name)
+                had = f"{name} has token {shown_id(token)}"
+                raise RequestError(f"{had}, and the model has {self.stepper.vocab_size}", name)
 
 
 def _finite(logprob: float) -> float:

@@ -70,14 +70,15 @@ async def chat_events(
 ) -> AsyncGenerator[bytes, None]:
     """The stream of a chat: for each choice its role, then what it says."""
     begun: set[int] = set()
+    more = _no_usage(wants_usage)
     async for _, delta in exchange.deltas():
         index = delta.index
         if index not in begun:
             begun.add(index)
-            yield event(heading.body([choices.chunk(index, {"role": "assistant", "content": ""})], True))
+            yield event(heading.body([choices.chunk(index, {"role": "assistant", "content": ""})], True, **more))
         if delta.text or delta.scores or delta.finish_reason is not None:
             said = {"content": delta.text} if delta.text else {}
-            yield event(heading.body([choices.chunk(index, said, delta)], True))
+            yield event(heading.body([choices.chunk(index, said, delta)], True, **more))
     for last in _end(exchange, heading, wants_usage):
         yield last
 
@@ -87,6 +88,7 @@ async def completion_events(
 ) -> AsyncGenerator[bytes, None]:
     """The stream of completions; with echo each choice begins with its prompt, as soon as all of that is known."""
     begun: set[int] = set()
+    more = _no_usage(wants_usage)
     early: dict[int, list[Delta]] = {}
     scores: dict[int, tuple[Score | None, ...]] = {}  # of prompts that are wanted and known
     async for at, delta in exchange.deltas():
@@ -100,11 +102,16 @@ async def completion_events(
             index = at * exchange.n + one.index
             if choices.echo and index not in begun:
                 begun.add(index)
-                yield event(heading.body([choices.begin(index, prompts[at], scores.get(at, ()))], True))
+                yield event(heading.body([choices.begin(index, prompts[at], scores.get(at, ()))], True, **more))
             if one.text or one.scores or one.finish_reason is not None:
-                yield event(heading.body([choices.chunk(index, one.text, one.scores, one)], True))
+                yield event(heading.body([choices.chunk(index, one.text, one.scores, one)], True, **more))
     for last in _end(exchange, heading, wants_usage):
         yield last
+
+
+def _no_usage(wants_usage: bool) -> dict[str, None]:
+    """What chunks before the last say of usage, where that is wanted."""
+    return {"usage": None} if wants_usage else {}
 
 
 def _end(exchange: Exchange, heading: Heading, wants_usage: bool) -> list[bytes]:

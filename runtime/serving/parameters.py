@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import Any
 
 from mgraph.errors import MgraphError, did_you_mean
@@ -134,6 +136,8 @@ class SamplingParams:
         """Of a dict; an unknown name is a `RequestError` with the nearest that there is."""
         known = [item.name for item in fields(cls)]
         for name in values:
+            if not isinstance(name, str):
+                raise RequestError(f"names of sampling parameters are texts, not {name!r}", "params")
             if name not in known:
                 raise RequestError(f"there is no sampling parameter '{name}'", name, did_you_mean(name, known))
         return cls(**values)
@@ -208,6 +212,21 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
+def _key(value: Any) -> int:
+    """A token id, or its digits. Raises ValueError for others that `int` takes: a fraction, blanks, other scripts."""
+    written = value if isinstance(value, str) else None
+    if written is None and (isinstance(value, bool) or not isinstance(value, Integral)):
+        raise ValueError("no token id")
+    if written is not None and not re.fullmatch("-?[0-9]{1,18}", written):
+        raise ValueError("no digits")
+    return int(value)
+
+
+def shown_id(token: int) -> str:
+    """A token id in a message, however large: Python writes out no number of thousands of digits."""
+    return str(token) if token.bit_length() < 64 else f"a number of {token.bit_length()} bits"
+
+
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
@@ -215,7 +234,7 @@ def _is_id(value: Any) -> bool:
 def _bias(value: Any) -> dict[int, float]:
     """Keys come as texts through JSON."""
     try:
-        bias = {int(token): float(added) for token, added in value.items()}
+        bias = {_key(token): float(added) for token, added in value.items()}
     except (AttributeError, OverflowError, TypeError, ValueError) as error:
         raise RequestError("logit_bias must map token ids to numbers", "logit_bias") from error
     if any(token < 0 or math.isnan(added) for token, added in bias.items()):

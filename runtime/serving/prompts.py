@@ -6,6 +6,7 @@ said nothing. Templates see one text, and whatever else a message holds.
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -102,9 +103,10 @@ def plain_messages(messages: Any) -> list[Message]:
     return [_plain(message, f"messages.{at}") for at, message in enumerate(messages)]
 
 
-def _plain(message: Any, place: str) -> Message:
-    if not isinstance(message, Mapping):
-        raise RequestError(f"a message must have a role and content, not be {_shown(message)}", place, _EXAMPLE)
+def _plain(given: Any, place: str) -> Message:
+    if not isinstance(given, Mapping):
+        raise RequestError(f"a message must have a role and content, not be {_shown(given)}", place, _EXAMPLE)
+    message: Message = given
     role, content, roles = message.get("role"), message.get("content"), get_args(Role)
     if role not in roles:
         raise RequestError(f"{place}.role is {_shown(role)}: must be one of {', '.join(roles)}", f"{place}.role")
@@ -115,6 +117,8 @@ def _plain(message: Any, place: str) -> Message:
             f"{place}.content",
             "give the text; only an assistant that called tools may have none",
         )
+    if isinstance(message.get("tool_calls"), list):
+        message = {**message, "tool_calls": [_with_arguments(call) for call in message["tool_calls"]]}
     if isinstance(content, str):
         return message
     parts = [] if content is None else content
@@ -122,6 +126,18 @@ def _plain(message: Any, place: str) -> Message:
         problem = f"{place}.content must be a text, or a list of parts of text, not {_shown(content)}"
         raise RequestError(problem, f"{place}.content", '[{"type": "text", "text": "Hello"}]')
     return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def _with_arguments(call: Any) -> Any:
+    """A tool's call whose arguments are an object, as templates take them: OpenAI's form has that object's JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):  # as a model may have written it
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _is_text(part: Any) -> bool:

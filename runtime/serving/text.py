@@ -150,21 +150,24 @@ class StopStrings:
         """`keep`: the string that ends the text is part of it."""
         self._stops, self._keep = tuple(stops), keep
         self._held = ""
+        self._passed = 0
+        """Characters at the beginning of what is held that none may end in."""
 
     def add(self, piece: str, look: bool = True) -> tuple[str, str | None]:
         """The text that can be given out, and the string that ended it, if one did.
 
-        With `look` false none can, and none can begin in this piece.
+        With `look` false none can end in this piece, though it may begin there and end in a later one.
         """
         text, self._held = self._held + piece, ""
         if not look:
-            return text, None
-        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+            self._passed = len(text)
+        found = ((stop, text.find(stop, max(0, self._passed - len(stop) + 1))) for stop in self._stops)
+        ends = [(at + len(stop), at, stop) for stop, at in found if at >= 0]
         if ends:
             end, start, stop = min(ends)
             return text[: end if self._keep else start], stop
         sure = len(text) - self._beginning(text)
-        self._held = text[sure:]
+        self._held, self._passed = text[sure:], max(0, self._passed - sure)
         return text[:sure], None
 
     def flush(self) -> str:

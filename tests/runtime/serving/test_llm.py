@@ -236,6 +236,36 @@ def test_conversations_in_parts_and_of_tools(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        ('{"city": "Paris"}', '{"city": "Paris"}'),
+        ({"city": "Paris"}, '{"city": "Paris"}'),
+        ("no JSON {", '"no JSON {"'),
+        ("[1]", '"[1]"'),
+    ],
+)
+def test_templates_see_arguments_of_tools_as_objects(arguments: Any, seen: str) -> None:
+    """OpenAI's form has them as a text, transformers' templates write them as JSON."""
+    stepper = FakeStepper(vocab_size=256, num_blocks=40, max_length=128)
+    text = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    llm = LLM.over(Engine(stepper, ByteTokenizer()), ChatTemplate(text, {}, "the test"))
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    (output,) = llm.chat([{"role": "assistant", "content": None, "tool_calls": [call]}], GREEDY)
+    assert output.prompt == seen and call["function"]["arguments"] == arguments  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("given", "param"), [({1: 2}, "params"), ({"stop_token_ids": [10**5000]}, "stop_token_ids")])
+def test_wrong_parameters_are_told_however_wrong(llm: LLM, given: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate("a", given)
+    assert caught.value.param == param and len(str(caught.value)) < 300
+    with pytest.raises(RequestError, match="token a number of 16610 bits"):
+        llm.generate([10**5000])
+
+
+@pytest.mark.parametrize(
     ("messages", "param"),
     [
         (5, "messages"),
@@ -314,7 +344,9 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("handler", "raised"), [(interrupt, KeyboardInterrupt), (own_handler, OwnError)])
-def test_signals_in_the_middle_of_steps(llm: LLM, handler: Any, raised: type[BaseException]) -> None:
+def test_signals_in_the_middle_of_steps(
+    llm: LLM, handler: Any, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They end the call that waits. The steps go on to their end: nothing wrong is remembered, no request suffers."""
     prompt, other = b"a prompt of more than one block, which takes several steps of the engine", b"other"
     run, left = llm.engine.stepper.run, [0]
@@ -326,7 +358,7 @@ def test_signals_in_the_middle_of_steps(llm: LLM, handler: Any, raised: type[Bas
             time.sleep(0.02)  # so that the main thread has been told
         return run(*given)
 
-    llm.engine.stepper.run = interrupted  # type: ignore[method-assign]
+    monkeypatch.setattr(llm.engine.stepper, "run", interrupted)
     signal.signal(signal.SIGINT, handler)
     for steps in (1, 2, 4):
         left[0] = 2 + steps  # two steps of the stream come first
@@ -343,7 +375,7 @@ def test_signals_in_the_middle_of_steps(llm: LLM, handler: Any, raised: type[Bas
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_second_signal_does_not_wait(llm: LLM) -> None:
+def test_a_second_signal_does_not_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step goes on without the caller, whose request ends behind it."""
     run, go_on = llm.engine.stepper.run, threading.Event()
 
@@ -355,11 +387,11 @@ def test_a_second_signal_does_not_wait(llm: LLM) -> None:
         assert go_on.wait(10)
         return run(*given)
 
-    llm.engine.stepper.run = interrupted  # type: ignore[method-assign]
+    monkeypatch.setattr(llm.engine.stepper, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate("prompt", GREEDY)
     assert llm.engine.unfinished
-    llm.engine.stepper.run = run  # type: ignore[method-assign]
+    monkeypatch.setattr(llm.engine.stepper, "run", run)
     go_on.set()
     (output,) = llm.generate("prompt", GREEDY)
     assert output.outputs[0].token_ids == expected(llm, b"prompt")

@@ -49,6 +49,8 @@ WRONG: list[tuple[str, Any]] = [
     ("stop_token_ids", [True]),
     ("logit_bias", {"x": 1}),
     ("logit_bias", [1]),
+    *(("logit_bias", {key: 1}) for key in (1.7, True, "1_0", " 7 ", "٣", "7.0", "9" * 5000)),
+    ("stop_token_ids", {}),
     ("logit_bias", {-1: 1.0}),
     ("logit_bias", {1: math.nan}),
     ("allowed_token_ids", []),

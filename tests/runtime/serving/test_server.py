@@ -100,6 +100,7 @@ def test_a_stream_of_completions_is_the_same_text(served: tuple[Serving, str], c
             texts[choice.index] += choice.text
             if choice.finish_reason is not None:
                 ends[choice.index] = choice.finish_reason
+        assert "usage" in chunk.model_fields_set
         usage = chunk.usage or usage
     assert texts == {choice.index: choice.text for choice in whole.choices}
     assert ends == {choice.index: choice.finish_reason for choice in whole.choices}

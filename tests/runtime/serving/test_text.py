@@ -61,6 +61,33 @@ def test_every_cut_of_a_text_finds_the_same_stop(keep: bool) -> None:
             assert found == (expected, stop), parts
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_strings_end_no_text_before_they_may_but_may_begin_there(keep: bool) -> None:
+    """The first that ends behind the first `early` characters counts, however the text is cut."""
+    for text, stops in [
+        ("ab##cd##", ["##"]),
+        ("xabcab", ["abcd", "bc", "cab"]),
+        ("aaaa", ["aa"]),
+        ("xabyab", ["xaby", "ab"]),
+    ]:
+        for early in range(len(text)):
+            ends = [(at + len(s), at, s) for s in stops for at in range(len(text)) if text.startswith(s, at)]
+            first = min((end for end in ends if end[0] > early), default=None)
+            for parts in cuts(text):
+                starts = [0, *itertools.accumulate(map(len, parts))]
+                if early not in starts:
+                    continue
+                stop, said, hit = StopStrings(stops, keep), "", None
+                for at, part in zip(starts, parts, strict=False):
+                    piece, hit = stop.add(part, look=at >= early)
+                    said += piece
+                    if hit is not None:
+                        break
+                said += stop.flush() if hit is None else ""
+                wanted = (text, None) if first is None else (text[: first[0] if keep else first[1]], first[2])
+                assert (said, hit) == wanted, (parts, early)
+
+
 def test_what_is_kept_back_comes_at_the_end() -> None:
     stop = StopStrings(["##end"])
     assert stop.add("a##en") == ("a", None)
