@@ -260,10 +260,10 @@ def _forbidden(params: SamplingParams, output: Sequence[int], vocab_size: int) -
 
 def text_alone(params: SamplingParams, tokens: Sequence[int]) -> tuple[str, str | None]:
     """The text of tokens, each of which is a byte, up to the stop string that is complete first, and that string. None
-    begins before the last of the least tokens."""
+    is complete before the last of the least tokens."""
     text = bytes(tokens).decode("latin-1")
-    stops = [(text.find(stop, max(params.min_tokens - 1, 0)), stop) for stop in params.stop]
-    ends = [(at + len(stop), at, stop) for at, stop in stops if at >= 0]
+    stops = [(at, stop) for stop in params.stop for at in range(len(text)) if text.startswith(stop, at)]
+    ends = [(at + len(stop), at, stop) for at, stop in stops if at + len(stop) >= params.min_tokens]
     if not ends:
         return text, None
     end, start, stop = min(ends)
