@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from mgraph.runtime.serving.parameters import RequestError, SamplingParams, shown_id
+from mgraph.runtime.serving.parameters import RequestError, SamplingParams, check_ids
 from mgraph.runtime.serving.step import F32
 
 
@@ -68,22 +68,17 @@ class Constraints:
             return None
         row = np.zeros(self._vocab_size, np.float32)
         if params.allowed_token_ids is not None:
-            self._known("allowed_token_ids", params.allowed_token_ids)
+            check_ids("allowed_token_ids", params.allowed_token_ids, self._vocab_size)
             row[:] = -np.inf
             row[list(params.allowed_token_ids)] = 0
         if params.logit_bias:
-            self._known("logit_bias", params.logit_bias)
+            check_ids("logit_bias", params.logit_bias, self._vocab_size)
             for token, added in params.logit_bias.items():
                 row[token] += added
         row[list(forbidden)] = -np.inf
         if not np.isfinite(row[: self._padding_from]).any():
             raise RequestError("allowed_token_ids, logit_bias and bad_words together leave no token", "bad_words")
         return row
-
-    def _known(self, name: str, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            if token >= self._vocab_size:
-                raise RequestError(f"{name} has token {shown_id(token)}, and the model has {self._vocab_size}", name)
 
 
 def _bad_words(params: SamplingParams, encode: Callable[[str], Sequence[int]] | None) -> list[tuple[int, ...]]:

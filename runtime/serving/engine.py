@@ -23,7 +23,7 @@ from mgraph.runtime.serving.batch import BatchBuilder, Row
 from mgraph.runtime.serving.blocks import BlockPool
 from mgraph.runtime.serving.constraints import Constraints
 from mgraph.runtime.serving.continuation import Continuation
-from mgraph.runtime.serving.parameters import ALL, SEEDS, RequestError, SamplingParams, shown_id
+from mgraph.runtime.serving.parameters import ALL, SEEDS, RequestError, SamplingParams, check_ids, shown_id
 from mgraph.runtime.serving.request import Request
 from mgraph.runtime.serving.scheduler import Scheduler, Work
 from mgraph.runtime.serving.step import Pending, Sampled, Stepper
@@ -165,7 +165,7 @@ class Engine:
             raise RequestError(
                 f"the prompt has token {shown_id(wrong)}, and the model has tokens 0 to {vocab_size - 1}", field
             )
-        self._check_ids("stop_token_ids", params.stop_token_ids)
+        check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
         wanted = room if params.max_tokens is None else params.max_tokens
         if wanted > room:
             raise RequestError(
@@ -342,12 +342,6 @@ class Engine:
 
     def _text(self, token: int) -> str:
         return "" if self.tokenizer is None else token_text(self.tokenizer, token)
-
-    def _check_ids(self, name: str, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            if token >= self.stepper.vocab_size:
-                had = f"{name} has token {shown_id(token)}"
-                raise RequestError(f"{had}, and the model has {self.stepper.vocab_size}", name)
 
 
 def _finite(logprob: float) -> float:

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,36 +141,34 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget what the cache holds of earlier prompts, as after a change of the weights."""
-        with self._engine_alone():
-            self.engine.scheduler.forget_all()
+        self._undisturbed(self.engine.scheduler.forget_all)
 
-    @contextmanager
-    def _engine_alone(self) -> Iterator[None]:
+    def _alone(self, function: Callable[..., None], *given: Any) -> None:
         """The engine is this thread's; what was dropped before or meanwhile is ended."""
         try:
             with self._lock:
                 self._end_dropped()
-                yield
+                function(*given)
         finally:
             self._end_dropped_if_idle()
 
     def _undisturbed(self, function: Callable[..., None], *given: Any) -> None:
-        """Call a function. What a signal raises meanwhile is raised when it has ended, or by a second signal."""
+        """Call a function that has the engine alone. What a signal raises meanwhile is raised when it has ended, or by
+        a second signal."""
         if threading.current_thread() is not threading.main_thread():
-            function(*given)
+            self._alone(function, *given)
             return
         try:
-            self._beside.submit(function, *given).result()
+            self._beside.submit(self._alone, function, *given).result()
         except BaseException:
             self._beside.submit(int).result()  # comes after it, whether a signal found it begun or about to begin
             raise
 
     def _submit(self, inputs: Sequence[Input], params: Sequence[SamplingParams], groups: list[int]) -> None:
         """Begin requests, whose numbers are added to `groups`."""
-        with self._engine_alone():
-            for given, one in zip(inputs, params, strict=True):
-                groups.append(self.engine.submit(given.ids, one))
-                self._arrived[groups[-1]] = deque()
+        for given, one in zip(inputs, params, strict=True):
+            groups.append(self.engine.submit(given.ids, one))
+            self._arrived[groups[-1]] = deque()
 
     def _stream(self, given: Input, params: SamplingParams) -> Iterator[Delta]:
         groups: list[int] = []
@@ -194,10 +191,9 @@ class LLM:
 
     def _step(self, group: int) -> None:
         """Make a step, unless another thread has made the one that gave this request something."""
-        with self._engine_alone():
-            for delta in () if self._arrived[group] else self.engine.step():
-                if delta.group in self._arrived:
-                    self._arrived[delta.group].append(delta)
+        for delta in () if self._arrived[group] else self.engine.step():
+            if delta.group in self._arrived:
+                self._arrived[delta.group].append(delta)
 
     def _drop(self, groups: Sequence[int]) -> None:
         """Nobody waits for these any more. This never waits: a stream that is garbage is dropped wherever Python

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any
@@ -214,12 +214,21 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
 
 def _key(value: Any) -> int:
     """A token id, or its digits. Raises ValueError for others that `int` takes: a fraction, blanks, other scripts."""
-    written = value if isinstance(value, str) else None
-    if written is None and (isinstance(value, bool) or not isinstance(value, Integral)):
-        raise ValueError("no token id")
-    if written is not None and not re.fullmatch("-?[0-9]{1,18}", written):
-        raise ValueError("no digits")
+    if not is_token(value) and not (isinstance(value, str) and re.fullmatch("-?[0-9]{1,18}", value)):
+        raise ValueError(f"{value!r} is no token id")
     return int(value)
+
+
+def is_token(value: Any) -> bool:
+    """Whether a value is an integer, as a token id must be."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def check_ids(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+    """Raise RequestError for a token of the parameter `name` that the model does not have."""
+    for token in tokens:
+        if token >= vocab_size:
+            raise RequestError(f"{name} has token {shown_id(token)}, and the model has {vocab_size}", name)
 
 
 def shown_id(token: int) -> str:

@@ -10,12 +10,11 @@ import json
 import reprlib
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, Literal, get_args
 
 from mgraph.runtime.chat import ChatTemplate, Message
 from mgraph.runtime.serving.engine import Engine
-from mgraph.runtime.serving.parameters import RequestError
+from mgraph.runtime.serving.parameters import RequestError, is_token
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -40,7 +39,7 @@ class Input:
 def separate(prompts: Any) -> list[Prompt]:
     """One prompt, or several, as a list; what is in it is not looked at. Raises RequestError for anything else."""
     prompts = _plain_list(prompts)
-    if isinstance(prompts, str) or (_listed(prompts) and len(prompts) > 0 and all(map(_is_token, prompts))):
+    if isinstance(prompts, str) or (_listed(prompts) and len(prompts) > 0 and all(map(is_token, prompts))):
         return [prompts]
     if not _listed(prompts):
         raise RequestError(f"a prompt must be a text, token ids, or a list of either, not {_shown(prompts)}", "prompt")
@@ -56,7 +55,7 @@ def read_prompt(engine: Engine, prompt: Any) -> Input:
     prompt = _plain_list(prompt)
     if not _listed(prompt):
         raise RequestError(f"a prompt must be a text or a list of token ids, not {_shown(prompt)}", "prompt")
-    wrong = [token for token in prompt if not _is_token(token)]
+    wrong = [token for token in prompt if not is_token(token)]
     if wrong:
         raise RequestError(f"a prompt of token ids has {_shown(wrong[0])}, which is no integer", "prompt")
     return Input(None, [int(token) for token in prompt])
@@ -142,10 +141,6 @@ def _with_arguments(call: Any) -> Any:
 
 def _is_text(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def _is_token(value: Any) -> bool:
-    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def _plain_list(value: Any) -> Any:
