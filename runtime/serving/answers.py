@@ -11,6 +11,7 @@ from typing import Any
 
 from mgraph.runtime.serving.engine import Delta, Score
 from mgraph.runtime.serving.llm import RequestOutput
+from mgraph.runtime.serving.parameters import SamplingParams
 from mgraph.runtime.serving.text import Starts, token_bytes
 from mgraph.runtime.tokenizer import Tokenizer
 
@@ -87,18 +88,20 @@ class Echo:
 class Completions:
     """Choices of /v1/completions. One object makes the chunks of a stream, since it remembers how long each text is."""
 
-    def __init__(self, tokenizer: Tokenizer | None, echo: bool, logprobs: bool, special: bool = False) -> None:
-        """`special`: the texts hold special tokens."""
-        self._tokenizer, self.echo, self.logprobs = tokenizer, echo, logprobs
-        self._special = special
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompts: Sequence[Sequence[int]], params: SamplingParams, echo: bool
+    ) -> None:
+        """Of prompts, in tokens, each of which is continued `params.n` times."""
+        self._tokenizer, self._prompts, self._params = tokenizer, prompts, params
+        self.echo, self.logprobs = echo, params.logprobs is not None
         self._starts: dict[int, Starts] = {}
 
-    def whole(self, outputs: Sequence[RequestOutput], prompts: Sequence[Echo], n: int) -> list[dict[str, Any]]:
+    def whole(self, outputs: Sequence[RequestOutput], prompts: Sequence[Echo]) -> list[dict[str, Any]]:
         """The choices of prompts, which they begin with if they are to."""
         choices = []
         for at, (output, prompt) in enumerate(zip(outputs, prompts, strict=True)):
             for one in output.outputs:
-                index = at * n + one.index
+                index = at * self._params.n + one.index
                 text, scores = one.text, tuple(one.logprobs or ())
                 first: tuple[Score | None, ...] = self.of_prompt(output) if self.echo else ()
                 choices.append(
@@ -149,7 +152,10 @@ class Completions:
         if not self.logprobs:
             return None
         echo = prompt if self.echo and prompt is not None else Echo()
-        starts = self._starts.setdefault(index, Starts(self._tokenizer, self._special, len(echo.text)))
+        if index not in self._starts:
+            before, special = self._prompts[index // self._params.n], not self._params.skip_special_tokens
+            self._starts[index] = Starts(self._tokenizer, special, before, len(echo.text))
+        starts = self._starts[index]
         tokens, values, tops, offsets = [], [], [], []
         for at, score in enumerate(scores):
             assert score is not None

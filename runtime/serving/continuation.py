@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mgraph.runtime.serving.parameters import SamplingParams
@@ -25,14 +25,20 @@ class Continuation:
     """The text of one sequence. Tokens and strings that end it are not part of it, unless that was asked for."""
 
     def __init__(
-        self, params: SamplingParams, max_tokens: int, tokenizer: Tokenizer | None, ends_of_text: Iterable[int]
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        max_tokens: int,
+        tokenizer: Tokenizer | None,
+        ends_of_text: Iterable[int],
     ) -> None:
         self._params, self._max_tokens = params, max_tokens
         self._ends = frozenset() if params.ignore_eos else frozenset(ends_of_text)
         self._stops = frozenset(params.stop_token_ids)
         self._count = 0
-        text = tokenizer is not None and params.detokenize
-        self._text = detokenizer(tokenizer, not params.skip_special_tokens) if text and tokenizer is not None else None
+        self._text = None
+        if tokenizer is not None and params.detokenize:
+            self._text = detokenizer(tokenizer, not params.skip_special_tokens, prompt)
         self._strings = StopStrings(params.stop, params.include_stop_str_in_output)
 
     def add(self, token: int) -> Said:

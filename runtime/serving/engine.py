@@ -203,7 +203,7 @@ class Engine:
             )
             leader = leader or request
             self._number += 1
-            continuation = Continuation(params, wanted, self.tokenizer, self.ends_of_text)
+            continuation = Continuation(tokens, params, wanted, self.tokenizer, self.ends_of_text)
             sequence = _Sequence(request, continuation, group, index)
             self._groups.setdefault(group, {})[index] = sequence
             self._sequences[request.number] = sequence

@@ -180,13 +180,12 @@ class _Server:
         body, params, prompts, echoes = await self._asked(request, CompletionRequest, ask)
         exchange = await self._begin(prompts, params)
         heading = Heading(self.serving.model, chat=False)
-        special = not params.skip_special_tokens
-        choices = Completions(tokenizer, bool(body.echo), body.logprobs is not None, special)
+        choices = Completions(tokenizer, [prompt.ids for prompt in prompts], params, bool(body.echo))
         if body.stream:
             return EventStream(exchange, completion_events(exchange, heading, choices, echoes, _wants_usage(body)))
         await self._gather(request, exchange)
         outputs = exchange.outputs()
-        whole = choices.whole(outputs, echoes, params.n)
+        whole = choices.whole(outputs, echoes)
         return JSONResponse(heading.body(whole, False, usage=usage(outputs)))
 
     @_answering

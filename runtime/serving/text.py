@@ -22,6 +22,9 @@ _MOST_HELD = 8
 _MOST_UNDECIDED = 3
 """Tokens that may be the beginning of a character: it has at most 4 bytes, and a token at least one."""
 
+_MOST_BEFORE = 16
+"""Tokens of a prompt that are looked at for what its text ends with."""
+
 
 class Detokenizer(Protocol):
     """Text of one sequence of tokens."""
@@ -40,16 +43,17 @@ class Detokenizer(Protocol):
         ...
 
 
-def detokenizer(tokenizer: Tokenizer, special: bool = False) -> Detokenizer:
-    """For one sequence; `special` writes out special tokens too."""
+def detokenizer(tokenizer: Tokenizer, special: bool = False, before: Sequence[int] = ()) -> Detokenizer:
+    """For one sequence; `special` writes out special tokens too. The text is what the tokens add to that of those
+    `before`, a prompt: tokenizers may write no blank where a text begins, and one elsewhere."""
     if isinstance(tokenizer, ByteTokenizer):
         return _Bytes()
-    return _Pieces(tokenizer, special)
+    return _Pieces(tokenizer, special, before)
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """The text of one token by itself; none for an id that the tokenizer does not have."""
-    return tokenizer.decode([token], special=True) if token < tokenizer.vocab_size else ""
+    """The text of one token amid others; none for an id that the tokenizer does not have."""
+    return bytes(token_bytes(tokenizer, token)).decode("utf-8", errors="replace")
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> list[int]:
@@ -80,9 +84,9 @@ class _Pieces:
     The tokens before are decoded with it, since a blank, or whether there is one, can depend on what comes before.
     """
 
-    def __init__(self, tokenizer: Tokenizer, special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, special: bool, before: Sequence[int]) -> None:
         self._tokenizer, self._special = tokenizer, special
-        self._context: list[int] = []  # given out already, decoded again for what follows
+        self._context = self._ending(before)  # known already, decoded again for what follows
         self._new: list[int] = []
         self.held = ""
 
@@ -113,6 +117,15 @@ class _Pieces:
         sizes = [len(self._new) - undecided for undecided in range(_MOST_UNDECIDED, 0, -1)]
         return next((s for s in sizes if self.held.startswith(self._gain(self._new[:s]))), len(self._new))
 
+    def _ending(self, before: Sequence[int]) -> list[int]:
+        """The shortest run of the last tokens of a prompt that has a text, one of whole characters. Behind it there may
+        be the beginning of a character, which is none in the prompt and becomes none."""
+        last = [token for token in before[-_MOST_BEFORE:] if token < self._tokenizer.vocab_size]
+        ends = range(len(last), max(0, len(last) - _MOST_UNDECIDED - 1), -1)
+        runs = (last[start:end] for end in ends for start in range(end - 1, -1, -1))
+        # By itself a run may be no more than a blank that is not written where a text begins.
+        return next((run for run in runs if (text := self._decode(run * 2)) and REPLACEMENT not in text), [])
+
     def _gain(self, tokens: list[int]) -> str:
         return self._decode(self._context + tokens)[len(self._decode(self._context)) :]
 
@@ -123,9 +136,11 @@ class _Pieces:
 class Starts:
     """Where in the text of a sequence its tokens begin. All tokens of one character begin where that does."""
 
-    def __init__(self, tokenizer: Tokenizer | None, special: bool = False, first: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, special: bool = False, before: Sequence[int] = (), first: int = 0
+    ) -> None:
         """As `detokenizer`; `first` is the place of the first token. Without a tokenizer there is no text."""
-        self._text = None if tokenizer is None else detokenizer(tokenizer, special)
+        self._text = None if tokenizer is None else detokenizer(tokenizer, special, before)
         self._sure = first  # characters up to what is kept back
 
     def add(self, token: int) -> int:

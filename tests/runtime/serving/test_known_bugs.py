@@ -257,7 +257,7 @@ def test_log_probabilities_that_json_has_not() -> None:
     deltas: list[Delta] = []
     while engine.unfinished:
         deltas += engine.step()
-    legacy, chats = Completions(ByteTokenizer(), True, True, False), Chats(ByteTokenizer())
+    legacy, chats = Completions(ByteTokenizer(), [[1, 2]], SamplingParams(logprobs=5), True), Chats(ByteTokenizer())
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is in the body")

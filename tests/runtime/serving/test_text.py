@@ -123,7 +123,7 @@ def test_bytes_come_as_whole_characters() -> None:
 
 def test_a_string_that_the_last_token_leaves_open_ends_a_text() -> None:
     """Bytes that are no character are taken for one when nothing more comes."""
-    made = Continuation(SamplingParams(max_tokens=3, stop=["x\ufffd"]), 3, ByteTokenizer(), [])
+    made = Continuation([97], SamplingParams(max_tokens=3, stop=["x\ufffd"]), 3, ByteTokenizer(), [])
     said = [made.add(byte) for byte in b"ax\xe6"]
     assert "".join(one.text for one in said) == "a"
     assert (said[-1].finish_reason, said[-1].stop_reason) == ("stop", "x\ufffd")
@@ -152,6 +152,7 @@ def metaspace(tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
     """Of the kind where a token's blank is part of it, and the first one's is not written."""
     vocab = [("<unk>", 0.0), *((f"<0x{i:02X}>", -9.0) for i in range(256)), ("▁and", -1.0), ("▁", -2.0), ("a", -3.0)]
     library = Library(models.Unigram(vocab, unk_id=0, byte_fallback=True))
+    library.add_special_tokens(["<unk>"])
     library.pre_tokenizer = pre_tokenizers.Metaspace()
     library.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -171,6 +172,47 @@ def test_tokens_of_files_come_as_whole_characters(kind: str, text: str, request:
     parts = [made.add(token) for token in ids]
     assert "".join(parts) + made.flush() == tokenizer.decode(ids) == text
     assert not any("\ufffd" in part for part in parts)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+def test_a_completion_is_what_it_adds_to_its_prompt(kind: str, request: pytest.FixtureRequest) -> None:
+    """Also its first blank, and wherever a text is cut into the two; the bytes of a character that is cut are none."""
+    tokenizer: FileTokenizer = request.getfixturevalue(kind)
+    for text in (TEXT, "and and", "a and  and", "👩👩 and日 and"):
+        ids = tokenizer.encode(text).tolist()
+        parts = [token_bytes(tokenizer, token) for token in ids]
+        raw, ends = bytes(itertools.chain(*parts)), [0, *itertools.accumulate(map(len, parts))]
+        first = raw.decode().removesuffix(text)  # the blank that is not written at the beginning
+        for cut in range(len(ids) + 1):
+            prompt, rest = ids[:cut], ids[cut:]
+            known = tokenizer.decode(prompt)
+            made, starts = detokenizer(tokenizer, before=prompt), Starts(tokenizer, before=prompt, first=len(known))
+            said = "".join(made.add(token) for token in rest) + made.flush()
+            begin = [starts.add(token) for token in rest]
+            if not known.endswith("\ufffd"):
+                assert known + said == text, cut
+                whole = [len(raw[:end].decode(errors="ignore")) - len(first) for end in ends[cut:-1]]
+                assert begin == [max(0, place) for place in whole], cut
+            else:
+                assert said.startswith("\ufffd") and said.endswith(text[text.rstrip().rindex(" ") :]), cut
+
+
+def test_the_blank_of_a_completion_waits_for_a_prompt_with_a_text(metaspace: FileTokenizer) -> None:
+    """One that has only special tokens, or tokens that the tokenizer lacks, has none; behind some there may be one."""
+    special, blank, word = 0, metaspace.token_id("▁"), metaspace.token_id("▁and")
+    assert blank is not None and word is not None and metaspace.decode([special]) == ""
+    for prompt, expected in (
+        ([], "and and"),
+        ([special], "and and"),
+        ([500], "and and"),
+        ([blank], " and and"),
+        ([special, blank], " and and"),
+        ([word, *[special] * 15], " and and"),
+        ([word, 500, 501, special], " and and"),
+    ):
+        made = detokenizer(metaspace, before=prompt)
+        assert made.add(word) + made.add(word) + made.flush() == expected, prompt
+    assert (token_text(metaspace, word), token_text(metaspace, blank)) == (" and", " ")
 
 
 def test_bytes_that_are_no_text_do_not_stop_it(byte_level: FileTokenizer) -> None:
