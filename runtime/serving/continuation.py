@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mgraph.runtime.serving.parameters import SamplingParams
-from mgraph.runtime.serving.text import StopStrings, detokenizer
+from mgraph.runtime.serving.text import Detokenizer, StopStrings
 from mgraph.runtime.tokenizer import Tokenizer
 
 
@@ -36,9 +36,9 @@ class Continuation:
         self._ends = frozenset() if params.ignore_eos else frozenset(ends_of_text)
         self._stops = frozenset(params.stop_token_ids)
         self._count = 0
-        self._text = None
+        self._text: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
-            self._text = detokenizer(tokenizer, not params.skip_special_tokens, prompt)
+            self._text = Detokenizer(tokenizer, not params.skip_special_tokens, prompt)
         self._strings = StopStrings(params.stop, params.include_stop_str_in_output)
 
     def add(self, token: int) -> Said:

@@ -9,46 +9,14 @@ from __future__ import annotations
 import codecs
 import itertools
 from collections.abc import Sequence
-from typing import Protocol
 
-from mgraph.runtime.tokenizer import ByteTokenizer, Tokenizer
+from mgraph.runtime.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 """What stands for bytes that are no character, or not yet."""
 
-_MOST_HELD = 8
-"""Tokens kept back at most; beyond, bytes that are no character are taken for what they are."""
-
-_MOST_UNDECIDED = 3
-"""Tokens that may be the beginning of a character: it has at most 4 bytes, and a token at least one."""
-
-_MOST_BEFORE = 16
-"""Tokens of a prompt that are looked at for what its text ends with."""
-
-
-class Detokenizer(Protocol):
-    """Text of one sequence of tokens."""
-
-    @property
-    def held(self) -> str:
-        """What is kept back, as it would be if nothing came after it."""
-        ...
-
-    def add(self, token: int) -> str:
-        """The text that is sure with one more token, perhaps none."""
-        ...
-
-    def flush(self) -> str:
-        """What was kept back, at the end."""
-        ...
-
-
-def detokenizer(tokenizer: Tokenizer, special: bool = False, before: Sequence[int] = ()) -> Detokenizer:
-    """For one sequence; `special` writes out special tokens too. The text is what the tokens add to that of those
-    `before`, a prompt: tokenizers may write no blank where a text begins, and one elsewhere."""
-    if isinstance(tokenizer, ByteTokenizer):
-        return _Bytes()
-    return _Pieces(tokenizer, special, before)
+_MOST_BEFORE, _MOST_LOOKED_AT = 16, 1024
+"""Tokens with a text at the end of a prompt that may tell what its text ends with, and tokens that these are among."""
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
@@ -61,70 +29,92 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> list[int]:
     return list(tokenizer.token_bytes(token)) if token < tokenizer.vocab_size else []
 
 
-class _Bytes:
-    """Each token a byte. Ids beyond, which a model's vocabulary may have, are no text."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    @property
-    def held(self) -> str:
-        return self._decoder.getstate()[0].decode("utf-8", errors="replace")
-
-    def add(self, token: int) -> str:
-        return self._decoder.decode(bytes([token])) if token < ByteTokenizer.vocab_size else ""
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-
-class _Pieces:
-    """Any tokenizer: what the text of the last few tokens gains by one more.
+class Detokenizer:
+    """The text of one sequence of tokens: what the text of the last few of them gains by one more.
 
     The tokens before are decoded with it, since a blank, or whether there is one, can depend on what comes before.
     """
 
-    def __init__(self, tokenizer: Tokenizer, special: bool, before: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, special: bool = False, before: Sequence[int] = ()) -> None:
+        """`special` writes out special tokens too. The text is what the tokens add to that of those `before`, a prompt;
+        of a character that begins there and ends here that is the character."""
         self._tokenizer, self._special = tokenizer, special
-        self._context = self._ending(before)  # known already, decoded again for what follows
+        self._context: list[int] = []  # known already, decoded again for what follows
         self._new: list[int] = []
-        self.held = ""
+        self._context, self._new = self._ending(before)
+        self._known = self._raw = self._gain(self._new)
+        """What the prompt shows of its last bytes; what is kept back, with that."""
+
+    @property
+    def held(self) -> str:
+        """What is kept back, as it would be if nothing came after it."""
+        return _behind(self._raw, self._known)
 
     def add(self, token: int) -> str:
+        """The text that is sure with one more token, perhaps none."""
         if token >= self._tokenizer.vocab_size:
             return ""
-        piece = self._gain([*self._new, token])
-        if piece == self.held and not self._decode([token, token]):
-            return ""  # it has no text wherever it is, and what comes after it does not depend on it
+        raw = self._gain([*self._new, token])
+        if raw == self._raw and not self._has_text(token):
+            return ""  # what comes after it does not depend on it
         self._new.append(token)
-        self.held = piece
-        if not piece or (piece.endswith(REPLACEMENT) and len(self._new) < _MOST_HELD):
-            return ""
-        decided = self._decided() if piece.endswith(REPLACEMENT) else len(self._new)
-        return self._release(decided, piece if decided == len(self._new) else self._gain(self._new[:decided]))
+        self._raw = raw
+        sure = len(self._new) - self._undecided(self._new)
+        return self._release(sure) if sure else ""
 
     def flush(self) -> str:
-        return self._release(len(self._new), self._gain(self._new))
+        """What was kept back, at the end."""
+        return self._release(len(self._new))
 
-    def _release(self, count: int, piece: str) -> str:
+    def _release(self, count: int) -> str:
         """Give out the text of so many of the first tokens that were kept back."""
-        self._context, self._new, self.held = self._new[:count], self._new[count:], self.held[len(piece) :]
-        return piece
+        piece, known = self._gain(self._new[:count]), self._known
+        self._context, self._new, self._known = self._new[:count], self._new[count:], ""
+        self._raw = self._gain(self._new) if self._new else ""
+        return _behind(piece, known)
 
-    def _decided(self) -> int:
-        """How many tokens can be given out though the last ones may become a character: those before whose text stays
-        as it is by these."""
-        sizes = [len(self._new) - undecided for undecided in range(_MOST_UNDECIDED, 0, -1)]
-        return next((s for s in sizes if self.held.startswith(self._gain(self._new[:s]))), len(self._new))
+    def goes_on(self, token: int) -> bool:
+        """Whether a token has more of the character that is kept back, or no text."""
+        if not self._has_text(token):
+            return True
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(self._begun(self._new) + self._bytes([token])[:1])
+        except UnicodeDecodeError:
+            return False
+        return True
 
-    def _ending(self, before: Sequence[int]) -> list[int]:
-        """The shortest run of the last tokens of a prompt that has a text, one of whole characters. Behind it there may
-        be the beginning of a character, which is none in the prompt and becomes none."""
-        last = [token for token in before[-_MOST_BEFORE:] if token < self._tokenizer.vocab_size]
-        ends = range(len(last), max(0, len(last) - _MOST_UNDECIDED - 1), -1)
-        runs = (last[start:end] for end in ends for start in range(end - 1, -1, -1))
-        # By itself a run may be no more than a blank that is not written where a text begins.
-        return next((run for run in runs if (text := self._decode(run * 2)) and REPLACEMENT not in text), [])
+    def _begun(self, tokens: Sequence[int]) -> bytes:
+        """The last bytes of tokens, if they are the beginning of a character."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        decoder.decode(self._bytes(tokens))
+        return decoder.getstate()[0]
+
+    def _undecided(self, tokens: Sequence[int]) -> int:
+        """How many of the last tokens have a part of a character that may still become whole."""
+        begun = len(self._begun(tokens))
+        return next(
+            count for count in range(len(tokens) + 1) if len(self._bytes(tokens[len(tokens) - count :])) >= begun
+        )
+
+    def _ending(self, before: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The shortest run of the last tokens of a prompt that are whole characters, and those behind it that are the
+        beginning of one. Bytes between that are no text change nothing."""
+        far = before[-_MOST_LOOKED_AT:]
+        last = list(itertools.islice(filter(self._has_text, reversed(far)), _MOST_BEFORE))[::-1]
+        whole = len(last) - self._undecided(last)
+        runs = (last[start:end] for end in range(whole, 0, -1) for start in range(end - 1, -1, -1))
+        return next(filter(self._is_whole, runs), []), last[whole:]
+
+    def _is_whole(self, tokens: Sequence[int]) -> bool:
+        raw = self._bytes(tokens)
+        return bool(raw) and raw.decode(errors="ignore").encode() == raw
+
+    def _bytes(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(map(self._tokenizer.token_bytes, tokens))
+
+    def _has_text(self, token: int) -> bool:
+        """Whether it has one somewhere: a blank may have none by itself."""
+        return token < self._tokenizer.vocab_size and bool(self._decode([token, token]))
 
     def _gain(self, tokens: list[int]) -> str:
         return self._decode(self._context + tokens)[len(self._decode(self._context)) :]
@@ -133,28 +123,29 @@ class _Pieces:
         return self._tokenizer.decode(tokens, special=self._special)
 
 
+def _behind(text: str, known: str) -> str:
+    """A text without what it has in common with the beginning of another."""
+    pairs = zip(text, known, strict=False)
+    return text[sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
+
+
 class Starts:
     """Where in the text of a sequence its tokens begin. All tokens of one character begin where that does."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, special: bool = False, before: Sequence[int] = (), first: int = 0
     ) -> None:
-        """As `detokenizer`; `first` is the place of the first token. Without a tokenizer there is no text."""
-        self._text = None if tokenizer is None else detokenizer(tokenizer, special, before)
+        """As `Detokenizer`; `first` is the place of the first token. Without a tokenizer there is no text."""
+        self._text = None if tokenizer is None else Detokenizer(tokenizer, special, before)
         self._sure = first  # characters up to what is kept back
 
     def add(self, token: int) -> int:
         """The character that the next token begins at. One without a text is where the next text will be."""
         if self._text is None:
             return self._sure
-        before = self._text.held
-        piece = self._text.add(token)
-        if piece:
-            pairs = zip(before, piece + self._text.held, strict=False)
-            start = self._sure + sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        else:  # one more part of a character
-            start = self._sure + len(before.rstrip(REPLACEMENT))
-        self._sure += len(piece)
+        held = self._text.held
+        start = self._sure + len(held.rstrip(REPLACEMENT) if self._text.goes_on(token) else held)
+        self._sure += len(self._text.add(token))
         return start
 
 

@@ -39,8 +39,8 @@ def _of_last(logits: Logits, windows: Sequence[int | None]) -> Logits:
     return (lambda tokens: logits(tokens[-seen:])) if seen else logits
 
 
-def spoken_logits(text: bytes, vocab_size: int = 256) -> Logits:
-    """Logits of a model that says `text` after any prompt, and begins again at its end."""
+def spoken_logits(text: Sequence[int], vocab_size: int = 256) -> Logits:
+    """Logits of a model that says these tokens, such as bytes, after any prompt, and begins again at their end."""
 
     def logits(tokens: Sequence[int]) -> NDArray[np.float64]:
         row = np.full(vocab_size, -5.0)
@@ -48,7 +48,7 @@ def spoken_logits(text: bytes, vocab_size: int = 256) -> Logits:
         return row
 
     def tokens_of_prompt(tokens: Sequence[int]) -> int:
-        """A prompt ends with the byte 0 where this is used."""
+        """A prompt ends with the token 0 where this is used."""
         return len(tokens) - list(tokens)[::-1].index(0) if 0 in tokens else len(tokens)
 
     return logits

@@ -23,7 +23,7 @@ from mgraph.runtime.serving.parameters import SamplingParams
 from mgraph.runtime.serving.server import Serving
 from mgraph.runtime.tokenizer import ByteTokenizer
 from tests.runtime.serving.fake_server import idle, running, serving
-from tests.runtime.serving.fake_stepper import FakeStepper, alone, log_softmax, spoken_logits
+from tests.runtime.serving.fake_stepper import FakeStepper, alone, log_softmax
 
 GREEDY: dict[str, Any] = {"model": "fake", "temperature": 0, "max_tokens": 12}
 PARAMS = SamplingParams(temperature=0)
@@ -196,27 +196,6 @@ def test_echo_gives_the_prompt_and_its_scores(
         assert scores[index][0] is None and scores[index][1 : len(prompt)] == pytest.approx(dense, abs=1e-4)
         assert len(scores[index]) <= len(prompt) + count and (count or len(scores[index]) == len(prompt))
         assert offsets[index][: len(prompt)] == [[0, 1, 2, 3, 4, 5, 6, 7], [0]][index // 2]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("echo", [False, True])
-@pytest.mark.parametrize("as_text", [False, True])
-def test_offsets_are_characters_of_the_text(stream: bool, echo: bool, as_text: bool) -> None:
-    spoken = serving(FakeStepper(vocab_size=256, max_length=64, num_blocks=80, logits=spoken_logits("ü日!".encode())))
-    prompt = "é x\0"
-    asked: Any = {"prompt": prompt if as_text else list(prompt.encode()), "model": "fake", "max_tokens": 8}
-    text, offsets = "", []
-    with running(spoken) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="any") as client:
-        spoken.engine.ends_of_text = ()
-        made: Any = client.completions.create(echo=echo, stream=stream, logprobs=0, temperature=0, **asked)
-        for chunk in made if stream else [made]:
-            text += chunk.choices[0].text
-            if chunk.choices[0].logprobs is not None:
-                offsets += chunk.choices[0].logprobs.text_offset
-    if echo:
-        assert text == "é x\0ü日!ü" and offsets == [0, 0, 1, 2, 3, 4, 4, 5, 5, 5, 6, 7, 7]
-    else:
-        assert text == "ü日!ü" and offsets == [0, 0, 1, 1, 1, 2, 3, 3]
 
 
 def test_models_health_and_description(served: tuple[Serving, str], client: openai.OpenAI) -> None:
@@ -586,19 +565,6 @@ def test_errors_of_the_engine() -> None:
         code, answer = exchange(address, "GET", "/health")
         assert code == 503 and "on fire" in answer["details"]
         assert post(address, "/v1/completions", GOOD)[0] == 503
-
-
-def test_whole_characters_through_a_stream() -> None:
-    text = "größer 日本 👩‍🚀 end"
-    spoken = serving(FakeStepper(vocab_size=256, max_length=256, num_blocks=80, logits=spoken_logits(text.encode())))
-    with running(spoken) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="any") as client:
-        parts = [
-            chunk.choices[0].text
-            for chunk in client.completions.create(
-                prompt=[0], max_tokens=100, stop=" end", stream=True, model="fake", temperature=0
-            )
-        ]
-    assert "".join(parts) == "größer 日本 👩‍🚀" and not any("\ufffd" in part for part in parts)
 
 
 def test_metrics_add_up(client: openai.OpenAI) -> None:

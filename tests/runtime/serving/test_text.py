@@ -15,8 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mgraph.runtime.serving.continuation import Continuation
 from mgraph.runtime.serving.parameters import SamplingParams
-from mgraph.runtime.serving.text import Starts, StopStrings, detokenizer, token_bytes, token_text
-from mgraph.runtime.tokenizer import ByteTokenizer, FileTokenizer
+from mgraph.runtime.serving.text import Detokenizer, Starts, StopStrings, token_bytes, token_text
+from mgraph.runtime.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 TEXT = "Größe 日本語 and emoji 👩‍🚀🏳️‍🌈, naïve café; tabs\tand\n\n  blanks "
 
@@ -110,11 +110,11 @@ def test_stops_do_not_depend_on_the_cut(text: str, stops: list[str], data: st.Da
 
 def test_bytes_come_as_whole_characters() -> None:
     tokenizer = ByteTokenizer()
-    made = detokenizer(tokenizer)
+    made = Detokenizer(tokenizer)
     parts = [made.add(byte) for byte in TEXT.encode()]
     assert "".join(parts) + made.flush() == TEXT
     assert not any("\ufffd" in part for part in parts)
-    broken = detokenizer(tokenizer)
+    broken = Detokenizer(tokenizer)
     assert broken.add(0xE6) + broken.add(300) + broken.add(0x97) == "", "a model may have more tokens than bytes"
     assert broken.flush() == "\ufffd"
     assert (token_text(tokenizer, 300), token_bytes(tokenizer, 300)) == ("", [])
@@ -149,7 +149,11 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
 
 @pytest.fixture(scope="module")
 def metaspace(tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
-    """Of the kind where a token's blank is part of it, and the first one's is not written."""
+    return metaspace_in(tmp_path_factory.mktemp("tokenizer"))
+
+
+def metaspace_in(directory: Path) -> FileTokenizer:
+    """Of the kind where a token's blank is part of it, and the first one's is not written. Token 0 is a special one."""
     vocab = [("<unk>", 0.0), *((f"<0x{i:02X}>", -9.0) for i in range(256)), ("▁and", -1.0), ("▁", -2.0), ("a", -3.0)]
     library = Library(models.Unigram(vocab, unk_id=0, byte_fallback=True))
     library.add_special_tokens(["<unk>"])
@@ -157,7 +161,7 @@ def metaspace(tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
     library.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    path = directory / "tokenizer.json"
     library.save(str(path))
     return FileTokenizer(path)
 
@@ -168,33 +172,47 @@ def test_tokens_of_files_come_as_whole_characters(kind: str, text: str, request:
     tokenizer: FileTokenizer = request.getfixturevalue(kind)
     ids = tokenizer.encode(text).tolist()
     assert len(ids) >= len(text.split())
-    made = detokenizer(tokenizer)
+    made = Detokenizer(tokenizer)
     parts = [made.add(token) for token in ids]
     assert "".join(parts) + made.flush() == tokenizer.decode(ids) == text
     assert not any("\ufffd" in part for part in parts)
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace", "bytes"])
 def test_a_completion_is_what_it_adds_to_its_prompt(kind: str, request: pytest.FixtureRequest) -> None:
-    """Also its first blank, and wherever a text is cut into the two; the bytes of a character that is cut are none."""
-    tokenizer: FileTokenizer = request.getfixturevalue(kind)
-    for text in (TEXT, "and and", "a and  and", "👩👩 and日 and"):
+    """Also its first blank, and wherever a text is cut into the two; a character that is cut is the completion's."""
+    tokenizer: Tokenizer = ByteTokenizer() if kind == "bytes" else request.getfixturevalue(kind)
+    for text in (TEXT, "and and", "a and  and", "👩👩 and日 and", "a\ufffd\ufffd and"):
         ids = tokenizer.encode(text).tolist()
         parts = [token_bytes(tokenizer, token) for token in ids]
         raw, ends = bytes(itertools.chain(*parts)), [0, *itertools.accumulate(map(len, parts))]
         first = raw.decode().removesuffix(text)  # the blank that is not written at the beginning
+        places = [max(0, len(raw[:end].decode(errors="ignore")) - len(first)) for end in ends]
         for cut in range(len(ids) + 1):
-            prompt, rest = ids[:cut], ids[cut:]
-            known = tokenizer.decode(prompt)
-            made, starts = detokenizer(tokenizer, before=prompt), Starts(tokenizer, before=prompt, first=len(known))
-            said = "".join(made.add(token) for token in rest) + made.flush()
-            begin = [starts.add(token) for token in rest]
-            if not known.endswith("\ufffd"):
-                assert known + said == text, cut
-                whole = [len(raw[:end].decode(errors="ignore")) - len(first) for end in ends[cut:-1]]
-                assert begin == [max(0, place) for place in whole], cut
-            else:
-                assert said.startswith("\ufffd") and said.endswith(text[text.rstrip().rindex(" ") :]), cut
+            if "\ufffd" in text and raw[: ends[cut]].decode(errors="replace") != raw[: ends[cut]].decode(
+                errors="ignore"
+            ):
+                continue  # amid that sign the prompt ends with what looks the same
+            made = Detokenizer(tokenizer, before=ids[:cut])
+            assert "".join(made.add(token) for token in ids[cut:]) + made.flush() == text[places[cut] :], cut
+            starts = Starts(tokenizer, before=ids[:cut], first=places[cut])
+            assert [starts.add(token) for token in ids[cut:]] == places[cut:-1], cut
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace", "bytes"])
+def test_a_character_that_a_prompt_begins_and_nothing_ends(kind: str, request: pytest.FixtureRequest) -> None:
+    """The signs that stand for its bytes are the prompt's, and those after bytes that are no text are none's."""
+    tokenizer: Tokenizer = ByteTokenizer() if kind == "bytes" else request.getfixturevalue(kind)
+    *character, word = tokenizer.encode("日a").tolist()[-4:]
+    for prompt in (character[:1], character[:2], [word, *character[:2]], [word, *character[1:], *character[:2]]):
+        made = Detokenizer(tokenizer, before=prompt)
+        assert made.held == "" and made.add(word) + made.flush() == "a", prompt
+        made = Detokenizer(tokenizer, before=prompt)
+        assert made.flush() == "", prompt
+    made = Detokenizer(tokenizer, before=[word, character[0]])
+    assert [made.add(token) for token in character[1:]] == ["", "日"]
+    stop = Continuation([word, character[0]], SamplingParams(stop=["日"]), 9, tokenizer, [])
+    assert [stop.add(token).stop_reason for token in character[1:]] == [None, "日"]
 
 
 def test_the_blank_of_a_completion_waits_for_a_prompt_with_a_text(metaspace: FileTokenizer) -> None:
@@ -207,10 +225,10 @@ def test_the_blank_of_a_completion_waits_for_a_prompt_with_a_text(metaspace: Fil
         ([500], "and and"),
         ([blank], " and and"),
         ([special, blank], " and and"),
-        ([word, *[special] * 15], " and and"),
+        ([word, *[special] * 99], " and and"),
         ([word, 500, 501, special], " and and"),
     ):
-        made = detokenizer(metaspace, before=prompt)
+        made = Detokenizer(metaspace, before=prompt)
         assert made.add(word) + made.add(word) + made.flush() == expected, prompt
     assert (token_text(metaspace, word), token_text(metaspace, blank)) == (" and", " ")
 
@@ -218,7 +236,7 @@ def test_the_blank_of_a_completion_waits_for_a_prompt_with_a_text(metaspace: Fil
 def test_bytes_that_are_no_text_do_not_stop_it(byte_level: FileTokenizer) -> None:
     broken = byte_level.token_id("æ")  # how the byte 0xE6 is written there
     assert broken is not None
-    made = detokenizer(byte_level)
+    made = Detokenizer(byte_level)
     parts = [made.add(broken) for _ in range(50)]
     assert "".join(parts).count("\ufffd") >= 40, "held back for ever"
     assert made.add(10_000) == ""
@@ -233,7 +251,7 @@ def test_no_character_is_lost_after_what_is_none(kind: str, before: str, request
     first = 0 if before == "special" else character[2]
     for count in range(13):
         ids = [first] * count + character
-        made = detokenizer(tokenizer)
+        made = Detokenizer(tokenizer)
         assert "".join([made.add(token) for token in ids]) + made.flush() == tokenizer.decode(ids), count
 
 
@@ -258,7 +276,7 @@ def test_a_token_costs_the_same_however_many_came_before(byte_level: FileTokeniz
     number = byte_level.token_id(token)
     assert number is not None
     counting = Counting(byte_level)
-    made = detokenizer(counting)
+    made = Detokenizer(counting)
     for _ in range(1000):
         made.add(number)
     assert max(counting.sizes) <= 16
@@ -311,5 +329,5 @@ def test_bytes_of_tokens_are_those_of_the_text(kind: str, request: pytest.Fixtur
 def test_special_tokens(byte_level: FileTokenizer, tmp_path: Path) -> None:
     end = byte_level.token_id("<end>")
     assert end is not None
-    silent, loud = detokenizer(byte_level), detokenizer(byte_level, special=True)
+    silent, loud = Detokenizer(byte_level), Detokenizer(byte_level, special=True)
     assert (silent.add(end), loud.add(end)) == ("", "<end>")

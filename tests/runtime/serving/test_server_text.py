@@ -1,0 +1,78 @@
+"""Texts as a server gives them: whole or in a stream, behind their prompts, and where their tokens begin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from mgraph.runtime.serving.engine import Engine
+from mgraph.runtime.serving.server import Serving
+from tests.runtime.serving.fake_server import running, serving
+from tests.runtime.serving.fake_stepper import FakeStepper, spoken_logits
+from tests.runtime.serving.test_text import metaspace_in
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_offsets_are_characters_of_the_text(stream: bool, echo: bool, as_text: bool) -> None:
+    spoken = serving(FakeStepper(vocab_size=256, max_length=64, num_blocks=80, logits=spoken_logits("ü日!".encode())))
+    prompt = "é x\0"
+    asked: Any = {"prompt": prompt if as_text else list(prompt.encode()), "model": "fake", "max_tokens": 8}
+    text, offsets = "", []
+    with running(spoken) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="any") as client:
+        spoken.engine.ends_of_text = ()
+        made: Any = client.completions.create(echo=echo, stream=stream, logprobs=0, temperature=0, **asked)
+        for chunk in made if stream else [made]:
+            text += chunk.choices[0].text
+            if chunk.choices[0].logprobs is not None:
+                offsets += chunk.choices[0].logprobs.text_offset
+    if echo:
+        assert text == "é x\0ü日!ü" and offsets == [0, 0, 1, 2, 3, 4, 4, 5, 5, 5, 6, 7, 7]
+    else:
+        assert text == "ü日!ü" and offsets == [0, 0, 1, 1, 1, 2, 3, 3]
+
+
+def test_whole_characters_through_a_stream() -> None:
+    text = "größer 日本 👩‍🚀 end"
+    spoken = serving(FakeStepper(vocab_size=256, max_length=256, num_blocks=80, logits=spoken_logits(text.encode())))
+    with running(spoken) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="any") as client:
+        parts = [
+            chunk.choices[0].text
+            for chunk in client.completions.create(
+                prompt=[0], max_tokens=100, stop=" end", stream=True, model="fake", temperature=0
+            )
+        ]
+    assert "".join(parts) == "größer 日本 👩‍🚀" and not any("\ufffd" in part for part in parts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_completion_goes_on_where_its_prompt_ends(stream: bool, echo: bool, tmp_path: Path) -> None:
+    """By a tokenizer that writes no blank where a text begins; and amid a character. Prompts end with a special token,
+    and of two choices each goes on from its own."""
+    tokenizer = metaspace_in(tmp_path)
+    word, first, *others = tokenizer.encode("and日").tolist()
+    for said, prompts, expected in (
+        ([word, first, *others], [[word, 0], [0]], [(" and日", [0, 4, 4, 4]), ("and日", [0, 3, 3, 3])]),
+        ([*others, word], [[word, first, 0]], [("日 and", [0, 0, 1])]),
+    ):
+        stepper = FakeStepper(vocab_size=300, max_length=64, num_blocks=80, logits=spoken_logits(said, 300))
+        asked: Any = {"prompt": prompts, "model": "fake", "max_tokens": len(said), "n": 2}
+        texts, offsets = [""] * 2 * len(prompts), [list[int]() for _ in range(2 * len(prompts))]
+        with (
+            running(Serving(Engine(stepper, tokenizer), "fake", None)) as address,
+            openai.OpenAI(base_url=f"{address}/v1", api_key="any") as client,
+        ):
+            made: Any = client.completions.create(echo=echo, stream=stream, logprobs=0, temperature=0.01, **asked)
+            for choice in [choice for chunk in (made if stream else [made]) for choice in chunk.choices]:
+                texts[choice.index] += choice.text
+                offsets[choice.index] += [] if choice.logprobs is None else choice.logprobs.text_offset
+        for index, (text, places) in enumerate(zip(texts, offsets, strict=True)):
+            before = tokenizer.decode(prompts[index // 2], special=True) if echo else ""
+            wanted, at = expected[index // 2]
+            assert text == before + wanted
+            assert places[len(places) - len(at) :] == [len(before) + place for place in at]
