@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ class LLM:
 
     def _set_up(self, engine: Engine, template: ChatTemplate | None) -> None:
         self.engine, self.template = engine, template
-        self._lock = threading.Lock()
+        self._lock, self._turn = threading.Lock(), threading.Lock()
         self._beside = ThreadPoolExecutor(1, "LLM")
         self._beside.submit(int).result()  # its thread has begun: it would take a signal meanwhile
         self._arrived: dict[int, deque[Delta]] = {}
@@ -102,13 +103,19 @@ class LLM:
         all_params = _params(params, len(inputs))
         for given, one in zip(inputs, all_params, strict=True):
             self.engine.check(given.ids, one, given.field)
+        gathered = [Gathering(g.text, g.ids, p) for g, p in zip(inputs, all_params, strict=True)]
         groups: list[int] = []
-        try:
-            self._undisturbed(self._submit, inputs, all_params, groups)
-            gathered = [Gathering(g.text, g.ids, p) for g, p in zip(inputs, all_params, strict=True)]
+
+        def work(left: threading.Event) -> None:
+            self._submit(inputs, all_params, groups)
             for group, output in zip(groups, gathered, strict=True):
-                while not output.finished:
-                    output.add(self._next(group))
+                while not output.finished and not left.is_set():
+                    self._steps(group, left)
+                    while self._arrived[group]:
+                        output.add(self._arrived[group].popleft())
+
+        try:
+            self._undisturbed(work)
             return [output.result() for output in gathered]
         finally:
             self._drop(groups)
@@ -141,59 +148,68 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget what the cache holds of earlier prompts, as after a change of the weights."""
-        self._undisturbed(self.engine.scheduler.forget_all)
 
-    def _alone(self, function: Callable[..., None], *given: Any) -> None:
+        def work(left: threading.Event) -> None:
+            with self._alone():
+                self.engine.scheduler.forget_all()
+
+        self._undisturbed(work)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
         """The engine is this thread's; what was dropped before or meanwhile is ended."""
+        with self._turn:  # else who has just had it would have it again before any other thread wakes
+            self._lock.acquire()
         try:
-            with self._lock:
-                self._end_dropped()
-                function(*given)
+            self._end_dropped()
+            yield
         finally:
+            self._lock.release()
             self._end_dropped_if_idle()
 
-    def _undisturbed(self, function: Callable[..., None], *given: Any) -> None:
-        """Call a function that has the engine alone. What a signal raises meanwhile is raised when it has ended, or by
-        a second signal."""
+    def _undisturbed(self, work: Callable[[threading.Event], None]) -> None:
+        """Do what takes the engine, once or again and again. What a signal raises meanwhile is raised when a step that
+        was begun has ended, or by a second signal: `work` is told by the event that nobody waits for it any more."""
+        left = threading.Event()
         if threading.current_thread() is not threading.main_thread():
-            self._alone(function, *given)
+            work(left)
             return
         try:
-            self._beside.submit(self._alone, function, *given).result()
+            self._beside.submit(work, left).result()
         except BaseException:
+            left.set()
             self._beside.submit(int).result()  # comes after it, whether a signal found it begun or about to begin
             raise
 
     def _submit(self, inputs: Sequence[Input], params: Sequence[SamplingParams], groups: list[int]) -> None:
         """Begin requests, whose numbers are added to `groups`."""
-        for given, one in zip(inputs, params, strict=True):
-            groups.append(self.engine.submit(given.ids, one))
-            self._arrived[groups[-1]] = deque()
+        with self._alone():
+            for given, one in zip(inputs, params, strict=True):
+                groups.append(self.engine.submit(given.ids, one))
+                self._arrived[groups[-1]] = deque()
 
     def _stream(self, given: Input, params: SamplingParams) -> Iterator[Delta]:
         groups: list[int] = []
         count = params.n
         try:
-            self._undisturbed(self._submit, [given], [params], groups)
+            self._undisturbed(lambda left: self._submit([given], [params], groups))
+            arrived = self._arrived[groups[0]]
             while count:
-                delta = self._next(groups[0])
+                if not arrived:
+                    self._undisturbed(lambda left: self._steps(groups[0], left))
+                delta = arrived.popleft()
                 count -= delta.finish_reason is not None
                 yield delta
         finally:
             self._drop(groups)
 
-    def _next(self, group: int) -> Delta:
-        """The next delta of a request, for which steps are made."""
-        arrived = self._arrived[group]
-        while not arrived:
-            self._undisturbed(self._step, group)
-        return arrived.popleft()
-
-    def _step(self, group: int) -> None:
-        """Make a step, unless another thread has made the one that gave this request something."""
-        for delta in () if self._arrived[group] else self.engine.step():
-            if delta.group in self._arrived:
-                self._arrived[delta.group].append(delta)
+    def _steps(self, group: int, left: threading.Event) -> None:
+        """Make steps until there is something of a request, unless another thread makes the one that gives it."""
+        while not self._arrived[group] and not left.is_set():
+            with self._alone():
+                for delta in () if self._arrived[group] else self.engine.step():
+                    if delta.group in self._arrived:
+                        self._arrived[delta.group].append(delta)
 
     def _drop(self, groups: Sequence[int]) -> None:
         """Nobody waits for these any more. This never waits: a stream that is garbage is dropped wherever Python

@@ -185,6 +185,37 @@ def test_threads_share_the_steps(llm: LLM) -> None:
     nothing_left(llm)
 
 
+@pytest.mark.parametrize("of_main", [False, True])
+def test_a_thread_that_makes_steps_lets_others_in(of_main: bool) -> None:
+    """A request of another thread begins within a few steps of a long one, and does not wait for its end."""
+    stepper = FakeStepper(vocab_size=256, num_blocks=300, max_length=2048, block_size=8)
+    llm = LLM.over(Engine(stepper, ByteTokenizer()))
+    waited: list[int] = []
+
+    def ask() -> None:
+        end = time.monotonic() + 30
+        while llm.engine.steps < 20 and time.monotonic() < end:
+            time.sleep(1e-4)
+        for _ in range(5):
+            before = llm.engine.steps
+            llm.generate([[3, 4]], {"temperature": 0, "max_tokens": 2})
+            waited.append(llm.engine.steps - before)
+
+    def go_on() -> None:
+        llm.generate([[1, 2]], {"temperature": 0, "max_tokens": 1500, "ignore_eos": True})
+
+    others = [threading.Thread(target=one) for one in ([ask] if of_main else [ask, go_on])]
+    for other in others:
+        other.start()
+    if of_main:
+        go_on()
+    for other in others:
+        other.join()
+    # Before it asks a thread may be kept from running, which is nobody's fault.
+    assert len(waited) == 5 and sorted(waited)[2] <= 10, waited
+    nothing_left(llm)
+
+
 def test_inside_a_running_event_loop(llm: LLM) -> None:
     async def inside() -> tuple[int, ...]:
         return llm.generate("one", GREEDY)[0].outputs[0].token_ids
