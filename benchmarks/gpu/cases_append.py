@@ -86,6 +86,7 @@ def case(name: str, problem: RopeAppend, tokens: int, rows: int = ROWS) -> Case:
         inputs=inputs(problem, tokens, rows),
         reference=lambda *given: (separate(problem)(*given),),
         peers={"eager": separate(problem), "compile": separate(problem), "apart": apart(problem)},
+        written=(0, 1),
         bytes=2 * elements * DTYPES[problem.dtype].itemsize + tables,
         bound=5e-3,
     )

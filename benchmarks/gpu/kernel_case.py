@@ -38,6 +38,7 @@ class Case:
     reference the results of the site, in its order, from the inputs in float64 (integers stay as they are)
     peers     plain torch functions of the same inputs, by name; those named `compile...` are to be compiled first
     launched  peers that cannot be in a CUDA graph, as they wait for the GPU: they are timed launch by launch
+    written   inputs, by their places, that the site writes and does not give; the reference and peers write them too
     bytes     the least that must be read and written
     bound     the largest error of a result in the Frobenius norm, relative to the result
     flops     floating-point operations of the work, where they are what takes the time
@@ -52,6 +53,7 @@ class Case:
     reference: Callable[..., tuple[Any, ...]]
     peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     launched: tuple[str, ...] = ()
+    written: tuple[int, ...] = ()
     bytes: int = 0
     bound: float = 1e-2
     flops: float = 0.0

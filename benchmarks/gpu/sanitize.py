@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import rows
-from benchmarks.gpu.kernels import error_of, flat, wide
+from benchmarks.gpu.kernels import error_of, flat, result_of, wide
 from benchmarks.gpu.sanitizer import TOOLS, under
 from mgraph.codegen.triton.aot import build_kernels
 from mgraph.errors import MgraphError
@@ -51,8 +51,9 @@ def prepare(directory: Path) -> None:
         (place / "manifest.json").write_text(json.dumps({"kernels": entries}), encoding="utf-8")
         torch.manual_seed(0)
         inputs = case.inputs(torch.device("cpu"))
-        expected = [t.float() if t.is_floating_point() else t for t in flat(case.reference(*wide(inputs)))]
-        torch.save((case.spec.name, inputs, expected, case.bound), place / CASE)
+        exact = flat(result_of(case.reference, wide(inputs), case.written))
+        expected = [t.float() if t.is_floating_point() else t for t in exact]
+        torch.save((case.spec.name, inputs, case.written, expected, case.bound), place / CASE)
     (directory / BUILT_BY).write_text(f"triton {triton.__version__}\n", encoding="utf-8")
 
 
@@ -84,9 +85,9 @@ def launch(directory: Path) -> int:
     runtime.set_device(device, strict=True)
     wrong = 0
     for place in prepared(directory):
-        name, inputs, expected, bound = torch.load(place / CASE)
+        name, inputs, written, expected, bound = torch.load(place / CASE)
         site = getattr(runtime.kernels(place / "step.py"), name)
-        found = moved(site(*moved(inputs, device)), torch.device("cpu"))
+        found = moved(result_of(site, moved(inputs, device), written), torch.device("cpu"))
         error = error_of(found, expected)
         if not error <= bound:
             wrong += 1

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mgraph.codegen.triton.attention import WIDE_ROW
-from mgraph.codegen.triton.early import HERE
+from mgraph.codegen.triton.early import AHEAD, HERE
 from mgraph.codegen.triton.kernel import (
     ITEM_BYTES,
     LOG2E,
@@ -53,6 +53,8 @@ IDLE_ROWS = 3500
 read so many rows of all tables meanwhile, there are several programs on each instead."""
 SPAN = 128
 """Starts of requests that are looked at at once."""
+TABLE_LINE = 32
+"""Entries of a block table that lie in 128 bytes, and come from memory together."""
 JOINED = {"few": (8, 64), "some": (16, 64), "many": (64, 16)}
 """Runs and columns that a program of a single warp, which waits for no other, adds at once: so many that all loads are
 on the way together. There may be more than many runs, of which those that are there are added in turns."""
@@ -409,12 +411,18 @@ def _walk_source(name: str, problem: PagedAttention, cut: Tuning, args: tuple[st
     step = _step(problem.block_size, cut.keys)
     whole = f"lowest // {step} * {step}" if problem.window else "0"
     runs = f"""begin_keys = {whole}
-        run = tl.cdiv(tl.cdiv(last - begin_keys, splits), {cut.keys}) * {cut.keys}
-        low = begin_keys + split * run
-        high = tl.minimum(last, low + run)"""
+    run = tl.cdiv(tl.cdiv(last - begin_keys, splits), {cut.keys}) * {cut.keys}
+    low = begin_keys + split * run
+    high = tl.minimum(last, low + run)"""
     if problem.run:  # what lies before all windows of the tile adds nothing, and is skipped by whole tiles of keys
         runs = f"""low = tl.maximum(split * {problem.run}, lowest // {cut.keys} * {cut.keys})
-        high = tl.minimum(last, split * {problem.run} + {problem.run})"""
+    high = tl.minimum(last, split * {problem.run} + {problem.run})"""
+    early = ""
+    if cut.per_sm == 1:  # few requests: nothing else hides how far away their tables are
+        early = f"""
+    near_by = low // {problem.block_size} + tl.arange(0, {TABLE_LINE})
+    there = (near_by * {problem.block_size} < high) & (first < end)
+    tl.load(blocks_ptr + request * W + near_by, mask=there, other=0, volatile=True)  # to be near, not to be used"""
     return f'''
 @triton.jit
 def {name}(
@@ -426,8 +434,11 @@ def {name}(
     """
     group, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     {_search_lines(tokens)}
-    {HERE}
     first = begin + further * {tokens}
+    lowest = {lowest}
+    last = length - end + tl.minimum(first + {tokens}, end)
+    {runs}{early}
+    {HERE}
     row = tl.arange(0, {cut.rows})
     head = group * {repeat} + row % {repeat}
     across = tl.arange(0, {value_width})
@@ -439,9 +450,6 @@ def {name}(
         q_place = token.to(tl.int64) * q_stride_0 + head * q_stride_1
         q_inside = real[:, None] & (wide < {problem.width})[None, :]
         q = tl.load(q_ptr + q_place[:, None] + wide[None, :], mask=q_inside, other=0.0)
-        lowest = {lowest}
-        last = length - end + tl.minimum(first + {tokens}, end)
-        {runs}
         top = tl.full([{cut.rows}], float("-inf"), dtype=tl.float32)
         total = tl.zeros([{cut.rows}], dtype=tl.float32)
         part = tl.zeros([{cut.rows}, {value_width}], dtype=tl.float32)
@@ -542,6 +550,7 @@ def {name}(
     What is not there of {"the first " * (runs == "many")}{at_once} is read as well: loads then wait for none.
     """
     token, head = tl.program_id(0), tl.program_id(1)
+    {AHEAD}
     across = tl.program_id(2) * {columns} + tl.arange(0, {columns})
     inside = across < {problem.value_width}
     row = token.to(tl.int64) * {problem.heads} + head
@@ -549,6 +558,7 @@ def {name}(
     made = tl.zeros([{columns}], dtype=tl.float32)
     {(chr(10) + "    ").join(begin)}
     run = tl.arange(0, {at_once})
+    {HERE}
     {(chr(10) + "    ").join(add)}{further * (runs == "many")}
     made = tl.where(token < tokens, made / sum, 0.0)
     tl.store(out_ptr + row * {problem.value_width} + across, made.to({language}), mask=inside)

@@ -8,6 +8,7 @@ import math
 import re
 import threading
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from mgraph.codegen.triton import build_kernels, paged_attention, rms_norm
-from mgraph.codegen.triton.early import HELPER, can_come_early, coming_early
+from mgraph.codegen.triton.early import HELPER, HERE, can_come_early, coming_early
 from mgraph.codegen.triton.kernel import KernelSpec
 from mgraph.codegen.triton.rms_norm import RmsNorm
 from mgraph.runtime.kernels import _jit_module
@@ -55,13 +56,22 @@ def test_a_kernel_that_says_where_waits_there() -> None:
     functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     for launch in plain.launches:
         statements = [ast.unparse(statement) for statement in functions[launch.function].body[1:]]
-        before = statements[: statements.index("come_early()")]
-        walks = "starts" in launch.args and "lengths" in launch.args
-        assert bool(before) == walks, launch.function
-        loads = [text for statement in before for text in re.findall(r"tl.load\((\w+)", statement)]
-        assert set(loads) == ({"starts_ptr", "lengths_ptr"} if walks else set())
+        walks = "lengths" in launch.args
+        before = statements[: statements.index("come_early()" if walks else "wait_for_before()")]
+        loads = {text for statement in before for text in re.findall(r"tl.load\((\w+)", statement)}
+        reads = {"starts_ptr", "lengths_ptr", "blocks_ptr"} if launch.large else {"starts_ptr", "lengths_ptr"}
+        assert loads == (reads if walks else {"starts_ptr"}), launch.function
         assert not any("tl.store" in statement for statement in before)
-    assert source.replace("    come_early()\n", "") == plain.source
+        assert ("let_next_come()" in before) == (not walks) and sum("come" in text for text in statements) == 1
+    calls = ("come_early()", "wait_for_before()", "let_next_come()")
+    assert "".join(line for line in source.splitlines(True) if line.strip() not in calls) == plain.source
+
+
+def test_what_lets_the_next_one_come_waits_as_well() -> None:
+    """A kernel that said no more than `AHEAD` would let two others work beside each other."""
+    plain = paged_attention.forward("attention", paged_attention.PagedAttention("bf16", 8, 2, 64, 64, 16, 0.125))
+    with pytest.raises(AssertionError, match="waits nowhere"):
+        coming_early(replace(plain, source=plain.source.replace(f"    {HERE}\n", "")))
 
 
 @pytest.mark.parametrize("grid", [(1, 1, 1), (132, 32, 1), (5000, 1, 1), (3, 2000, 1), (7, 11, 130)])
