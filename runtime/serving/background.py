@@ -119,6 +119,11 @@ class BackgroundEngine:
         """End all requests after the step that runs, with an error that says why."""
         self._commands.put(lambda: self._deliver(self.engine.end_all("error", why)))
 
+    def fail(self, why: str) -> None:
+        """Tell all requests that nothing more comes of them, by any thread: the engine's own may hang in a step."""
+        for group, stream in list(self._streams.items()):
+            stream.loop.call_soon_threadsafe(_put, [(stream, Delta(group, 0, finish_reason="error", error=why))])
+
     def _run(self) -> None:
         while not self._stopped:
             try:

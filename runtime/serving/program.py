@@ -43,7 +43,7 @@ EXIT_CODES = """exit codes:
 
 
 LAST_WORDS = 1.0
-"""Seconds in which requests that did not end in time are told so."""
+"""Seconds in which requests that cannot end, or did not in time, are told so."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,7 @@ def _serve(package_dir: Path, options: ServeOptions, ranks: int) -> int:
             created=int(time.time()),
         )
         if ranks > 1:
+            _tell_of_the_end(serving)
             say(f"{ranks} ranks; process {os.getpid()} is rank 0, which drains them at SIGTERM")
         code = run(serving, listening, options.drain_timeout)
         if options.record_workload is not None:
@@ -183,6 +184,19 @@ def _serve(package_dir: Path, options: ServeOptions, ranks: int) -> int:
         return code
     finally:
         listening.close()
+
+
+def _tell_of_the_end(serving: Serving) -> None:
+    """Where a rank is lost, requests under way are told why this process ends."""
+    from mgraph.runtime.serving.ranks import Leader
+
+    def last_words(what: str) -> None:
+        serving.background.fail(what)
+        time.sleep(LAST_WORDS)
+
+    leader = serving.engine.stepper
+    assert isinstance(leader, Leader), "rank 0 leads the others"
+    leader.last_words = last_words
 
 
 def record(path: Path, steps: workload.Workload) -> None:

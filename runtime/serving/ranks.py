@@ -86,6 +86,8 @@ class Leader:
         self.max_tokens, self.max_requests = stepper.max_tokens, stepper.max_requests
         self.vocab_size, self.num_blocks = stepper.vocab_size, stepper.num_blocks
         self.asynchronous, self.windows = stepper.asynchronous, stepper.windows
+        self.last_words: Lost = lambda what: None
+        """Is told why the process ends, just before it does."""
         self._connections, self._lost = dict(connections), lost
         self._words = dict.fromkeys(self._connections, b"")
         self._gone: list[int] = []
@@ -108,7 +110,7 @@ class Leader:
         except Exception as error:
             # Mostly of a rank that has gone, which is then named in the meantime.
             time.sleep(2 * _SETTLE)
-            self._lost(f"a step failed on rank 0: {_text(error)}")
+            self._end(f"a step failed on rank 0: {_text(error)}")
             raise
 
     def close(self) -> None:
@@ -140,8 +142,12 @@ class Leader:
                 if since is not None and not self._closing and time.monotonic() >= since + _SETTLE:
                     break
         if not self._closing:
-            self._lost(self._what_happened())
+            self._end(self._what_happened())
         self._all_gone.set()
+
+    def _end(self, what: str) -> None:
+        self.last_words(what)
+        self._lost(what)
 
     def _hear(self, rank: int) -> bool:
         """Take what a follower says; whether it is still there."""

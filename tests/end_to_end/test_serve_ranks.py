@@ -146,15 +146,20 @@ def test_two_ranks_serve_what_one_does_and_drain(packages: dict[str, Path], tmp_
 
 
 def test_a_rank_that_dies_ends_the_server(packages: dict[str, Path]) -> None:
-    """Started without torchrun: the one process starts the other."""
+    """Started without torchrun: the one process starts the other. Requests under way are told why, also in a stream."""
+    ends: list[str] = []
     with subprocess.Popen(
         serve(packages["2"], packages["weights"]), env=environment(), stderr=subprocess.PIPE, text=True
     ) as leader:
         with openai.OpenAI(base_url=f"{address_of(leader)}/v1", api_key="none", max_retries=0) as client:
             name = client.models.list().data[0].id
             asked = {"model": name, "prompt": "a", "max_tokens": 60, "temperature": 0.0}
-            busy = threading.Thread(target=_until_it_ends, args=(client, asked), daemon=True)
-            busy.start()
+            busy = [
+                threading.Thread(target=_until_it_ends, args=(client, {**asked, "stream": stream}, ends), daemon=True)
+                for stream in (True, False)
+            ]
+            for thread in busy:
+                thread.start()
             time.sleep(0.3)
             (follower,) = children(leader.pid)
             os.kill(follower, signal.SIGTERM)  # of which followers take no notice
@@ -163,6 +168,10 @@ def test_a_rank_that_dies_ends_the_server(packages: dict[str, Path]) -> None:
             begun = time.monotonic()
             os.kill(follower, signal.SIGKILL)
             assert leader.wait(30) == 1 and time.monotonic() - begun < 30
+            for thread in busy:
+                thread.join(10)
+        # One that had just ended, and asks again while the step hangs, is cut off.
+        assert len(ends) == 2 and any("rank 1 has died" in end for end in ends), ends
         assert leader.stderr is not None
         assert "error: rank 1 has died: nothing can be served without it\n" in leader.stderr.read()
 
@@ -190,12 +199,14 @@ def test_one_command_starts_and_drains_all_ranks(packages: dict[str, Path]) -> N
     assert refused.returncode == 2 and "cannot listen at" in refused.stderr and "Traceback" not in refused.stderr
 
 
-def _until_it_ends(client: openai.OpenAI, asked: dict[str, Any]) -> None:
+def _until_it_ends(client: openai.OpenAI, asked: dict[str, Any], ends: list[str]) -> None:
     try:
         while True:
-            client.completions.create(**asked)
-    except openai.OpenAIError:
-        return
+            made = client.completions.create(**asked)
+            for _ in made if asked["stream"] else ():
+                pass
+    except openai.OpenAIError as error:
+        ends.append(str(error))
 
 
 @pytest.mark.multi_gpu
