@@ -107,18 +107,18 @@ class LLM:
         groups: list[int] = []
 
         def work(left: threading.Event) -> None:
-            self._submit(inputs, all_params, groups)
-            for group, output in zip(groups, gathered, strict=True):
-                while not output.finished and not left.is_set():
-                    self._steps(group, left)
-                    while self._arrived[group]:
-                        output.add(self._arrived[group].popleft())
+            try:
+                self._submit(inputs, all_params, groups)
+                for group, output in zip(groups, gathered, strict=True):
+                    while not output.finished and not left.is_set():
+                        self._steps(group, left)
+                        while self._arrived[group]:
+                            output.add(self._arrived[group].popleft())
+            finally:
+                self._drop(groups)
 
-        try:
-            self._undisturbed(work)
-            return [output.result() for output in gathered]
-        finally:
-            self._drop(groups)
+        self._undisturbed(work)
+        return [output.result() for output in gathered]
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Delta]:
         """What comes of a prompt, as it comes. The request begins with the first delta that is asked for; closing or
@@ -191,8 +191,14 @@ class LLM:
     def _stream(self, given: Input, params: SamplingParams) -> Iterator[Delta]:
         groups: list[int] = []
         count = params.n
+
+        def begin(left: threading.Event) -> None:
+            self._submit([given], [params], groups)
+            if left.is_set():
+                self._drop(groups)  # a second signal did not wait for it
+
         try:
-            self._undisturbed(lambda left: self._submit([given], [params], groups))
+            self._undisturbed(begin)
             arrived = self._arrived[groups[0]]
             while count:
                 if not arrived:

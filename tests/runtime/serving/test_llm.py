@@ -429,6 +429,32 @@ def test_a_second_signal_does_not_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch
     nothing_left(llm)
 
 
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_two_signals_leave_while_it_begins_is_ended(
+    stream: bool, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller has gone before it could know which requests it began."""
+    submit, go_on = llm.engine.submit, threading.Event()
+
+    def interrupted(*given: Any) -> Any:
+        for _ in range(2):
+            time.sleep(0.1)
+            signal.pthread_kill(MAIN, signal.SIGINT)
+        time.sleep(0.1)
+        assert go_on.wait(10)
+        return submit(*given)
+
+    monkeypatch.setattr(llm.engine, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(llm.stream("prompt", GREEDY)) if stream else llm.generate("prompt", GREEDY)
+    monkeypatch.setattr(llm.engine, "submit", submit)
+    go_on.set()
+    (output,) = llm.generate("prompt", GREEDY)
+    assert output.outputs[0].token_ids == expected(llm, b"prompt")
+    nothing_left(llm)
+
+
 def test_what_was_under_way_at_a_reset_is_not_found_later(llm: LLM) -> None:
     prompt = "a little more than one block"
     stream = llm.stream(prompt, GREEDY)
