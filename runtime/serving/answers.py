@@ -49,6 +49,8 @@ class Heading:
 
     model: str
     chat: bool
+    wants_usage: bool = False
+    """Whether the last chunk says how many tokens there were; those before say then that they do not."""
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -59,7 +61,8 @@ class Heading:
     def body(self, choices: list[dict[str, Any]], chunk: bool, **more: Any) -> dict[str, Any]:
         """A whole response, or a chunk."""
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
+        made = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return {**made, **({"usage": None} if chunk and self.wants_usage else {}), **more}
 
 
 @dataclass(frozen=True)

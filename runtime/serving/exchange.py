@@ -65,30 +65,26 @@ class Exchange:
         return [gathering.result() for gathering in self._gathered]
 
 
-async def chat_events(
-    exchange: Exchange, heading: Heading, choices: Chats, wants_usage: bool
-) -> AsyncGenerator[bytes, None]:
+async def chat_events(exchange: Exchange, heading: Heading, choices: Chats) -> AsyncGenerator[bytes, None]:
     """The stream of a chat: for each choice its role, then what it says."""
     begun: set[int] = set()
-    more = _no_usage(wants_usage)
     async for _, delta in exchange.deltas():
         index = delta.index
         if index not in begun:
             begun.add(index)
-            yield event(heading.body([choices.chunk(index, {"role": "assistant", "content": ""})], True, **more))
+            yield event(heading.body([choices.chunk(index, {"role": "assistant", "content": ""})], True))
         if delta.text or delta.scores or delta.finish_reason is not None:
             said = {"content": delta.text} if delta.text else {}
-            yield event(heading.body([choices.chunk(index, said, delta)], True, **more))
-    for last in _end(exchange, heading, wants_usage):
+            yield event(heading.body([choices.chunk(index, said, delta)], True))
+    for last in _end(exchange, heading):
         yield last
 
 
 async def completion_events(
-    exchange: Exchange, heading: Heading, choices: Completions, prompts: Sequence[Echo], wants_usage: bool
+    exchange: Exchange, heading: Heading, choices: Completions, prompts: Sequence[Echo]
 ) -> AsyncGenerator[bytes, None]:
     """The stream of completions; with echo each choice begins with its prompt, as soon as all of that is known."""
     begun: set[int] = set()
-    more = _no_usage(wants_usage)
     early: dict[int, list[Delta]] = {}
     scores: dict[int, tuple[Score | None, ...]] = {}  # of prompts that are wanted and known
     async for at, delta in exchange.deltas():
@@ -102,23 +98,18 @@ async def completion_events(
             index = at * exchange.n + one.index
             if choices.echo and index not in begun:
                 begun.add(index)
-                yield event(heading.body([choices.begin(index, prompts[at], scores.get(at, ()))], True, **more))
+                yield event(heading.body([choices.begin(index, prompts[at], scores.get(at, ()))], True))
             if one.text or one.scores or one.finish_reason is not None:
-                yield event(heading.body([choices.chunk(index, one.text, one.scores, one)], True, **more))
-    for last in _end(exchange, heading, wants_usage):
+                yield event(heading.body([choices.chunk(index, one.text, one.scores, one)], True))
+    for last in _end(exchange, heading):
         yield last
 
 
-def _no_usage(wants_usage: bool) -> dict[str, None]:
-    """What chunks before the last say of usage, where that is wanted."""
-    return {"usage": None} if wants_usage else {}
-
-
-def _end(exchange: Exchange, heading: Heading, wants_usage: bool) -> list[bytes]:
+def _end(exchange: Exchange, heading: Heading) -> list[bytes]:
     """What comes after the last choice. The status was sent long ago, so an error is an event of its own."""
     if exchange.failure is not None:
         return [event(error_body(exchange.failure, "server_error", None, "request_failed")), DONE]
-    if not wants_usage:
+    if not heading.wants_usage:
         return [DONE]
     numbers: dict[str, Any] = usage(exchange.outputs())
     return [event(heading.body([], True, usage=numbers)), DONE]

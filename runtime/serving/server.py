@@ -179,10 +179,10 @@ class _Server:
 
         body, params, prompts, echoes = await self._asked(request, CompletionRequest, ask)
         exchange = await self._begin(prompts, params)
-        heading = Heading(self.serving.model, chat=False)
+        heading = Heading(self.serving.model, chat=False, wants_usage=_wants_usage(body))
         choices = Completions(tokenizer, [prompt.ids for prompt in prompts], params, bool(body.echo))
         if body.stream:
-            return EventStream(exchange, completion_events(exchange, heading, choices, echoes, _wants_usage(body)))
+            return EventStream(exchange, completion_events(exchange, heading, choices, echoes))
         await self._gather(request, exchange)
         outputs = exchange.outputs()
         whole = choices.whole(outputs, echoes)
@@ -202,9 +202,10 @@ class _Server:
 
         body, params, prompt = await self._asked(request, ChatRequest, ask)
         exchange = await self._begin([prompt], params)
-        heading, choices = Heading(self.serving.model, chat=True), Chats(engine.tokenizer)
+        heading = Heading(self.serving.model, chat=True, wants_usage=_wants_usage(body))
+        choices = Chats(engine.tokenizer)
         if body.stream:
-            return EventStream(exchange, chat_events(exchange, heading, choices, _wants_usage(body)))
+            return EventStream(exchange, chat_events(exchange, heading, choices))
         await self._gather(request, exchange)
         (output,) = exchange.outputs()
         return JSONResponse(heading.body(choices.whole(output), False, usage=usage([output])))

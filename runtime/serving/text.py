@@ -68,7 +68,8 @@ class Detokenizer:
 
     def _release(self, count: int) -> str:
         """Give out the text of so many of the first tokens that were kept back."""
-        piece, known = self._gain(self._new[:count]), self._known
+        piece = self._raw if count == len(self._new) else self._gain(self._new[:count])
+        known = self._known
         self._context, self._new, self._known = self._new[:count], self._new[count:], ""
         self._raw = self._gain(self._new) if self._new else ""
         return _behind(piece, known)
