@@ -1,23 +1,20 @@
-"""An engine in a thread of its own, for programs with an event loop: the loop never waits for a step.
+"""A driven engine for programs with an event loop: the loop never waits for a step.
 
-Requests go to the thread through a queue. What comes of them goes back in one call into the loop for each step, however
-many requests it has something for.
+What comes of requests goes back in one call into the loop for each step, however many requests it has something for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Self
 
 from mgraph.errors import MgraphError
-from mgraph.runtime.serving.engine import Delta, Engine, EngineDead
+from mgraph.runtime.serving.driver import Driver
+from mgraph.runtime.serving.engine import Delta, Engine
 from mgraph.runtime.serving.parameters import SamplingParams
-
-_PATIENCE = 10.0  # seconds that a step may take at the end
 
 
 class Overloaded(MgraphError):
@@ -64,12 +61,10 @@ class BackgroundEngine:
         self.engine = engine
         self._max_queue = max_queue
         self._watch = watch or (lambda deltas: None)
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[int, Stream] = {}
         self._sequences = 0  # asked for and not ended; changed in the thread of the loop and of the engine, by the lock
         self._lock = threading.Lock()
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._driver = Driver(engine, self._deliver)
 
     @property
     def active(self) -> int:
@@ -83,12 +78,11 @@ class BackgroundEngine:
 
     def start(self) -> None:
         """Begin to serve."""
-        self._thread.start()
+        self._driver.start()
 
     def stop(self) -> None:
         """End all requests and the thread, which is left to itself where a step hangs."""
-        self._commands.put(self._stop)
-        self._thread.join(_PATIENCE)
+        self._driver.stop()
 
     async def submit(
         self, prompt: Sequence[int], params: SamplingParams, arrived: asyncio.Queue[Delta] | None = None
@@ -103,7 +97,7 @@ class BackgroundEngine:
                 )
             self._sequences += params.n
         stream, answer = Stream(self, params.n, arrived), Future[int]()
-        self._commands.put(lambda: self._submit(prompt, params, stream, answer))
+        self._driver.do(lambda: self._submit(prompt, params, stream, answer))
         try:
             stream.group = await asyncio.wrap_future(answer)
         except asyncio.CancelledError:
@@ -113,42 +107,23 @@ class BackgroundEngine:
 
     def abort(self, group: int) -> None:
         """End a request soon."""
-        self._commands.put(lambda: self._deliver(self.engine.abort(group)))
+        self._driver.do(lambda: self._deliver(self.engine.abort(group)))
 
     def end_all(self, why: str) -> None:
         """End all requests after the step that runs, with an error that says why."""
-        self._commands.put(lambda: self._deliver(self.engine.end_all("error", why)))
+        self._driver.do(lambda: self._deliver(self.engine.end_all("error", why)))
 
     def fail(self, why: str) -> None:
         """Tell all requests that nothing more comes of them, by any thread: the engine's own may hang in a step."""
         for group, stream in list(self._streams.items()):
             stream.loop.call_soon_threadsafe(_put, [(stream, Delta(group, 0, finish_reason="error", error=why))])
 
-    def _run(self) -> None:
-        while not self._stopped:
-            try:
-                self._obey(wait=not self.engine.unfinished)
-                self._deliver(self.engine.step() if self.engine.unfinished else [])
-            except Exception as error:  # a mistake of ours: nobody may wait for ever
-                self._die(error)
-
-    def _obey(self, wait: bool) -> None:
-        """Do what has been asked for; `wait` until there is something."""
-        try:
-            while True:
-                self._commands.get(block=wait)()
-                wait = False
-        except queue.Empty:
-            return
-
     def _submit(self, prompt: Sequence[int], params: SamplingParams, stream: Stream, answer: Future[int]) -> None:
         if not answer.set_running_or_notify_cancel():
             self._ended(params.n)
             return
         try:
-            if self._stopped:
-                raise EngineDead("the engine was stopped")
-            group = self.engine.submit(prompt, params)
+            group = self._driver.submit(prompt, params)
         except Exception as error:
             self._ended(params.n)
             answer.set_exception(error)
@@ -182,14 +157,6 @@ class BackgroundEngine:
     def _ended(self, count: int) -> None:
         with self._lock:
             self._sequences -= count
-
-    def _stop(self) -> None:
-        self._deliver(self.engine.end_all("abort"))
-        self._stopped = True
-
-    def _die(self, error: Exception) -> None:
-        self.engine.failure = error
-        self._deliver(self.engine.end_all("error", f"{type(error).__name__}: {error}"))
 
 
 def _put(pairs: Sequence[tuple[Stream, Delta]]) -> None:

@@ -1,22 +1,22 @@
 """A model for a program: `LLM(package, weights).generate(prompts)`, `stream`, `chat`. It needs no event loop.
 
-Whoever waits for text makes the steps, for all that is under way: several threads, or generators that are read in turn,
-share them. What the main thread asks of the engine is done by a thread beside it: handlers of signals, which raise
-KeyboardInterrupt or what the caller's own handler does, run in the main thread, and never in the middle of a step.
+A driver makes the steps, for all that is under way: several threads, or streams that are read in turn, share them.
+Handlers of signals, which raise KeyboardInterrupt or what the caller's own handler does, end the call that waits, and
+never meet a step half done; they may call the `LLM` themselves.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+import queue
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mgraph.runtime.chat import ChatTemplate, Message
+from mgraph.runtime.serving.driver import Driver, wait_for
 from mgraph.runtime.serving.engine import Delta, Engine, Score
 from mgraph.runtime.serving.opening import open_engine
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
@@ -77,11 +77,9 @@ class LLM:
 
     def _set_up(self, engine: Engine, template: ChatTemplate | None) -> None:
         self.engine, self.template = engine, template
-        self._lock, self._turn = threading.Lock(), threading.Lock()
-        self._beside = ThreadPoolExecutor(1, "LLM")
-        self._beside.submit(int).result()  # its thread has begun: it would take a signal meanwhile
-        self._arrived: dict[int, deque[Delta]] = {}
-        self._dropped: deque[int] = deque()
+        self._desk = _Desk(engine)
+        self._desk.driver.start()
+        weakref.finalize(self, self._desk.driver.stop).atexit = False
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -104,25 +102,24 @@ class LLM:
         for given, one in zip(inputs, all_params, strict=True):
             self.engine.check(given.ids, one, given.field)
         gathered = [Gathering(g.text, g.ids, p) for g, p in zip(inputs, all_params, strict=True)]
-        groups: list[int] = []
+        finished: queue.SimpleQueue[Gathering] = queue.SimpleQueue()
 
-        def work(left: threading.Event) -> None:
-            try:
-                self._submit(inputs, all_params, groups)
-                for group, output in zip(groups, gathered, strict=True):
-                    while not output.finished and not left.is_set():
-                        self._steps(group, left)
-                        while self._arrived[group]:
-                            output.add(self._arrived[group].popleft())
-            finally:
-                self._drop(groups)
+        def gathers(output: Gathering) -> Taker:
+            def take(delta: Delta) -> None:
+                output.add(delta)
+                if delta.finish_reason is not None and output.finished:
+                    finished.put(output)
 
-        self._undisturbed(work)
+            return take
+
+        with self._desk.begun(inputs, all_params, [gathers(output) for output in gathered]):
+            for _ in gathered:
+                wait_for(finished)
         return [output.result() for output in gathered]
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Delta]:
-        """What comes of a prompt, as it comes. The request begins with the first delta that is asked for; closing or
-        dropping the iterator ends it.
+        """What comes of a prompt, as it comes. The request begins with the first delta that is asked for, and goes on
+        whether or not the next one is; closing or dropping the iterator ends it.
 
         The texts of all deltas with the same `index`, put together, are the text that `generate` gives. Raises
         RequestError, at the latest with the first delta, if the request cannot be served.
@@ -148,95 +145,59 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget what the cache holds of earlier prompts, as after a change of the weights."""
-
-        def work(left: threading.Event) -> None:
-            with self._alone():
-                self.engine.scheduler.forget_all()
-
-        self._undisturbed(work)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """The engine is this thread's; what was dropped before or meanwhile is ended."""
-        with self._turn:  # else who has just had it would have it again before any other thread wakes
-            self._lock.acquire()
-        try:
-            self._end_dropped()
-            yield
-        finally:
-            self._lock.release()
-            self._end_dropped_if_idle()
-
-    def _undisturbed(self, work: Callable[[threading.Event], None]) -> None:
-        """Do what takes the engine, once or again and again. What a signal raises meanwhile is raised when a step that
-        was begun has ended, or by a second signal: `work` is told by the event that nobody waits for it any more."""
-        left = threading.Event()
-        if threading.current_thread() is not threading.main_thread():
-            work(left)
-            return
-        try:
-            self._beside.submit(work, left).result()
-        except BaseException:
-            left.set()
-            self._beside.submit(int).result()  # comes after it, whether a signal found it begun or about to begin
-            raise
-
-    def _submit(self, inputs: Sequence[Input], params: Sequence[SamplingParams], groups: list[int]) -> None:
-        """Begin requests, whose numbers are added to `groups`."""
-        with self._alone():
-            for given, one in zip(inputs, params, strict=True):
-                groups.append(self.engine.submit(given.ids, one))
-                self._arrived[groups[-1]] = deque()
+        self._desk.driver.ask(self.engine.scheduler.forget_all)
 
     def _stream(self, given: Input, params: SamplingParams) -> Iterator[Delta]:
-        groups: list[int] = []
-        count = params.n
+        arrived: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        with self._desk.begun([given], [params], [arrived.put]):
+            left = params.n
+            while left:
+                delta = wait_for(arrived)
+                left -= delta.finish_reason is not None
+                yield delta
 
-        def begin(left: threading.Event) -> None:
-            self._submit([given], [params], groups)
-            if left.is_set():
-                self._drop(groups)  # a second signal did not wait for it
+
+Taker = Callable[[Delta], None]
+"""Where what comes of a request goes. It is called by the driver's thread, and neither waits nor raises."""
+
+
+class _Desk:
+    """Whose deltas are whose. It knows nothing of the `LLM`, which is stopped when nobody holds it any more."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.driver = Driver(engine, self._deliver)
+        self.takers: dict[int, Taker] = {}
+        """By number of the request; the driver's thread alone has them."""
+
+    @contextmanager
+    def begun(
+        self, inputs: Sequence[Input], params: Sequence[SamplingParams], takers: Sequence[Taker]
+    ) -> Iterator[None]:
+        """Requests that end with the block, all begun in one step. Raises RequestError, EngineDead."""
+        groups: list[int] = []
+
+        def begin() -> None:
+            for given, one, taker in zip(inputs, params, takers, strict=True):
+                groups.append(self.driver.submit(given.ids, one))
+                self.takers[groups[-1]] = taker
+
+        def end() -> None:
+            for group in groups:
+                self.takers.pop(group, None)
+                self.driver.engine.abort(group)
 
         try:
-            self._undisturbed(begin)
-            arrived = self._arrived[groups[0]]
-            while count:
-                if not arrived:
-                    self._undisturbed(lambda left: self._steps(groups[0], left))
-                delta = arrived.popleft()
-                count -= delta.finish_reason is not None
-                yield delta
+            self.driver.ask(begin)
+            yield
         finally:
-            self._drop(groups)
+            self.driver.do(end)  # comes after `begin`, also where nobody waited for that
 
-    def _steps(self, group: int, left: threading.Event) -> None:
-        """Make steps until there is something of a request, unless another thread makes the one that gives it."""
-        while not self._arrived[group] and not left.is_set():
-            with self._alone():
-                for delta in () if self._arrived[group] else self.engine.step():
-                    if delta.group in self._arrived:
-                        self._arrived[delta.group].append(delta)
-
-    def _drop(self, groups: Sequence[int]) -> None:
-        """Nobody waits for these any more. This never waits: a stream that is garbage is dropped wherever Python
-        happens to collect it, also in the middle of a step and by the thread that makes it."""
-        self._dropped.extend(groups)
-        self._end_dropped_if_idle()
-
-    def _end_dropped_if_idle(self) -> None:
-        # Whoever holds the lock comes here after it is free again, so that nothing stays.
-        while self._dropped and self._lock.acquire(blocking=False):
-            try:
-                self._end_dropped()
-            finally:
-                self._lock.release()
-
-    def _end_dropped(self) -> None:
-        """End what was dropped; the lock is held."""
-        while self._dropped:
-            group = self._dropped.popleft()
-            self._arrived.pop(group, None)
-            self.engine.abort(group)
+    def _deliver(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            if delta.group in self.takers:
+                self.takers[delta.group](delta)
+                if not self.driver.engine.has(delta.group):
+                    del self.takers[delta.group]
 
 
 class Gathering:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -16,7 +20,7 @@ import pytest
 import torch
 
 from mgraph.runtime.chat import ChatTemplate
-from mgraph.runtime.serving.engine import Engine
+from mgraph.runtime.serving.engine import Engine, EngineDead
 from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
 from mgraph.runtime.tokenizer import ByteTokenizer
@@ -59,7 +63,8 @@ def expected(llm: LLM, prompt: bytes, count: int = 8) -> tuple[int, ...]:
 
 def nothing_left(llm: LLM) -> None:
     pool = llm.engine.scheduler.pool
-    assert not llm.engine.unfinished and pool.available == pool.usable and not llm._arrived
+    llm._desk.driver.ask(lambda: None)  # what was dropped before is ended now
+    assert not llm.engine.unfinished and pool.available == pool.usable and not llm._desk.takers
 
 
 def test_results_are_in_the_order_of_the_prompts(llm: LLM) -> None:
@@ -137,13 +142,15 @@ def test_streams_read_in_turn(llm: LLM) -> None:
     nothing_left(llm)
 
 
-def test_a_stream_that_nobody_reads_begins_nothing(llm: LLM) -> None:
+def test_a_stream_that_nobody_reads_begins_nothing() -> None:
+    llm = LLM.over(Engine(FakeStepper(vocab_size=256, num_blocks=40, max_length=128, seconds=0.01), ByteTokenizer()))
     for begun in (False, True):
-        dropped = llm.stream("one", GREEDY)
+        dropped = llm.stream("one", {"temperature": 0, "max_tokens": 100})
         if begun:
             assert next(dropped).tokens == expected(llm, b"one")[:1] and llm.engine.unfinished
         del dropped
         nothing_left(llm)
+    assert llm.engine.steps < 50
     with pytest.raises(RequestError, match="token 256"):
         llm.stream([256], GREEDY)
     nothing_left(llm)
@@ -374,13 +381,14 @@ def handlers() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize(("handler", "raised"), [(interrupt, KeyboardInterrupt), (own_handler, OwnError)])
 def test_signals_in_the_middle_of_steps(
     llm: LLM, handler: Any, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They end the call that waits. The steps go on to their end: nothing wrong is remembered, no request suffers."""
     prompt, other = b"a prompt of more than one block, which takes several steps of the engine", b"other"
-    run, left = llm.engine.stepper.run, [0]
+    run, submit, left = llm.engine.stepper.run, llm.engine.submit, [0, 0]
 
     def interrupted(*given: Any) -> Any:
         left[0] -= 1
@@ -389,16 +397,22 @@ def test_signals_in_the_middle_of_steps(
             time.sleep(0.02)  # so that the main thread has been told
         return run(*given)
 
+    def begins(ids: Any, params: Any) -> int:
+        left[0] = left[1] if len(ids) == len(prompt) else 0
+        return submit(ids, params)
+
     monkeypatch.setattr(llm.engine.stepper, "run", interrupted)
+    monkeypatch.setattr(llm.engine, "submit", begins)
     signal.signal(signal.SIGINT, handler)
     for steps in (1, 2, 4):
-        left[0] = 2 + steps  # two steps of the stream come first
-        stream = llm.stream(other.decode(), GREEDY)
+        left[1] = steps
+        stream = llm.stream(other.decode(), {"temperature": 0, "max_tokens": 100})
         tokens = [token for _ in range(2) for token in next(stream).tokens]
         with pytest.raises(raised):
             llm.generate(prompt.decode(), GREEDY)
+        left[1] = 0
         tokens += [token for delta in stream for token in delta.tokens]
-        assert tuple(tokens) == expected(llm, other)
+        assert tuple(tokens) == expected(llm, other, 100)
         (output,) = llm.generate(prompt.decode(), GREEDY)
         assert output.outputs[0].token_ids == expected(llm, prompt) and output.outputs[0].finish_reason == "length"
         assert llm.engine.failure is None
@@ -406,52 +420,182 @@ def test_signals_in_the_middle_of_steps(
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_second_signal_does_not_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step goes on without the caller, whose request ends behind it."""
-    run, go_on = llm.engine.stepper.run, threading.Event()
+@pytest.mark.parametrize("moment", ["submit", "run"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_signal_does_not_wait(moment: str, stream: bool, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was begun goes on without the caller, who may not know yet which requests those are, and ends them."""
+    owner: Any = llm.engine if moment == "submit" else llm.engine.stepper
+    inner, go_on = getattr(owner, moment), threading.Event()
 
     def interrupted(*given: Any) -> Any:
-        for _ in range(2):
-            time.sleep(0.1)  # the main thread waits: two signals that come before it does are one to it
-            signal.pthread_kill(MAIN, signal.SIGINT)
-        time.sleep(0.1)
+        signal.pthread_kill(MAIN, signal.SIGINT)
         assert go_on.wait(10)
-        return run(*given)
+        return inner(*given)
 
-    monkeypatch.setattr(llm.engine.stepper, "run", interrupted)
+    monkeypatch.setattr(owner, moment, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate("prompt", GREEDY)
-    assert llm.engine.unfinished
-    monkeypatch.setattr(llm.engine.stepper, "run", run)
+        next(llm.stream("prompt", GREEDY)) if stream else llm.generate("prompt", GREEDY)
+    monkeypatch.setattr(owner, moment, inner)
     go_on.set()
     (output,) = llm.generate("prompt", GREEDY)
     assert output.outputs[0].token_ids == expected(llm, b"prompt")
     nothing_left(llm)
 
 
-@pytest.mark.usefixtures("handlers")
+def signals(every: float) -> None:
+    """SIGALRM again and again, or (0) no more."""
+    signal.setitimer(signal.ITIMER_REAL, every, every)
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """The handler of SIGALRM is as it was afterwards."""
+    before = signal.getsignal(signal.SIGALRM)
+    yield
+    signals(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("alarm")
+def test_handlers_of_signals_may_call_it(llm: LLM) -> None:
+    """Whatever the main thread does with it at that moment: nothing waits for itself, all results are right."""
+    found: list[tuple[int, ...]] = []
+    inside = [False]
+
+    def asks(*_: object) -> None:
+        if inside[0]:
+            return
+        inside[0] = True
+        found.append(llm.generate("handler", GREEDY)[0].outputs[0].token_ids)
+        stream = llm.stream("left", GREEDY)
+        next(stream)
+        del stream
+        llm.reset_prefix_cache()
+        inside[0] = False
+
+    signal.signal(signal.SIGALRM, asks)
+    signals(0.0017)
+    end = time.monotonic() + 20
+    while len(found) < 100 and time.monotonic() < end:
+        assert llm.generate("main", GREEDY)[0].outputs[0].token_ids == expected(llm, b"main")
+        tokens = [token for delta in llm.stream("stream", GREEDY) for token in delta.tokens]
+        assert tuple(tokens) == expected(llm, b"stream")
+    signals(0)
+    assert len(found) >= 10 and set(found) == {expected(llm, b"handler")}
+    nothing_left(llm)
+
+
+@pytest.mark.usefixtures("alarm")
+def test_handlers_of_signals_may_raise_at_any_moment(llm: LLM) -> None:
+    other = llm.stream("other", {"temperature": 0, "max_tokens": 100})
+    tokens = list(next(other).tokens)
+    signal.signal(signal.SIGALRM, own_handler)
+    raised, end = 0, time.monotonic() + 20
+    while raised < 200 and time.monotonic() < end:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 1e-5 * (1 + raised % 150))
+            for _ in range(10):
+                llm.generate("main", GREEDY)
+                list(llm.stream("stream", GREEDY))
+                llm.reset_prefix_cache()
+            signals(0)
+        except OwnError:
+            raised += 1
+    assert raised >= 20
+    tokens += [token for delta in other for token in delta.tokens]
+    assert tuple(tokens) == expected(llm, b"other", 100)
+    nothing_left(llm)
+
+
+def at_instruction(number: int, happens: Callable[[], None]) -> Callable[..., Any]:
+    """A tracer that lets something happen between two instructions of `llm.py`, `driver.py` or a context manager."""
+    left = [number]
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if not frame.f_code.co_filename.endswith(("llm.py", "driver.py", "contextlib.py")):
+            return None
+        frame.f_trace_opcodes = True
+        left[0] -= event == "opcode"
+        if left[0] == 0 and event == "opcode":
+            left[0] = -1
+            happens()
+        return trace
+
+    return trace
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_two_signals_leave_while_it_begins_is_ended(
-    stream: bool, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The caller has gone before it could know which requests it began."""
-    submit, go_on = llm.engine.submit, threading.Event()
+@pytest.mark.parametrize("raising", [False, True])
+def test_handlers_between_any_two_instructions(llm: LLM, raising: bool, stream: bool) -> None:
+    def happens() -> None:
+        sys.settrace(None)
+        if raising:
+            raise OwnError
+        assert llm.generate("handler", GREEDY)[0].outputs[0].token_ids == expected(llm, b"handler")
+        reached.append(True)
 
-    def interrupted(*given: Any) -> Any:
-        for _ in range(2):
-            time.sleep(0.1)
-            signal.pthread_kill(MAIN, signal.SIGINT)
-        time.sleep(0.1)
-        assert go_on.wait(10)
-        return submit(*given)
+    def outer() -> tuple[int, ...]:
+        if stream:
+            return tuple(token for delta in llm.stream("main", GREEDY) for token in delta.tokens)
+        return llm.generate("main", GREEDY)[0].outputs[0].token_ids
 
-    monkeypatch.setattr(llm.engine, "submit", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        next(llm.stream("prompt", GREEDY)) if stream else llm.generate("prompt", GREEDY)
-    monkeypatch.setattr(llm.engine, "submit", submit)
-    go_on.set()
-    (output,) = llm.generate("prompt", GREEDY)
-    assert output.outputs[0].token_ids == expected(llm, b"prompt")
+    number, reached = 0, [True]  # every third: one instruction is much like its neighbours
+    while reached:
+        number += 3
+        reached.clear()
+        found = expected(llm, b"main")
+        sys.settrace(at_instruction(number, happens))
+        try:
+            found = outer()
+        except OwnError:
+            reached.append(True)
+        finally:
+            sys.settrace(None)
+        assert found == expected(llm, b"main")
+        nothing_left(llm)
+    assert number > 200
+
+
+def test_nobody_holds_it_any_more() -> None:
+    """Its thread ends, whatever is under way, and the engine (a device's memory) is free at once."""
+    stepper = FakeStepper(vocab_size=256, num_blocks=40, max_length=128, seconds=0.01)
+    llm = LLM.over(Engine(stepper, ByteTokenizer()))
+    next(llm.stream("one", GREEDY))
+    held, thread = weakref.ref(llm.engine), llm._desk.driver._thread
+    assert thread.is_alive()
+    del llm
+    assert not thread.is_alive()
+    gc.collect()
+    assert held() is None
+
+
+def test_a_program_that_ends_amid_a_stream() -> None:
+    program = (
+        "from mgraph.runtime.serving.engine import Engine\n"
+        "from mgraph.runtime.serving.llm import LLM\n"
+        "from tests.runtime.serving.fake_stepper import FakeStepper\n"
+        "llm = LLM.over(Engine(FakeStepper(seconds=0.01)))\n"
+        "stream = llm.stream([1, 2], {'max_tokens': 60})\n"
+        "print(len(next(stream).tokens))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
+@pytest.mark.parametrize("owner", ["engine", "scheduler"])
+def test_a_mistake_of_ours_is_told_to_all(llm: LLM, owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for ever."""
+
+    def broken(*_: Any) -> Any:
+        raise AssertionError("a mistake")
+
+    of_engine = owner == "engine"
+    monkeypatch.setattr(llm.engine if of_engine else llm.engine.scheduler, "step" if of_engine else "plan", broken)
+    first, second = llm.generate(["one", "two"], GREEDY)
+    assert {o.outputs[0].finish_reason for o in (first, second)} == {"error"}
+    assert first.outputs[0].error == "AssertionError: a mistake"
+    with pytest.raises(EngineDead, match="a mistake"):
+        llm.generate("three", GREEDY)
     nothing_left(llm)
 
 

@@ -1,0 +1,106 @@
+"""What makes an engine's steps: a thread of its own, which nobody who asks for something ever waits in.
+
+Handlers of signals run in the main thread between any two of its instructions, and what is collected ends wherever
+Python happens to collect it. Neither finds a step half done, nor a lock that it would wait for itself: all that others
+do is to put work into a queue, which is safe in both.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from mgraph.runtime.serving.engine import Delta, Engine, EngineDead
+from mgraph.runtime.serving.parameters import SamplingParams
+
+_PATIENCE = 10.0  # seconds that a step may take at the end
+_GLANCE = 0.2  # seconds; a signal that comes just before a thread falls asleep is seen only when it wakes
+
+T = TypeVar("T")
+
+
+class Driver:
+    """Makes steps while anything is under way; `deliver` takes what comes of them, in the driver's thread."""
+
+    def __init__(self, engine: Engine, deliver: Callable[[Sequence[Delta]], None]) -> None:
+        self.engine = engine
+        self._deliver = deliver
+        self._works: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin. The end of the program stops it."""
+        atexit.register(self.stop)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End all requests and the thread, which is left to itself where a step hangs."""
+        atexit.unregister(self.stop)
+        self.do(self._stop)
+        if self._thread is not threading.current_thread():  # what holds a driver may be collected there
+            self._thread.join(_PATIENCE)
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        """Begin a request, as work that was asked for. Raises RequestError, EngineDead."""
+        if self._stopped:
+            raise EngineDead("the engine was stopped")
+        return self.engine.submit(prompt, params)
+
+    def do(self, work: Callable[[], object]) -> None:
+        """Have something done with the engine, between two steps, in the order in which it is asked for. This never
+        waits, and may be called from anywhere."""
+        self._works.put(work)
+        if self._stopped:  # nobody else would do it
+            self._work(wait=False)
+
+    def ask(self, work: Callable[[], T]) -> T:
+        """What `work` gives, or raises, between two steps. A signal may end the waiting; the work is done then, too."""
+        answer: queue.SimpleQueue[tuple[T, None] | tuple[None, Exception]] = queue.SimpleQueue()
+
+        def answering() -> None:
+            try:
+                answer.put((work(), None))
+            except Exception as error:
+                answer.put((None, error))
+
+        self.do(answering)
+        result, error = wait_for(answer)
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]  # of type T where there is no error
+
+    def _run(self) -> None:
+        while not self._stopped:
+            try:
+                self._work(wait=not self.engine.unfinished)
+                self._deliver(self.engine.step() if self.engine.unfinished else [])
+            except Exception as error:  # a mistake of ours: nobody may wait for ever
+                self.engine.failure = error
+                self._deliver(self.engine.end_all("error", f"{type(error).__name__}: {error}"))
+        self._work(wait=False)
+
+    def _work(self, wait: bool) -> None:
+        """Do what has been asked for; `wait` until there is something."""
+        try:
+            while True:
+                self._works.get(block=wait)()
+                wait = False
+        except queue.Empty:
+            return
+
+    def _stop(self) -> None:
+        self._deliver(self.engine.end_all("abort"))
+        self._stopped = True
+
+
+def wait_for(arriving: queue.SimpleQueue[T]) -> T:
+    """What comes next. What a signal's handler raises ends the waiting."""
+    while True:
+        try:
+            return arriving.get(timeout=_GLANCE)
+        except queue.Empty:
+            continue
