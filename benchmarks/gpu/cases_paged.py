@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from math import gcd
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,16 +18,18 @@ from mgraph.runtime.kernels import DTYPES
 from mgraph.runtime.paged import paged_attention as on_torch
 
 BLOCK = 16
+FEW_BYTES = 256e6
+"""What is less is to be as fast as the best peer; what is more, as a copy."""
 
 
 def inputs(
-    problem: PagedAttention, requests: int, new: int, length: int, longest: int = 0
+    problem: PagedAttention, lengths: Sequence[int], new: int, longest: int
 ) -> Callable[[torch.device], tuple[Any, ...]]:
-    """`requests` of `new` tokens each, which have `length` rows of the cache then, in blocks in any order; tables have
+    """Requests of `new` tokens each, which have `lengths` rows of the cache then, in blocks in any order; tables have
     places for `longest`, if that is more."""
 
     def make(device: torch.device) -> tuple[Any, ...]:
-        width, dtype = -(-length // BLOCK), DTYPES[problem.dtype]
+        requests, width, dtype = len(lengths), -(-max(lengths) // BLOCK), DTYPES[problem.dtype]
         blocks = torch.zeros(requests, max(width, longest // BLOCK), dtype=torch.int32, device=device)
         blocks[:, :width] = (torch.randperm(requests * width, device=device) + 1).view(requests, width)
         rows = (requests * width + 1) * BLOCK
@@ -33,25 +37,33 @@ def inputs(
         widths = (problem.width, problem.value_width)
         caches = (torch.randn(rows, problem.groups, width, device=device).to(dtype) for width in widths)
         starts = torch.arange(requests + 1, device=device, dtype=torch.int32) * new
-        lengths = torch.full((requests,), length, device=device, dtype=torch.int32)
         sinks = (torch.randn(problem.heads, device=device).to(dtype),) if problem.sinks else ()
-        return q, *caches, starts, lengths, blocks, *sinks
+        return q, *caches, starts, torch.tensor(lengths, dtype=torch.int32, device=device), blocks, *sinks
 
     return make
 
 
 def reference(problem: PagedAttention) -> Callable[..., tuple[Tensor]]:
-    """The runtime's own form, request by request."""
+    """The runtime's own form in float64, request by request."""
 
-    def run(*given: Tensor) -> tuple[Tensor]:
-        softcap = problem.softcap or None
-        options = {"block_size": BLOCK, "scale": problem.scale, "window": problem.window or None, "softcap": softcap}
-        return (on_torch(*given, **options),)  # type: ignore[arg-type]
+    def run(
+        q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengths: Tensor, blocks: Tensor, *sinks: Tensor
+    ) -> tuple[Tensor]:
+        options = {"scale": problem.scale, "window": problem.window or None, "softcap": problem.softcap or None}
+        out = []
+        for begin, end, length, table in zip(starts[:-1], starts[1:], lengths, blocks, strict=True):
+            own = table[: -(-int(length) // BLOCK)].long()
+            caches = (cache.view(-1, BLOCK, *cache.shape[1:])[own].double().flatten(0, 1) for cache in (keys, values))
+            whole = (torch.stack([begin - begin, end - begin]), length[None], torch.arange(len(own), device=q.device))
+            wide = [sink.double() for sink in sinks]
+            given = (q[begin:end].double(), *caches, *whole[:2], whole[2][None], *wide)
+            out.append(on_torch(*given, block_size=BLOCK, **options))  # type: ignore[arg-type]
+        return (torch.cat(out),)
 
     return run
 
 
-def contiguous(requests: int, new: int, length: int, seen: int) -> Callable[..., Tensor]:
+def contiguous(requests: int, new: int, length: int, seen: int, attention: Callable[..., Any]) -> Callable[..., Tensor]:
     """torch's attention on rows that lie together already: how fast it would be without blocks, and without sinks. Of
     single tokens with a window it is handed what they see alone."""
     length = seen if new == 1 else length
@@ -60,12 +72,17 @@ def contiguous(requests: int, new: int, length: int, seen: int) -> Callable[...,
         rows = requests * length
         k, v = (t[:rows].view(requests, length, *t.shape[1:]).transpose(1, 2) for t in (keys, values))
         heads = q.view(requests, new, *q.shape[1:]).transpose(1, 2)
-        mask = None
+        more: dict[str, Any] = {}
         if new > 1:
-            mask = torch.ones(new, length, dtype=torch.bool, device=q.device).tril(length - new)
-        return F.scaled_dot_product_attention(heads, k, v, attn_mask=mask, enable_gqa=True)
+            more["attn_mask"] = torch.ones(new, length, dtype=torch.bool, device=q.device).tril(length - new)
+        return cast(Tensor, attention(heads, k, v, **more, enable_gqa=True))
 
     return run
+
+
+def flex(*given: Tensor, **options: Any) -> Any:
+    """torch's FlexAttention, to be compiled."""
+    return importlib.import_module("torch.nn.attention.flex_attention").flex_attention(*given, **options)
 
 
 def case(
@@ -76,22 +93,39 @@ def case(
     length: int,
     ways: Mapping[str, Tuning] | None = None,
     longest: int = 0,
+    least: int = 0,
+    any_order: bool = False,
 ) -> Case:
-    """A case; the cache is what must be read."""
-    seen = min(length, problem.window + new - 1) if problem.window else length
+    """A case; the cache is what must be read. Lengths of requests are evenly from `length` to `least`, if given: the
+    longest first, as the engine has them, or in `any_order`."""
+    lengths = [length] * requests
+    if least:
+        lengths = [length - (length - least) * at // (requests - 1) for at in range(requests)]
+    if any_order:
+        lengths = [lengths[7 * at % requests] for at in range(requests)]
+        assert gcd(7, requests) == 1, "of each length one"
+    seen = [min(each, problem.window + new - 1) if problem.window else each for each in lengths]
     item = DTYPES[problem.dtype].itemsize
     widths = problem.width + problem.value_width
-    pairs = requests * problem.heads * new * (seen - (new - 1) / 2)
+    pairs = sum(problem.heads * new * (each - (new - 1) / 2) for each in seen)
+    size = item * widths * sum(each * problem.groups + new * problem.heads for each in seen)
+    shape = (requests, new, length, seen[0])
+    peers = {} if least else {"sdpa without blocks": contiguous(*shape, F.scaled_dot_product_attention)}
+    if peers and new == 1 and not problem.window and size < FEW_BYTES:
+        peers["compiled flex without blocks"] = contiguous(*shape, flex)
     return Case(
         id=name,
         workload=f"{requests} requests, {new} new of {length} tokens"
+        + f", the least of {least}" * bool(least)
+        + ", in any order" * any_order
         + f", tables for {longest}" * bool(longest)
         + f", {problem}",
         spec=paged_attention.forward("attend", problem, ways),
-        inputs=inputs(problem, requests, new, length, longest),
+        inputs=inputs(problem, lengths, new, longest),
         reference=reference(problem),
-        peers={"sdpa without blocks": contiguous(requests, new, length, seen)},
-        bytes=item * widths * requests * (seen * problem.groups + new * problem.heads),
+        narrow=True,
+        peers=peers,
+        bytes=size,
         bound=1e-2,
         flops=2 * pairs * widths if new > 16 else 0.0,
     )
@@ -106,7 +140,8 @@ CASES = [
     case("A3-one-8b-room", LLAMA_8B, 1, 1, 512, longest=8192),
     *(
         case(f"A3-{requests}x{length // 1024}k", LLAMA_8B, requests, 1, length)
-        for requests, length in ((1, 1024), (1, 4096), (1, 32768), (16, 1024), (16, 4096), (64, 1024), (64, 4096))
+        for requests in (1, 16, 64, 256)
+        for length in (1024, 4096, 32768)
     ),
     case("A3-1-odd", LLAMA_8B, 1, 1, 4001),
     case("A3-16-odd", LLAMA_8B, 16, 1, 1001),
@@ -114,6 +149,10 @@ CASES = [
     case("A3-12x2k", LLAMA_8B, 12, 1, 2048),
     case("A3-long-8b", LLAMA_8B, 1, 1, 65536),
     case("A3-many-8b", LLAMA_8B, 128, 1, 2048),
+    case("A3-ragged-8b", LLAMA_8B, 128, 1, 2560, least=16),
+    case("A3-ragged-any", LLAMA_8B, 128, 1, 2560, least=16, any_order=True),
+    case("A3-ragged-48", LLAMA_8B, 48, 1, 2560, least=16),
+    case("A3-ragged-few", LLAMA_8B, 12, 1, 4096, least=64),
     case("A3-window", GPT_OSS, 128, 1, 2048),
     case("A3-chunk-8b", LLAMA_8B, 2, 512, 4096),
 ]

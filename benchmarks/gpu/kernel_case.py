@@ -36,6 +36,7 @@ class Case:
     spec      the kernel site
     inputs    makes the inputs of the site on a device: tensors, or lists of them; the site may write into some
     reference the results of the site, in its order, from the inputs in float64 (integers stay as they are)
+    narrow    the reference takes the inputs as they are, as float64 has no room for them, and widens them part by part
     peers     plain torch functions of the same inputs, by name; those named `compile...` are to be compiled first
     launched  peers that cannot be in a CUDA graph, as they wait for the GPU: they are timed launch by launch
     written   inputs, by their places, that the site writes and does not give; the reference and peers write them too
@@ -53,6 +54,7 @@ class Case:
     reference: Callable[..., tuple[Any, ...]]
     peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     launched: tuple[str, ...] = ()
+    narrow: bool = False
     written: tuple[int, ...] = ()
     bytes: int = 0
     bound: float = 1e-2

@@ -165,7 +165,7 @@ def measure(
         bound = runtime.kernels(directory / "step.py")
         site = case.joined(bound) if case.joined else getattr(bound, case.spec.name)
     inputs = case.inputs(device)
-    expected = result_of(case.reference, wide(inputs), case.written)
+    expected = result_of(case.reference, inputs if case.narrow else wide(inputs), case.written)
     worst = error_of(result_of(site, inputs, case.written), expected)
     if not worst <= case.bound:
         return {}, [f"{case.id}: error {worst:.1e}, allowed {case.bound:.1e}"]

@@ -85,7 +85,11 @@ class Scheduler:
         return True
 
     def plan(self) -> list[Work]:
-        """The work of the next step, single tokens first; empty where there is none."""
+        """The work of the next step, single tokens first; empty where there is none.
+
+        Of each the longest texts come first: attention's programs begin in this order, and those that begin last, when
+        others have ended, are short then (longest processing time first, Graham 1969, doi:10.1137/0117039).
+        """
         works: list[Work] = []
         for request in self.running if self._windows else ():
             self.pool.give_back(request.tables.give_up(self.pool.seen(request.computed)))
@@ -115,7 +119,7 @@ class Scheduler:
             self._admit(works, budget)
         for work in works:
             self._remember(work.request)
-        return sorted(works, key=lambda work: (work.stop - work.start > 1, work.request.number))
+        return sorted(works, key=lambda work: (work.stop - work.start > 1, -work.stop, work.request.number))
 
     def forget_all(self) -> None:
         """Remember nothing of what was computed so far, nor of what running requests add to it."""
