@@ -158,21 +158,26 @@ def test_with_fixed_runs_a_token_is_the_same_in_every_chunk(name: str, tmp_path:
         (16, 16, 1024, "long", 1, ""),
         (4, 4, 512, "single", 8, "few"),
         (6, 6, 2048, "long", 2, "few"),
-        (6, 6, 4096, "single", 11, "some"),
+        (6, 6, 4096, "single", 22, "many"),
         (9, 9, 512, "long", 1, ""),
         (9, 9, 1024, "single", 7, "few"),
         (12, 12, 1024, "long", 1, ""),
-        (12, 12, 2048, "single", 5, "few"),
-        (14, 14, 4096, "long", 1, ""),
-        (16, 16, 4096, "long", 1, ""),
-        (17, 17, 4096, "single", 3, "few"),
+        (8, 8, 4096, "long", 2, "few"),
+        (12, 12, 2048, "single", 11, "some"),
+        (14, 14, 4096, "single", 9, "some"),
+        (16, 16, 4096, "single", 8, "few"),
+        (17, 17, 1024, "single", 3, "few"),
+        (17, 17, 4096, "single", 7, "few"),
+        (64, 64, 1024, "single", 1, ""),
+        (64, 64, 8192, "single", 2, "few"),
         (128, 128, 2048, "single", 1, ""),
         (3, 1, 65536, "chunk", 33, "many"),
         (4096, 2, 65536, "chunk", 1, ""),
     ],
 )
 def test_ways(tokens: int, requests: int, rows: int, way: str, splits: int, join: str) -> None:
-    """One way and at most one join, of an H200's multiprocessors; and what is launched then has programs."""
+    """One way and at most one join, of an H200's multiprocessors; and what is launched then has programs. Several
+    requests whose tables are wide have runs for two rounds of programs."""
     site = paged_attention.forward("attend", PagedAttention("bf16", 32, 8, 128, 128, 16, SCALE))
     dims = {"T": tokens, "R": requests, "W": rows // 16, "sms": 132}
     for name, size in site.dims.items():
