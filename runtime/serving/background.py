@@ -13,7 +13,7 @@ from typing import Self
 
 from mgraph.errors import MgraphError
 from mgraph.runtime.serving.driver import Driver
-from mgraph.runtime.serving.engine import Delta, Engine
+from mgraph.runtime.serving.engine import Delta, Engine, EngineDead
 from mgraph.runtime.serving.parameters import SamplingParams
 
 
@@ -89,6 +89,7 @@ class BackgroundEngine:
     ) -> Stream:
         """Begin a request, whose deltas go to `arrived`, if given. Raises RequestError, EngineDead, Overloaded."""
         self.engine.check(prompt, params)
+        self.engine.check_alive()  # its thread may not tell any more
         with self._lock:
             if self._max_queue and self._sequences + params.n > self._max_queue:
                 raise Overloaded(
@@ -114,7 +115,9 @@ class BackgroundEngine:
         self._driver.do(lambda: self._deliver(self.engine.end_all("error", why)))
 
     def fail(self, why: str) -> None:
-        """Tell all requests that nothing more comes of them, by any thread: the engine's own may hang in a step."""
+        """Tell all requests that nothing more comes of them, and take no others; by any thread, as the engine's own may
+        hang in a step."""
+        self.engine.failure = EngineDead(why)
         for group, stream in list(self._streams.items()):
             stream.loop.call_soon_threadsafe(_put, [(stream, Delta(group, 0, finish_reason="error", error=why))])
 

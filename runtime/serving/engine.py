@@ -146,6 +146,11 @@ class Engine:
         """Whether there is anything to do."""
         return bool(self._sequences or self._under_way)
 
+    def check_alive(self) -> None:
+        """Raises `EngineDead` where nothing can be served any more."""
+        if self.failure is not None:
+            raise EngineDead(f"the engine has failed: {self.failure}")
+
     def check(self, prompt: Sequence[int], params: SamplingParams, field: str = "prompt") -> int:
         """How many tokens may be generated after a prompt, which the person calls `field`. Raises `RequestError` for
         what cannot be served."""
@@ -180,8 +185,7 @@ class Engine:
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Take a request, which begins with the next step; gives its number. Raises `RequestError`, `EngineDead`."""
-        if self.failure is not None:
-            raise EngineDead(f"the engine has failed: {self.failure}")
+        self.check_alive()
         wanted = max(self.check(prompt, params), 1)  # where none is, the one that ends the prompt's steps is dropped
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.ends_of_text))
         constraints = Constraints(

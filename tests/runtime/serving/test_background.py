@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -104,4 +105,32 @@ def test_a_mistake_of_the_engine_leaves_nobody_waiting(monkeypatch: pytest.Monke
 
     (last,) = asyncio.run(main())
     assert (last.finish_reason, last.error) == ("error", "ZeroDivisionError: ours")
+    background.stop()
+
+
+def test_all_are_told_where_the_engine_hangs() -> None:
+    """Those under way, and those that come then."""
+    background = BackgroundEngine(Engine(FakeStepper()))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hanging() -> list[Delta]:
+        begun.set()
+        assert go_on.wait(30)
+        return []
+
+    background.engine.step = hanging  # type: ignore[method-assign]
+    background.start()
+
+    async def main() -> list[Delta]:
+        stream = await background.submit([1], LONG)
+        await asyncio.to_thread(begun.wait, 30)
+        background.fail("a rank died")
+        deltas = [delta async for delta in stream]
+        with pytest.raises(EngineDead, match="a rank died"):
+            await background.submit([1], LONG)
+        return deltas
+
+    (last,) = asyncio.run(main())
+    assert (last.finish_reason, last.error) == ("error", "a rank died")
+    go_on.set()
     background.stop()
