@@ -19,8 +19,9 @@
     opening         from a package, weights and settings to an engine
     beside          what lies beside weights: tokenizer, chat template, ends of texts
     prompts         texts, token ids and conversations as tokens, for llm and server
+    driver          the thread that makes an engine's steps
     llm             the engine for a program: `LLM(...).generate`, `stream`, `chat`
-    background      the engine in a thread of its own, for programs with an event loop
+    background      the engine for programs with an event loop
     protocol        bodies of HTTP requests, checked        answers, exchange, streaming     those of responses
     workload        what steps there were, for the plan of graphs
     gate, metrics   what every HTTP request passes; numbers for Prometheus
