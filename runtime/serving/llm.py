@@ -196,8 +196,9 @@ class _Desk:
         for delta in deltas:
             if delta.group in self.takers:
                 self.takers[delta.group](delta)
-                if not self.driver.engine.has(delta.group):
-                    del self.takers[delta.group]
+        for group in {delta.group for delta in deltas}:  # of which several continuations may have ended at once
+            if not self.driver.engine.has(group):
+                self.takers.pop(group, None)
 
 
 class Gathering:

@@ -60,6 +60,8 @@ class Detokenizer:
         self._new.append(token)
         self._raw = raw
         sure = len(self._new) - self._undecided(self._new)
+        while 0 < sure < len(self._new) and self._splits(sure):
+            sure -= 1
         return self._release(sure) if sure else ""
 
     def flush(self) -> str:
@@ -78,11 +80,20 @@ class Detokenizer:
         """Whether a token has more of the character that is kept back, or no text."""
         if not self._has_text(token):
             return True
+        return self._goes_on(self._begun(self._new), token)
+
+    def _goes_on(self, begun: bytes, token: int) -> bool:
+        """Whether a token has more of a character that was begun, or begins one."""
         try:
-            codecs.getincrementaldecoder("utf-8")().decode(self._begun(self._new) + self._bytes([token])[:1])
+            codecs.getincrementaldecoder("utf-8")().decode(begun + self._bytes([token])[:1])
         except UnicodeDecodeError:
             return False
         return True
+
+    def _splits(self, at: int) -> bool:
+        """Whether a character goes on there: a token may end one and begin another."""
+        begun = self._begun(self._new[:at])
+        return bool(begun) and self._goes_on(begun, self._new[at])
 
     def _begun(self, tokens: Sequence[int]) -> bytes:
         """The last bytes of tokens, if they are the beginning of a character."""

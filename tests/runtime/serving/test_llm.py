@@ -95,6 +95,25 @@ def test_parameters_for_each(llm: LLM) -> None:
     nothing_left(llm)
 
 
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("failing", [False, True])
+def test_continuations_that_end_in_one_step(n: int, failing: bool, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = {"n": n, "max_tokens": 3, "ignore_eos": True}
+    if failing:
+
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("no step")
+
+        monkeypatch.setattr(llm.engine.stepper, "run", broken)
+    reason = "error" if failing else "length"
+    for output in llm.generate(["one"] if failing else ["one", "two"], params):
+        assert [one.finish_reason for one in output.outputs] == [reason] * n
+    if not failing:  # an engine whose steps fail again and again takes no more
+        ended = [delta.index for delta in llm.stream("two", params) if delta.finish_reason == reason]
+        assert sorted(ended) == list(range(n))
+    nothing_left(llm)
+
+
 def test_a_prompt_may_only_be_scored(llm: LLM) -> None:
     """Nothing is generated then, and nothing counted; the scores are those that a longer request gives."""
     asked = {"prompt_logprobs": 1, "temperature": 0}
