@@ -34,15 +34,16 @@ class Driver:
 
     def start(self) -> None:
         """Begin. The end of the program stops it."""
-        atexit.register(self.stop)
+        atexit.register(self.stop, None)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End all requests and the thread, which is left to itself where a step hangs."""
+    def stop(self, patience: float | None = _PATIENCE) -> None:
+        """End all requests and the thread, which is left to itself where a step takes longer than so many seconds. The
+        end of the program waits for it: a thread that is amid torch's code then would abort the process."""
         atexit.unregister(self.stop)
         self.do(self._stop)
         if self._thread is not threading.current_thread():  # what holds a driver may be collected there
-            self._thread.join(_PATIENCE)
+            self._thread.join(patience)
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Begin a request, as work that was asked for. Raises RequestError, EngineDead."""
@@ -68,20 +69,33 @@ class Driver:
                 answer.put((None, error))
 
         self.do(answering)
-        result, error = wait_for(answer)
+        result, error = self.wait_for(answer)
         if error is not None:
             raise error
         return result  # type: ignore[return-value]  # of type T where there is no error
 
-    def _run(self) -> None:
-        while not self._stopped:
+    def wait_for(self, arriving: queue.SimpleQueue[T]) -> T:
+        """What comes next. What a signal's handler raises ends the waiting. Raises EngineDead where nothing can come:
+        the thread has ended, or is that of a process of which this one is a copy."""
+        while True:
             try:
-                self._work(wait=not self.engine.unfinished)
-                self._deliver(self.engine.step() if self.engine.unfinished else [])
-            except Exception as error:  # a mistake of ours: nobody may wait for ever
-                self.engine.failure = error
-                self._deliver(self.engine.end_all("error", f"{type(error).__name__}: {error}"))
-        self._work(wait=False)
+                return arriving.get(timeout=_GLANCE)
+            except queue.Empty:
+                if not self._thread.is_alive() and arriving.empty():
+                    raise EngineDead(f"nothing makes steps any more: {self.engine.failure or 'no thread'}") from None
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                try:
+                    self._work(wait=not self.engine.unfinished)
+                    self._deliver(self.engine.step() if self.engine.unfinished else [])
+                except Exception as error:  # a mistake of ours: nobody may wait for ever
+                    self.engine.failure = error
+                    self._deliver(self.engine.end_all("error", f"{type(error).__name__}: {error}"))
+        finally:
+            self._stopped = True
+            self._work(wait=False)
 
     def _work(self, wait: bool) -> None:
         """Do what has been asked for; `wait` until there is something."""
@@ -95,12 +109,3 @@ class Driver:
     def _stop(self) -> None:
         self._deliver(self.engine.end_all("abort"))
         self._stopped = True
-
-
-def wait_for(arriving: queue.SimpleQueue[T]) -> T:
-    """What comes next. What a signal's handler raises ends the waiting."""
-    while True:
-        try:
-            return arriving.get(timeout=_GLANCE)
-        except queue.Empty:
-            continue

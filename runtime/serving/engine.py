@@ -149,7 +149,8 @@ class Engine:
     def check_alive(self) -> None:
         """Raises `EngineDead` where nothing can be served any more."""
         if self.failure is not None:
-            raise EngineDead(f"the engine has failed: {self.failure}")
+            said = self.failure.message if isinstance(self.failure, MgraphError) else self.failure
+            raise EngineDead(f"the engine has failed: {said}")
 
     def check(self, prompt: Sequence[int], params: SamplingParams, field: str = "prompt") -> int:
         """How many tokens may be generated after a prompt, which the person calls `field`. Raises `RequestError` for

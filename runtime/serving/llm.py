@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mgraph.runtime.chat import ChatTemplate, Message
-from mgraph.runtime.serving.driver import Driver, wait_for
+from mgraph.runtime.serving.driver import Driver
 from mgraph.runtime.serving.engine import Delta, Engine, Score
 from mgraph.runtime.serving.opening import open_engine
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
@@ -114,7 +114,7 @@ class LLM:
 
         with self._desk.begun(inputs, all_params, [gathers(output) for output in gathered]):
             for _ in gathered:
-                wait_for(finished)
+                self._desk.driver.wait_for(finished)
         return [output.result() for output in gathered]
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Delta]:
@@ -152,7 +152,7 @@ class LLM:
         with self._desk.begun([given], [params], [arrived.put]):
             left = params.n
             while left:
-                delta = wait_for(arrived)
+                delta = self._desk.driver.wait_for(arrived)
                 left -= delta.finish_reason is not None
                 yield delta
 

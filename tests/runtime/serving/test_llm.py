@@ -601,6 +601,18 @@ def test_a_program_that_ends_amid_a_stream() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_where_even_the_end_goes_wrong_nobody_waits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise SystemExit
+
+    monkeypatch.setattr(llm.engine, "step", broken)
+    with pytest.raises(EngineDead, match="nothing makes steps any more"):
+        llm.generate("one", GREEDY)
+    with pytest.raises(EngineDead, match="was stopped"):
+        llm.generate("two", GREEDY)
+
+
 @pytest.mark.parametrize("owner", ["engine", "scheduler"])
 def test_a_mistake_of_ours_is_told_to_all(llm: LLM, owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for ever."""

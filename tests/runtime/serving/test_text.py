@@ -331,3 +331,29 @@ def test_special_tokens(byte_level: FileTokenizer, tmp_path: Path) -> None:
     assert end is not None
     silent, loud = Detokenizer(byte_level), Detokenizer(byte_level, special=True)
     assert (silent.add(end), loud.add(end)) == ("", "<end>")
+
+
+class Across:
+    """A tokenizer with tokens of any bytes."""
+
+    special_tokens: tuple[()] = ()
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.tokens, self.vocab_size = tokens, len(tokens)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.tokens[token]
+
+    def decode(self, tokens: Sequence[int], special: bool = False) -> str:
+        return b"".join(self.tokens[token] for token in tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("text", ["日本語", "🏳️é🏳️", "a日b本語é"])
+def test_a_token_may_end_one_character_and_begin_another(text: str) -> None:
+    raw = text.encode()
+    for size in range(1, 6):
+        for first in range(1, size + 1):
+            parts = [raw[:first], *(raw[at : at + size] for at in range(first, len(raw), size))]
+            tokenizer: Any = Across(parts)
+            detokenizer = Detokenizer(tokenizer)
+            assert "".join(map(detokenizer.add, range(len(parts)))) + detokenizer.flush() == text, parts
