@@ -62,6 +62,8 @@ class BackgroundEngine:
         self._max_queue = max_queue
         self._watch = watch or (lambda deltas: None)
         self._streams: dict[int, Stream] = {}
+        self._asked: set[Future[int]] = set()
+        """Of requests that the engine has not taken yet."""
         self._sequences = 0  # asked for and not ended; changed in the thread of the loop and of the engine, by the lock
         self._lock = threading.Lock()
         self._driver = Driver(engine, self._deliver)
@@ -98,6 +100,8 @@ class BackgroundEngine:
                 )
             self._sequences += params.n
         stream, answer = Stream(self, params.n, arrived), Future[int]()
+        self._asked.add(answer)
+        answer.add_done_callback(self._asked.discard)
         self._driver.do(lambda: self._submit(prompt, params, stream, answer))
         try:
             stream.group = await asyncio.wrap_future(answer)
@@ -117,12 +121,15 @@ class BackgroundEngine:
     def fail(self, why: str) -> None:
         """Tell all requests that nothing more comes of them, and take no others; by any thread, as the engine's own may
         hang in a step."""
-        self.engine.failure = EngineDead(why)
+        self.engine.failure = RuntimeError(why)
+        for answer in list(self._asked):
+            if not answer.done():
+                answer.set_exception(EngineDead(why))
         for group, stream in list(self._streams.items()):
             stream.loop.call_soon_threadsafe(_put, [(stream, Delta(group, 0, finish_reason="error", error=why))])
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams, stream: Stream, answer: Future[int]) -> None:
-        if not answer.set_running_or_notify_cancel():
+        if answer.done() or not answer.set_running_or_notify_cancel():
             self._ended(params.n)
             return
         try:

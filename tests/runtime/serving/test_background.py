@@ -124,7 +124,11 @@ def test_all_are_told_where_the_engine_hangs() -> None:
     async def main() -> list[Delta]:
         stream = await background.submit([1], LONG)
         await asyncio.to_thread(begun.wait, 30)
+        queued = asyncio.create_task(background.submit([1], LONG))
+        await asyncio.sleep(0.05)
         background.fail("a rank died")
+        with pytest.raises(EngineDead, match="a rank died"):
+            await queued
         deltas = [delta async for delta in stream]
         with pytest.raises(EngineDead, match="a rank died"):
             await background.submit([1], LONG)
