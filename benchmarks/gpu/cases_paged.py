@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from math import gcd
 from typing import Any, cast
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu.cases_attention import flex
 from benchmarks.gpu.kernel_case import Case
 from mgraph.codegen.triton import paged_attention
 from mgraph.codegen.triton.paged_attention import PagedAttention, Tuning, tunings
@@ -54,9 +54,12 @@ def reference(problem: PagedAttention) -> Callable[..., tuple[Tensor]]:
         for begin, end, length, table in zip(starts[:-1], starts[1:], lengths, blocks, strict=True):
             own = table[: -(-int(length) // BLOCK)].long()
             caches = (cache.view(-1, BLOCK, *cache.shape[1:])[own].double().flatten(0, 1) for cache in (keys, values))
-            whole = (torch.stack([begin - begin, end - begin]), length[None], torch.arange(len(own), device=q.device))
-            wide = [sink.double() for sink in sinks]
-            given = (q[begin:end].double(), *caches, *whole[:2], whole[2][None], *wide)
+            alone = (
+                torch.stack([begin - begin, end - begin]),
+                length[None],
+                torch.arange(len(own), device=q.device)[None],
+            )
+            given = (q[begin:end].double(), *caches, *alone, *(sink.double() for sink in sinks))
             out.append(on_torch(*given, block_size=BLOCK, **options))  # type: ignore[arg-type]
         return (torch.cat(out),)
 
@@ -80,9 +83,9 @@ def contiguous(requests: int, new: int, length: int, seen: int, attention: Calla
     return run
 
 
-def flex(*given: Tensor, **options: Any) -> Any:
+def flex_attention(*given: Tensor, **options: Any) -> Any:
     """torch's FlexAttention, to be compiled."""
-    return importlib.import_module("torch.nn.attention.flex_attention").flex_attention(*given, **options)
+    return flex().flex_attention(*given, **options)
 
 
 def case(
@@ -112,7 +115,7 @@ def case(
     shape = (requests, new, length, seen[0])
     peers = {} if least else {"sdpa without blocks": contiguous(*shape, F.scaled_dot_product_attention)}
     if peers and new == 1 and not problem.window and size < FEW_BYTES:
-        peers["compiled flex without blocks"] = contiguous(*shape, flex)
+        peers["compiled flex without blocks"] = contiguous(*shape, flex_attention)
     return Case(
         id=name,
         workload=f"{requests} requests, {new} new of {length} tokens"

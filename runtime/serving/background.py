@@ -73,11 +73,6 @@ class BackgroundEngine:
         """Sequences that are under way."""
         return self._sequences
 
-    @property
-    def failure(self) -> Exception | None:
-        """Why nothing can be served any more."""
-        return self.engine.failure
-
     def start(self) -> None:
         """Begin to serve."""
         self._driver.start()

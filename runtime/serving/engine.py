@@ -146,11 +146,18 @@ class Engine:
         """Whether there is anything to do."""
         return bool(self._sequences or self._under_way)
 
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing can be served any more, if nothing can."""
+        if self.failure is None:
+            return None
+        said = self.failure.message if isinstance(self.failure, MgraphError) else self.failure
+        return f"the engine has failed: {said}"
+
     def check_alive(self) -> None:
         """Raises `EngineDead` where nothing can be served any more."""
-        if self.failure is not None:
-            said = self.failure.message if isinstance(self.failure, MgraphError) else self.failure
-            raise EngineDead(f"the engine has failed: {said}")
+        if self.trouble is not None:
+            raise EngineDead(self.trouble)
 
     def check(self, prompt: Sequence[int], params: SamplingParams, field: str = "prompt") -> int:
         """How many tokens may be generated after a prompt, which the person calls `field`. Raises `RequestError` for

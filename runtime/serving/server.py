@@ -76,9 +76,7 @@ class Serving:
     @property
     def trouble(self) -> str | None:
         """Why no request is taken, if none is."""
-        if self.background.failure is not None:
-            return f"the engine has failed: {self.background.failure}"
-        return SHUTTING_DOWN if self.draining else None
+        return self.engine.trouble or (SHUTTING_DOWN if self.draining else None)
 
 
 def create_app(serving: Serving) -> Gate:
