@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Self
+from contextlib import suppress
+from functools import partial
 
 from mgraph.errors import MgraphError
 from mgraph.runtime.serving.driver import Driver
@@ -22,33 +23,20 @@ class Overloaded(MgraphError):
 
 
 class Stream:
-    """The deltas of one request, in an event loop. Leaving it before its end ends the request."""
+    """One request in an event loop, to be closed in the end. Whoever takes its deltas counts what is `left`."""
 
-    def __init__(self, owner: BackgroundEngine, count: int, arrived: asyncio.Queue[Delta] | None = None) -> None:
+    def __init__(self, owner: BackgroundEngine, count: int, arrived: asyncio.Queue[Delta]) -> None:
         self.group = -1
-        self.arrived: asyncio.Queue[Delta] = asyncio.Queue() if arrived is None else arrived
-        self.loop = asyncio.get_running_loop()
+        self.arrived, self.loop = arrived, asyncio.get_running_loop()
         self.left = count
         """Continuations that go on."""
         self._owner = owner
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the request, if it has not ended."""
         if self.left:
             self._owner.abort(self.group)
             self.left = 0
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        while self.left:
-            delta = await self.arrived.get()
-            self.left -= delta.finish_reason is not None
-            yield delta
 
 
 class BackgroundEngine:
@@ -61,12 +49,12 @@ class BackgroundEngine:
         self.engine = engine
         self._max_queue = max_queue
         self._watch = watch or (lambda deltas: None)
-        self._streams: dict[int, Stream] = {}
+        self._arrived: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta]]] = {}  # and not handed over yet
         self._asked: set[Future[int]] = set()
         """Of requests that the engine has not taken yet."""
-        self._sequences = 0  # asked for and not ended; changed in the thread of the loop and of the engine, by the lock
-        self._lock = threading.Lock()
-        self._driver = Driver(engine, self._deliver)
+        self._sequences = 0  # asked for and not ended
+        self._lock = threading.Lock()  # of what threads of loops and of the engine change
+        self._driver = Driver(engine, self._after)
 
     @property
     def active(self) -> int:
@@ -81,10 +69,8 @@ class BackgroundEngine:
         """End all requests and the thread, which is left to itself where a step hangs."""
         self._driver.stop()
 
-    async def submit(
-        self, prompt: Sequence[int], params: SamplingParams, arrived: asyncio.Queue[Delta] | None = None
-    ) -> Stream:
-        """Begin a request, whose deltas go to `arrived`, if given. Raises RequestError, EngineDead, Overloaded."""
+    async def submit(self, prompt: Sequence[int], params: SamplingParams, arrived: asyncio.Queue[Delta]) -> Stream:
+        """Begin a request, whose deltas go to `arrived`. Raises RequestError, EngineDead, Overloaded."""
         self.engine.check(prompt, params)
         self.engine.check_alive()  # its thread may not tell any more
         with self._lock:
@@ -107,11 +93,11 @@ class BackgroundEngine:
 
     def abort(self, group: int) -> None:
         """End a request soon."""
-        self._driver.do(lambda: self._deliver(self.engine.abort(group)))
+        self._driver.do(lambda: self._driver.abort(group))
 
     def end_all(self, why: str) -> None:
         """End all requests after the step that runs, with an error that says why."""
-        self._driver.do(lambda: self._deliver(self.engine.end_all("error", why)))
+        self._driver.do(lambda: self._driver.end_all("error", why))
 
     def fail(self, why: str) -> None:
         """Tell all requests that nothing more comes of them, and take no others; by any thread, as the engine's own may
@@ -120,20 +106,20 @@ class BackgroundEngine:
         for answer in list(self._asked):
             if not answer.done():
                 answer.set_exception(EngineDead(why))
-        for group, stream in list(self._streams.items()):
-            stream.loop.call_soon_threadsafe(_put, [(stream, Delta(group, 0, finish_reason="error", error=why))])
+        for group, take in list(self._driver.takers.items()):
+            take(Delta(group, 0, finish_reason="error", error=why))
+        self._hand_over()
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams, stream: Stream, answer: Future[int]) -> None:
         if answer.done() or not answer.set_running_or_notify_cancel():
             self._ended(params.n)
             return
         try:
-            group = self._driver.submit(prompt, params)
+            group = self._driver.submit(prompt, params, partial(self._take, stream))
         except Exception as error:
             self._ended(params.n)
             answer.set_exception(error)
             return
-        self._streams[group] = stream
         answer.set_result(group)
 
     def _abandon(self, answer: Future[int]) -> None:
@@ -141,22 +127,20 @@ class BackgroundEngine:
         if not answer.cancelled() and answer.exception() is None:
             self.abort(answer.result())
 
-    def _deliver(self, deltas: Sequence[Delta]) -> None:
-        if not deltas:
-            return
+    def _take(self, stream: Stream, delta: Delta) -> None:
+        with self._lock:
+            self._arrived.setdefault(stream.loop, []).append((stream, delta))
+
+    def _after(self, deltas: Sequence[Delta]) -> None:
+        self._hand_over()
+        self._ended(sum(delta.finish_reason is not None for delta in deltas))
         self._watch(deltas)
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta]]] = {}
-        for delta in deltas:
-            stream = self._streams.get(delta.group)
-            if stream is not None:
-                loops.setdefault(stream.loop, []).append((stream, delta))
-        ended = [delta for delta in deltas if delta.finish_reason is not None]
-        self._ended(len(ended))
-        for group in {delta.group for delta in ended}:
-            if not self.engine.has(group):
-                self._streams.pop(group, None)
-        for loop, pairs in loops.items():
-            if not loop.is_closed():
+
+    def _hand_over(self) -> None:
+        with self._lock:
+            arrived, self._arrived = self._arrived, {}
+        for loop, pairs in arrived.items():
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits there
                 loop.call_soon_threadsafe(_put, pairs)
 
     def _ended(self, count: int) -> None:

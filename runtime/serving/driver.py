@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from mgraph.runtime.serving.engine import Delta, Engine, EngineDead
+from mgraph.errors import OptionError
+from mgraph.runtime.serving.engine import Delta, Engine, EngineDead, told
 from mgraph.runtime.serving.parameters import SamplingParams
 
 _PATIENCE = 10.0  # seconds that a step may take at the end
@@ -21,19 +22,29 @@ _GLANCE = 0.2  # seconds; a signal that comes just before a thread falls asleep 
 
 T = TypeVar("T")
 
+Taker = Callable[[Delta], None]
+"""Where what comes of a request goes. It is called by the driver's thread, and neither waits nor raises."""
+
 
 class Driver:
-    """Makes steps while anything is under way; `deliver` takes what comes of them, in the driver's thread."""
+    """Makes steps while anything is under way, and hands each request what comes of it. `submit`, `abort` and `end_all`
+    are for work that was asked for: only the driver's thread uses the engine."""
 
-    def __init__(self, engine: Engine, deliver: Callable[[Sequence[Delta]], None]) -> None:
+    def __init__(self, engine: Engine, after: Callable[[Sequence[Delta]], None] = lambda deltas: None) -> None:
+        """`after` sees all deltas of a step when they have been handed over."""
         self.engine = engine
-        self._deliver = deliver
+        self.takers: dict[int, Taker] = {}
+        """By number of the request, until it has ended."""
+        self._after = after
         self._works: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin. The end of the program stops it."""
+        """Begin. The end of the program stops it. Raises OptionError for an engine that has a driver."""
+        if self.engine.driven:
+            raise OptionError("another LLM or server has this engine", hint="an engine for each")
+        self.engine.driven = True
         atexit.register(self.stop, None)
         self._thread.start()
 
@@ -41,15 +52,28 @@ class Driver:
         """End all requests and the thread, which is left to itself where a step takes longer than so many seconds. The
         end of the program waits for it: a thread that is amid torch's code then would abort the process."""
         atexit.unregister(self.stop)
+        if self._thread.ident is None:  # it has never begun
+            self._stopped = True
+            return
         self.do(self._stop)
         if self._thread is not threading.current_thread():  # what holds a driver may be collected there
             self._thread.join(patience)
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Begin a request, as work that was asked for. Raises RequestError, EngineDead."""
+    def submit(self, prompt: Sequence[int], params: SamplingParams, take: Taker) -> int:
+        """Begin a request; gives its number. Raises RequestError, EngineDead."""
         if self._stopped:
             raise EngineDead("the engine was stopped")
-        return self.engine.submit(prompt, params)
+        group = self.engine.submit(prompt, params)
+        self.takers[group] = take
+        return group
+
+    def abort(self, group: int) -> None:
+        """End a request, if it has not ended."""
+        self._deliver(self.engine.abort(group))
+
+    def end_all(self, reason: str, error: str | None = None) -> None:
+        """End all requests."""
+        self._deliver(self.engine.end_all(reason, error))
 
     def do(self, work: Callable[[], object]) -> None:
         """Have something done with the engine, between two steps, in the order in which it is asked for. This never
@@ -92,9 +116,9 @@ class Driver:
                     self._deliver(self.engine.step() if self.engine.unfinished else [])
                 except Exception as error:  # a mistake of ours: nobody may wait for ever
                     self.engine.failure = error
-                    self._deliver(self.engine.end_all("error", f"{type(error).__name__}: {error}"))
+                    self.end_all("error", told(error))
         finally:
-            self._stopped = True
+            self._stopped, self.engine.driven = True, False
             self._work(wait=False)
 
     def _work(self, wait: bool) -> None:
@@ -106,6 +130,18 @@ class Driver:
         except queue.Empty:
             return
 
+    def _deliver(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            if delta.group in self.takers:
+                self.takers[delta.group](delta)
+        for group in {delta.group for delta in deltas}:  # of which several continuations may have ended at once
+            if not self.engine.has(group):
+                self.takers.pop(group, None)
+        if deltas:
+            self._after(deltas)
+
     def _stop(self) -> None:
-        self._deliver(self.engine.end_all("abort"))
-        self._stopped = True
+        try:
+            self.end_all("abort")
+        finally:
+            self._stopped = True

@@ -118,6 +118,8 @@ class Engine:
         self.scheduler = Scheduler(pool, most, requests, chunk)
         self.failure: Exception | None = None
         """Why the engine is dead."""
+        self.driven = False
+        """Whether a `Driver` makes its steps."""
         self.steps = 0
         self.shapes: Counter[tuple[int, int]] = Counter()
         """Steps by their numbers of tokens and requests."""
@@ -246,7 +248,7 @@ class Engine:
             deltas += self._take_in()
         elif not works and not deltas and self._sequences:
             deltas += self._fail(RuntimeError("requests wait, and none can be admitted"), self._sequences.values())
-        return deltas
+        return deltas if self.failure is None else deltas + self.end_all("error", told(self.failure))
 
     def _start(self, works: list[Work]) -> list[Delta]:
         self.steps += 1
@@ -323,13 +325,16 @@ class Engine:
     def _end(self, sequence: _Sequence, delta: Delta) -> Delta:
         """A sequence ends with this delta: nothing of it stays."""
         request = sequence.request
-        self.scheduler.end(request)
-        self._builder.drop(request)
         del self._sequences[request.number]
         group = self._groups[sequence.group]
         del group[sequence.index]
         if not group:
             del self._groups[sequence.group]
+        try:
+            self.scheduler.end(request)
+            self._builder.drop(request)
+        except Exception as error:  # a mistake of ours: nobody knows any more whose blocks are whose
+            self.failure = self.failure or error
         return delta
 
     def _fail_step(self, error: Exception, works: Sequence[Work]) -> list[Delta]:
@@ -342,7 +347,6 @@ class Engine:
         self.scheduler.forget_all()
         if self._failures >= FAILURES:
             self.failure = error
-            deltas += self._fail(error, self._sequences.values())
         return deltas
 
     def _fail(self, error: Exception, sequences: Iterable[_Sequence]) -> list[Delta]:
@@ -360,8 +364,13 @@ def _finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB) if np.isfinite(logprob) else LEAST_LOGPROB
 
 
+def told(error: Exception) -> str:
+    """An error as requests are told of it."""
+    return f"{type(error).__name__}: {error}"
+
+
 def _failed(sequence: _Sequence, error: Exception) -> Delta:
-    return _blank(sequence, finish_reason="error", error=f"{type(error).__name__}: {error}")
+    return _blank(sequence, finish_reason="error", error=told(error))
 
 
 def _blank(sequence: _Sequence, **more: Any) -> Delta:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import queue
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mgraph.runtime.chat import ChatTemplate, Message
-from mgraph.runtime.serving.driver import Driver
+from mgraph.runtime.serving.driver import Driver, Taker
 from mgraph.runtime.serving.engine import Delta, Engine, Score
 from mgraph.runtime.serving.opening import open_engine
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
@@ -77,9 +77,9 @@ class LLM:
 
     def _set_up(self, engine: Engine, template: ChatTemplate | None) -> None:
         self.engine, self.template = engine, template
-        self._desk = _Desk(engine)
-        self._desk.driver.start()
-        weakref.finalize(self, self._desk.driver.stop).atexit = False
+        self._driver = Driver(engine)  # which knows nothing of the LLM, and is stopped when nobody holds that any more
+        weakref.finalize(self, self._driver.stop).atexit = False
+        self._driver.start()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -112,9 +112,9 @@ class LLM:
 
             return take
 
-        with self._desk.begun(inputs, all_params, [gathers(output) for output in gathered]):
+        with self._begun(inputs, all_params, [gathers(output) for output in gathered]):
             for _ in gathered:
-                self._desk.driver.wait_for(finished)
+                self._driver.wait_for(finished)
         return [output.result() for output in gathered]
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Delta]:
@@ -145,60 +145,37 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget what the cache holds of earlier prompts, as after a change of the weights."""
-        self._desk.driver.ask(self.engine.scheduler.forget_all)
+        self._driver.ask(self.engine.scheduler.forget_all)
 
     def _stream(self, given: Input, params: SamplingParams) -> Iterator[Delta]:
         arrived: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        with self._desk.begun([given], [params], [arrived.put]):
+        with self._begun([given], [params], [arrived.put]):
             left = params.n
             while left:
-                delta = self._desk.driver.wait_for(arrived)
+                delta = self._driver.wait_for(arrived)
                 left -= delta.finish_reason is not None
                 yield delta
 
-
-Taker = Callable[[Delta], None]
-"""Where what comes of a request goes. It is called by the driver's thread, and neither waits nor raises."""
-
-
-class _Desk:
-    """Whose deltas are whose. It knows nothing of the `LLM`, which is stopped when nobody holds it any more."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.driver = Driver(engine, self._deliver)
-        self.takers: dict[int, Taker] = {}
-        """By number of the request; the driver's thread alone has them."""
-
     @contextmanager
-    def begun(
+    def _begun(
         self, inputs: Sequence[Input], params: Sequence[SamplingParams], takers: Sequence[Taker]
     ) -> Iterator[None]:
         """Requests that end with the block, all begun in one step. Raises RequestError, EngineDead."""
-        groups: list[int] = []
+        driver, groups = self._driver, list[int]()
 
         def begin() -> None:
             for given, one, taker in zip(inputs, params, takers, strict=True):
-                groups.append(self.driver.submit(given.ids, one))
-                self.takers[groups[-1]] = taker
+                groups.append(driver.submit(given.ids, one, taker))
 
         def end() -> None:
             for group in groups:
-                self.takers.pop(group, None)
-                self.driver.engine.abort(group)
+                driver.abort(group)
 
         try:
-            self.driver.ask(begin)
+            driver.ask(begin)
             yield
         finally:
-            self.driver.do(end)  # comes after `begin`, also where nobody waited for that
-
-    def _deliver(self, deltas: Sequence[Delta]) -> None:
-        for delta in deltas:
-            if delta.group in self.takers:
-                self.takers[delta.group](delta)
-        for group in {delta.group for delta in deltas}:  # of which several continuations may have ended at once
-            if not self.driver.engine.has(group):
-                self.takers.pop(group, None)
+            driver.do(end)  # comes after `begin`, also where nobody waited for that
 
 
 class Gathering:

@@ -76,6 +76,8 @@ class PackageStepper:
         cache_bytes: int = 0,
     ) -> None:
         self.device, self.mesh = torch.device(device), mesh
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)
         loaded = package if isinstance(package, Package) else load_serving(package, self.device, strict, jit)
         if shared_axes(loaded.manifest):
             bind_axes(loaded.manifest["mesh"], mesh.world_size, "serve.py")
@@ -177,6 +179,8 @@ class PackageStepper:
     def run(self, batch: Batch, sampling: Sampling) -> Pending:
         """Start a step. Tokens may be `unknown` where the one before has sampled them."""
         self._steps += 1
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)  # of this thread, which may not be the one that made the stepper
         results = None if self.graphs is None else self.graphs.run(batch, sampling)
         if results is None:
             results = self._op_by_op(batch, sampling)

@@ -91,7 +91,7 @@ class Leader:
         self._connections, self._lost = dict(connections), lost
         self._words = dict.fromkeys(self._connections, b"")
         self._gone: list[int] = []
-        self._closing = False
+        self._closing, self._ending = False, threading.Lock()
         self._all_gone = threading.Event()
         threading.Thread(target=self._watch, name="followers", daemon=True).start()
 
@@ -146,8 +146,11 @@ class Leader:
         self._all_gone.set()
 
     def _end(self, what: str) -> None:
-        self.last_words(what)
-        self._lost(what)
+        if self._ending.acquire(blocking=False):  # else another thread does it already
+            try:
+                self.last_words(what)
+            finally:
+                self._lost(what)
 
     def _hear(self, rank: int) -> bool:
         """Take what a follower says; whether it is still there."""

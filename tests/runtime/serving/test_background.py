@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
-from mgraph.runtime.serving.background import BackgroundEngine, Overloaded, Stream
+from mgraph.runtime.serving.background import BackgroundEngine, Overloaded
 from mgraph.runtime.serving.engine import Delta, Engine, EngineDead
+from mgraph.runtime.serving.exchange import Exchange
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
 from tests.runtime.serving.fake_stepper import FakeStepper, alone
 
@@ -23,19 +24,29 @@ def served() -> Iterator[BackgroundEngine]:
     yield background
     background.stop()
     pool = background.engine.scheduler.pool
-    assert background.active == 0 and pool.available == pool.usable and not background._streams
+    assert background.active == 0 and pool.available == pool.usable and not background._driver.takers
 
 
-async def read(stream: Stream) -> list[int]:
-    async with stream:
-        return [token async for delta in stream for token in delta.tokens]
+async def begun(background: BackgroundEngine, prompt: list[int], params: SamplingParams = LONG) -> Exchange:
+    exchange = Exchange(background)
+    await exchange.submit(prompt, params)
+    return exchange
+
+
+async def read(exchange: Exchange) -> list[Delta]:
+    """The last of them is not given out where it says that the request did not end by itself."""
+    try:
+        return [delta async for _, delta in exchange.deltas()]
+    finally:
+        exchange.close()
 
 
 def test_many_streams(served: BackgroundEngine) -> None:
     async def main() -> list[list[int]]:
         params = SamplingParams(temperature=0, max_tokens=5)
-        streams = [await served.submit([at % 64, at // 64], params) for at in range(256)]
-        return await asyncio.gather(*map(read, streams))
+        exchanges = [await begun(served, [at % 64, at // 64], params) for at in range(256)]
+        deltas = await asyncio.gather(*map(read, exchanges))
+        return [[token for delta in of_one for token in delta.tokens] for of_one in deltas]
 
     found = asyncio.run(main())
     stepper = served.engine.stepper
@@ -46,11 +57,11 @@ def test_many_streams(served: BackgroundEngine) -> None:
 
 def test_leaving_a_stream_ends_its_request(served: BackgroundEngine) -> None:
     async def main() -> None:
-        stream = await served.submit([1, 2, 3], LONG)
-        async with stream:
-            async for _ in stream:
-                break
-        waiting = asyncio.create_task(read(await served.submit([1], LONG)))
+        exchange = await begun(served, [1, 2, 3])
+        async for _ in exchange.deltas():
+            break
+        exchange.close()
+        waiting = asyncio.create_task(read(await begun(served, [1])))
         await asyncio.sleep(0)
         waiting.cancel()
         for _ in range(200):
@@ -65,12 +76,12 @@ def test_leaving_a_stream_ends_its_request(served: BackgroundEngine) -> None:
 def test_errors_come_to_the_one_who_asked(served: BackgroundEngine) -> None:
     async def main() -> None:
         with pytest.raises(RequestError, match="empty"):
-            await served.submit([], LONG)
+            await begun(served, [])
         with pytest.raises(RequestError, match="tokenizer"):
-            await served.submit([1], SamplingParams(bad_words=["x"]))
+            await begun(served, [1], SamplingParams(bad_words=["x"]))
         with pytest.raises(Overloaded, match="at most 300"):
             for _ in range(10):
-                await served.submit([1], SamplingParams(n=128, max_tokens=20))
+                await begun(served, [1], SamplingParams(n=128, max_tokens=20))
 
     asyncio.run(main())
 
@@ -79,12 +90,13 @@ def test_stopping_ends_what_is_under_way() -> None:
     background = BackgroundEngine(Engine(FakeStepper(seconds=0.01)))
     background.start()
 
-    async def main() -> list[Delta]:
-        stream = await background.submit([1], LONG)
+    async def main() -> str | None:
+        exchange = await begun(background, [1])
         await asyncio.to_thread(background.stop)
-        return [delta async for delta in stream]
+        await read(exchange)
+        return exchange.output(0).outputs[0].finish_reason
 
-    assert asyncio.run(main())[-1].finish_reason == "abort"
+    assert asyncio.run(main()) == "abort"
     assert background.active == 0
 
 
@@ -97,44 +109,81 @@ def test_a_mistake_of_the_engine_leaves_nobody_waiting(monkeypatch: pytest.Monke
     monkeypatch.setattr(background.engine, "step", broken)
     background.start()
 
-    async def main() -> list[Delta]:
-        deltas = [delta async for delta in await background.submit([1], LONG)]
+    async def main() -> str | None:
+        exchange = await begun(background, [1])
+        await read(exchange)
         with pytest.raises(EngineDead, match="ours"):
-            await background.submit([1], LONG)
-        return deltas
+            await begun(background, [1])
+        return exchange.failure
 
-    (last,) = asyncio.run(main())
-    assert (last.finish_reason, last.error) == ("error", "ZeroDivisionError: ours")
+    assert asyncio.run(main()) == "ZeroDivisionError: ours"
     background.stop()
 
 
 def test_all_are_told_where_the_engine_hangs() -> None:
     """Those under way, and those that come then."""
     background = BackgroundEngine(Engine(FakeStepper()))
-    begun, go_on = threading.Event(), threading.Event()
+    stepping, go_on = threading.Event(), threading.Event()
 
     def hanging() -> list[Delta]:
-        begun.set()
+        stepping.set()
         assert go_on.wait(30)
         return []
 
     background.engine.step = hanging  # type: ignore[method-assign]
     background.start()
 
-    async def main() -> list[Delta]:
-        stream = await background.submit([1], LONG)
-        await asyncio.to_thread(begun.wait, 30)
-        queued = asyncio.create_task(background.submit([1], LONG))
+    async def main() -> str | None:
+        exchange = await begun(background, [1], SamplingParams(n=2))
+        await asyncio.to_thread(stepping.wait, 30)
+        queued = asyncio.create_task(begun(background, [1]))
         await asyncio.sleep(0.05)
         background.fail("a rank died")
         with pytest.raises(EngineDead, match="a rank died"):
             await queued
-        deltas = [delta async for delta in stream]
+        await read(exchange)
         with pytest.raises(EngineDead, match="a rank died"):
-            await background.submit([1], LONG)
+            await begun(background, [1])
+        return exchange.failure
+
+    assert asyncio.run(main()) == "a rank died"
+    go_on.set()
+    background.stop()
+
+
+def test_a_loop_that_is_closed_keeps_nobody_else_waiting() -> None:
+    background = BackgroundEngine(Engine(FakeStepper(seconds=0.005)))
+    background.start()
+
+    async def leaving() -> None:
+        await begun(background, [1])  # and nobody closes it
+
+    async def reading() -> int:
+        return sum(len(delta.tokens) for delta in await read(await begun(background, [2])))
+
+    asyncio.run(leaving())
+    assert asyncio.run(reading()) == 60
+    background.stop()
+    assert background.active == 0 and background.engine.failure is None
+
+
+def test_what_a_step_gave_arrives_though_it_cannot_be_watched() -> None:
+    def watch(deltas: Sequence[Delta]) -> None:
+        raise ZeroDivisionError("a metric")
+
+    background = BackgroundEngine(Engine(FakeStepper()), watch=watch)
+    background.start()
+
+    async def main() -> list[Delta]:
+        deltas = await read(await begun(background, [1], SamplingParams(max_tokens=1)))
+        for _ in range(200):
+            if background.engine.failure is not None:
+                break
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineDead, match="a metric"):
+            await begun(background, [1])
         return deltas
 
     (last,) = asyncio.run(main())
-    assert (last.finish_reason, last.error) == ("error", "a rank died")
-    go_on.set()
+    assert (last.finish_reason, len(last.tokens)) == ("length", 1)
     background.stop()

@@ -19,10 +19,13 @@ import numpy as np
 import pytest
 import torch
 
+from mgraph.errors import OptionError
 from mgraph.runtime.chat import ChatTemplate
+from mgraph.runtime.serving.driver import Driver
 from mgraph.runtime.serving.engine import Engine, EngineDead
 from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
+from mgraph.runtime.serving.request import Request
 from mgraph.runtime.tokenizer import ByteTokenizer
 from tests.runtime.serving.fake_stepper import FakeStepper, alone
 
@@ -63,8 +66,8 @@ def expected(llm: LLM, prompt: bytes, count: int = 8) -> tuple[int, ...]:
 
 def nothing_left(llm: LLM) -> None:
     pool = llm.engine.scheduler.pool
-    llm._desk.driver.ask(lambda: None)  # what was dropped before is ended now
-    assert not llm.engine.unfinished and pool.available == pool.usable and not llm._desk.takers
+    llm._driver.ask(lambda: None)  # what was dropped before is ended now
+    assert not llm.engine.unfinished and pool.available == pool.usable and not llm._driver.takers
 
 
 def test_results_are_in_the_order_of_the_prompts(llm: LLM) -> None:
@@ -259,14 +262,15 @@ def test_chat(llm: LLM) -> None:
     with pytest.raises(RequestError, match="half of a surrogate pair") as caught:
         llm.chat([{"role": "user", "content": "\udfff"}])
     assert caught.value.param == "messages"
-    without = LLM.over(llm.engine)
+    without = LLM.over(Engine(llm.engine.stepper, ByteTokenizer()))
     with pytest.raises(RequestError, match=r"no chat template(.|\n)*--chat-template FILE \(chat_template in Python\)"):
         without.chat([{"role": "user", "content": "hi"}])
 
 
 def test_more_variables_of_the_template(llm: LLM) -> None:
     source = "{{ messages[0].content }}{% if thinking %} (think {{ depth }}){% endif %}{{ eos_token }}:"
-    asking = LLM.over(llm.engine, ChatTemplate(source, {"eos_token": "."}, "the test"))
+    template = ChatTemplate(source, {"eos_token": "."}, "the test")
+    asking = LLM.over(Engine(llm.engine.stepper, ByteTokenizer()), template)
     message = [{"role": "user", "content": "hi"}]
     for given, expected_prompt in ((None, "hi.:"), ({"thinking": True, "depth": 3, "more": 1}, "hi (think 3).:")):
         assert asking.chat(message, GREEDY, chat_template_kwargs=given)[0].prompt == expected_prompt
@@ -580,12 +584,38 @@ def test_nobody_holds_it_any_more() -> None:
     stepper = FakeStepper(vocab_size=256, num_blocks=40, max_length=128, seconds=0.01)
     llm = LLM.over(Engine(stepper, ByteTokenizer()))
     next(llm.stream("one", GREEDY))
-    held, thread = weakref.ref(llm.engine), llm._desk.driver._thread
+    held, thread = weakref.ref(llm.engine), llm._driver._thread
     assert thread.is_alive()
     del llm
     assert not thread.is_alive()
     gc.collect()
     assert held() is None
+
+
+def test_an_engine_has_one_driver() -> None:
+    """A second one ends nothing of the first, and may come after it."""
+    engine = Engine(FakeStepper(vocab_size=256, num_blocks=40, max_length=128), ByteTokenizer())
+    llm = LLM.over(engine)
+    stream = llm.stream("main", GREEDY)
+    tokens = list(next(stream).tokens)
+    with pytest.raises(OptionError, match="another LLM or server has this engine"):
+        LLM.over(engine)
+    gc.collect()
+    tokens += [token for delta in stream for token in delta.tokens]
+    assert tuple(tokens) == expected(llm, b"main")
+    del llm, stream
+    gc.collect()
+    after = LLM.over(engine)
+    assert after.generate("after", GREEDY)[0].outputs[0].token_ids == expected(after, b"after")
+
+
+def test_a_driver_that_never_began_can_be_stopped() -> None:
+    engine = Engine(FakeStepper(), ByteTokenizer())
+    driver = Driver(engine)
+    driver.stop()
+    with pytest.raises(EngineDead, match="was stopped"):
+        driver.ask(lambda: driver.submit([1], SamplingParams(), print))
+    Driver(engine).start()
 
 
 def test_a_program_that_ends_amid_a_stream() -> None:
@@ -628,6 +658,24 @@ def test_a_mistake_of_ours_is_told_to_all(llm: LLM, owner: str, monkeypatch: pyt
     with pytest.raises(EngineDead, match="a mistake"):
         llm.generate("three", GREEDY)
     nothing_left(llm)
+
+
+def test_one_that_cannot_be_ended_keeps_nobody_waiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = llm.engine.scheduler.end
+
+    def broken(request: Request) -> None:
+        if request.number == 1:
+            raise AssertionError("a mistake")
+        end(request)
+
+    monkeypatch.setattr(llm.engine.scheduler, "end", broken)
+    longer = {"temperature": 0, "max_tokens": 20}
+    outputs = [output.outputs[0] for output in llm.generate(["one", "two", "three"], [GREEDY, GREEDY, longer])]
+    assert [output.finish_reason for output in outputs] == ["length", "length", "error"]
+    assert outputs[0].token_ids == expected(llm, b"one") and outputs[2].error == "AssertionError: a mistake"
+    with pytest.raises(EngineDead, match="a mistake"):
+        llm.generate("five", GREEDY)
+    assert not llm.engine.unfinished and not llm._driver.takers
 
 
 def test_what_was_under_way_at_a_reset_is_not_found_later(llm: LLM) -> None:
