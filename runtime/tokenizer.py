@@ -10,7 +10,8 @@ merges.txt) are read by `transformers`, where that can.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -140,17 +141,20 @@ class FileTokenizer:
     def encode(self, text: str) -> Tensor:
         """i32[number of tokens]."""
         # For one text the library keeps Python's lock, for several it does not: other threads go on meanwhile.
-        (encoded,) = self._library.encode_batch_fast([text], add_special_tokens=False)
+        with self._panics():
+            (encoded,) = self._library.encode_batch_fast([text], add_special_tokens=False)
         return torch.tensor(encoded.ids, dtype=torch.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
         """The library works on the texts in parallel."""
-        encoded = self._library.encode_batch(list(texts), add_special_tokens=False)
+        with self._panics():
+            encoded = self._library.encode_batch(list(texts), add_special_tokens=False)
         return [_file_encoding(item) for item in encoded]
 
     def decode(self, ids: list[int], special: bool = False) -> str:
         """Special tokens are left out, unless they are asked for."""
-        decoded: str = self._library.decode(ids, skip_special_tokens=not special)
+        with self._panics():
+            decoded: str = self._library.decode(ids, skip_special_tokens=not special)
         return decoded
 
     def token_id(self, token: str) -> int | None:
@@ -161,8 +165,20 @@ class FileTokenizer:
     def token_bytes(self, token: int) -> bytes:
         """Of a special token those of its name."""
         if token not in self._bytes:
-            self._bytes[token] = token_bytes(self._library, token)
+            with self._panics():
+                self._bytes[token] = token_bytes(self._library, token)
         return self._bytes[token]
+
+    @contextmanager
+    def _panics(self) -> Iterator[None]:
+        """A panic of the library, which is no Exception, becomes a DataError."""
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            hint = "its tokenizer.json asks for what the tokenizers library cannot do"
+            raise DataError(f"the tokenizer '{self.name}' has failed: {error}", hint=hint) from error
 
     def _prefix(self, config: Mapping[str, Any]) -> tuple[int, ...]:
         """`add_bos_token` of the configuration decides; where it is absent, the tokenizer's own post-processor."""

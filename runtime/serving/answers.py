@@ -67,7 +67,8 @@ class Heading:
 
 @dataclass(frozen=True)
 class Echo:
-    """The text of a prompt as it is given back, and the characters that its tokens begin at."""
+    """The text of a prompt as it is given back, and the characters that its tokens begin at. A character that it begins
+    and does not end is left to the completion."""
 
     text: str = ""
     starts: Sequence[int] = ()
@@ -79,8 +80,9 @@ class Echo:
             return cls("", [0] * len(prompt))
         if not isinstance(prompt, str):
             known = [token for token in prompt if token < tokenizer.vocab_size]
-            starts = Starts(tokenizer, special=True)
-            return cls(tokenizer.decode(known, special=True), [starts.add(token) for token in prompt])
+            text, starts = tokenizer.decode(known, special=True), Starts(tokenizer, special=True)
+            begins = [starts.add(token) for token in prompt]
+            return cls(text[: len(text) - starts.begun], begins)
         (encoded,) = tokenizer.encode_batch([prompt])
         # A tokenizer may count a blank that a token begins with to no token; here each begins where the last one ends.
         ends = [0, *encoded.ends.tolist()]

@@ -32,6 +32,8 @@ class Apart:
         def run() -> None:
             try:
                 tell = partial(made.set_result, work())
+            except StopIteration as error:  # a future does not take it
+                tell = partial(made.set_exception, RuntimeError(f"the work raised {error!r}"))
             except BaseException as error:
                 tell = partial(made.set_exception, error)
             with suppress(RuntimeError):  # the loop has been closed

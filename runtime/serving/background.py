@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 
@@ -96,19 +96,16 @@ class BackgroundEngine:
         self._driver.do(lambda: self._driver.abort(group))
 
     def end_all(self, why: str) -> None:
-        """End all requests after the step that runs, with an error that says why."""
-        self._driver.do(lambda: self._driver.end_all("error", why))
+        """Tell all requests at once that nothing more comes of them, whatever the engine does."""
+        self._driver.end_all("error", why)
 
     def fail(self, why: str) -> None:
-        """Tell all requests that nothing more comes of them, and take no others; by any thread, as the engine's own may
-        hang in a step."""
-        self.engine.failure = RuntimeError(why)
+        """The same where nothing more can be served, also of requests that wait to be taken; no others are taken."""
+        self.engine.failure = EngineDead(why)
         for answer in list(self._asked):
-            if not answer.done():
+            with suppress(InvalidStateError):  # it was taken
                 answer.set_exception(EngineDead(why))
-        for group, take in list(self._driver.takers.items()):
-            take(Delta(group, 0, finish_reason="error", error=why))
-        self._hand_over()
+        self.end_all(why)
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams, stream: Stream, answer: Future[int]) -> None:
         if answer.done() or not answer.set_running_or_notify_cancel():
@@ -116,11 +113,14 @@ class BackgroundEngine:
             return
         try:
             group = self._driver.submit(prompt, params, partial(self._take, stream))
-        except Exception as error:
+        except BaseException as error:
             self._ended(params.n)
             answer.set_exception(error)
             return
-        answer.set_result(group)
+        try:
+            answer.set_result(group)
+        except InvalidStateError:  # `fail` was faster
+            self._driver.abort(group)
 
     def _abandon(self, answer: Future[int]) -> None:
         """Whoever asked has gone, perhaps after the request began."""
@@ -140,8 +140,11 @@ class BackgroundEngine:
         with self._lock:
             arrived, self._arrived = self._arrived, {}
         for loop, pairs in arrived.items():
-            with suppress(RuntimeError):  # the loop is closed, and nobody waits there
+            try:
                 loop.call_soon_threadsafe(_put, pairs)
+            except RuntimeError:  # it was closed, and nobody waits there any more
+                for group in {delta.group for _, delta in pairs}:
+                    self.abort(group)
 
     def _ended(self, count: int) -> None:
         with self._lock:

@@ -1,8 +1,8 @@
 """What makes an engine's steps: a thread of its own, which nobody who asks for something ever waits in.
 
 Handlers of signals run in the main thread between any two of its instructions, and what is collected ends wherever
-Python happens to collect it. Neither finds a step half done, nor a lock that it would wait for itself: all that others
-do is to put work into a queue, which is safe in both.
+Python happens to collect it. Neither finds a step half done, nor a lock that it would wait for itself: what others want
+done they put into a queue, which is safe in both.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import atexit
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from mgraph.errors import OptionError
@@ -26,16 +27,23 @@ Taker = Callable[[Delta], None]
 """Where what comes of a request goes. It is called by the driver's thread, and neither waits nor raises."""
 
 
+@dataclass
+class _Open:
+    take: Taker
+    left: set[int]
+    """Continuations that have not ended."""
+
+
 class Driver:
-    """Makes steps while anything is under way, and hands each request what comes of it. `submit`, `abort` and `end_all`
-    are for work that was asked for: only the driver's thread uses the engine."""
+    """Makes steps while anything is under way, and hands each request what comes of it, each continuation to its end
+    and no further. `submit` and `abort` are for work that was asked for: only the driver's thread uses the engine."""
 
     def __init__(self, engine: Engine, after: Callable[[Sequence[Delta]], None] = lambda deltas: None) -> None:
-        """`after` sees all deltas of a step when they have been handed over."""
+        """`after` sees the deltas of a step when they have been handed over."""
         self.engine = engine
-        self.takers: dict[int, Taker] = {}
-        """By number of the request, until it has ended."""
         self._after = after
+        self._requests: dict[int, _Open] = {}
+        self._handing = threading.Lock()  # for `end_all`, which another thread may do
         self._works: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -44,9 +52,9 @@ class Driver:
         """Begin. The end of the program stops it. Raises OptionError for an engine that has a driver."""
         if self.engine.driven:
             raise OptionError("another LLM or server has this engine", hint="an engine for each")
+        self._thread.start()
         self.engine.driven = True
         atexit.register(self.stop, None)
-        self._thread.start()
 
     def stop(self, patience: float | None = _PATIENCE) -> None:
         """End all requests and the thread, which is left to itself where a step takes longer than so many seconds. The
@@ -64,7 +72,7 @@ class Driver:
         if self._stopped:
             raise EngineDead("the engine was stopped")
         group = self.engine.submit(prompt, params)
-        self.takers[group] = take
+        self._requests[group] = _Open(take, set(range(params.n)))
         return group
 
     def abort(self, group: int) -> None:
@@ -72,8 +80,10 @@ class Driver:
         self._deliver(self.engine.abort(group))
 
     def end_all(self, reason: str, error: str | None = None) -> None:
-        """End all requests."""
-        self._deliver(self.engine.end_all(reason, error))
+        """Tell all requests that nothing more comes of them, which the engine hears after its step. Any thread may, as
+        the driver's own may hang in one."""
+        self._tell_all(reason, error)
+        self.do(lambda: self.engine.end_all(reason, error))
 
     def do(self, work: Callable[[], object]) -> None:
         """Have something done with the engine, between two steps, in the order in which it is asked for. This never
@@ -84,12 +94,12 @@ class Driver:
 
     def ask(self, work: Callable[[], T]) -> T:
         """What `work` gives, or raises, between two steps. A signal may end the waiting; the work is done then, too."""
-        answer: queue.SimpleQueue[tuple[T, None] | tuple[None, Exception]] = queue.SimpleQueue()
+        answer: queue.SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = queue.SimpleQueue()
 
         def answering() -> None:
             try:
                 answer.put((work(), None))
-            except Exception as error:
+            except BaseException as error:
                 answer.put((None, error))
 
         self.do(answering)
@@ -100,13 +110,17 @@ class Driver:
 
     def wait_for(self, arriving: queue.SimpleQueue[T]) -> T:
         """What comes next. What a signal's handler raises ends the waiting. Raises EngineDead where nothing can come:
-        the thread has ended, or is that of a process of which this one is a copy."""
+        the thread has ended, or is that of a process of which this one is a copy, or is this one, as where it collects
+        what waits for it."""
         while True:
+            if self._thread is threading.current_thread():
+                raise EngineDead("the thread that makes steps cannot wait for one")
             try:
                 return arriving.get(timeout=_GLANCE)
             except queue.Empty:
                 if not self._thread.is_alive() and arriving.empty():
-                    raise EngineDead(f"nothing makes steps any more: {self.engine.failure or 'no thread'}") from None
+                    reason = self.engine.trouble or "its thread has ended, or is that of another process"
+                    raise EngineDead(f"nothing makes steps any more: {reason}") from None
 
     def _run(self) -> None:
         try:
@@ -114,9 +128,10 @@ class Driver:
                 try:
                     self._work(wait=not self.engine.unfinished)
                     self._deliver(self.engine.step() if self.engine.unfinished else [])
-                except Exception as error:  # a mistake of ours: nobody may wait for ever
-                    self.engine.failure = error
-                    self.end_all("error", told(error))
+                except BaseException as error:  # a mistake of ours, whatever it is: nobody may wait for ever
+                    self.engine.failure = self.engine.failure or error
+                    self._tell_all("error", told(error))
+                    self.engine.end_all("error", told(error))
         finally:
             self._stopped, self.engine.driven = True, False
             self._work(wait=False)
@@ -131,17 +146,31 @@ class Driver:
             return
 
     def _deliver(self, deltas: Sequence[Delta]) -> None:
-        for delta in deltas:
-            if delta.group in self.takers:
-                self.takers[delta.group](delta)
-        for group in {delta.group for delta in deltas}:  # of which several continuations may have ended at once
-            if not self.engine.has(group):
-                self.takers.pop(group, None)
-        if deltas:
-            self._after(deltas)
+        with self._handing:
+            taken = [delta for delta in deltas if self._takes(delta)]
+        if taken:
+            self._after(taken)
+
+    def _takes(self, delta: Delta) -> bool:
+        """Hand over, unless that continuation was told its end."""
+        request = self._requests.get(delta.group)
+        if request is None or delta.index not in request.left:
+            return False
+        if delta.finish_reason is not None:
+            request.left.remove(delta.index)
+            if not request.left:
+                del self._requests[delta.group]
+        request.take(delta)
+        return True
+
+    def _tell_all(self, reason: str, error: str | None) -> None:
+        with self._handing:
+            left = [(group, index) for group, request in self._requests.items() for index in request.left]
+        self._deliver([Delta(group, index, finish_reason=reason, error=error) for group, index in left])
 
     def _stop(self) -> None:
         try:
-            self.end_all("abort")
+            self._tell_all("abort", None)
+            self.engine.end_all("abort")
         finally:
             self._stopped = True

@@ -116,7 +116,7 @@ class Engine:
         most = min(max_tokens or stepper.max_tokens, stepper.max_tokens)
         requests = min(max_requests or stepper.max_requests, stepper.max_requests, most)
         self.scheduler = Scheduler(pool, most, requests, chunk)
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         """Why the engine is dead."""
         self.driven = False
         """Whether a `Driver` makes its steps."""
@@ -153,8 +153,7 @@ class Engine:
         """Why nothing can be served any more, if nothing can."""
         if self.failure is None:
             return None
-        said = self.failure.message if isinstance(self.failure, MgraphError) else self.failure
-        return f"the engine has failed: {said}"
+        return f"the engine has failed: {told(self.failure)}"
 
     def check_alive(self) -> None:
         """Raises `EngineDead` where nothing can be served any more."""
@@ -364,9 +363,9 @@ def _finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB) if np.isfinite(logprob) else LEAST_LOGPROB
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """An error as requests are told of it."""
-    return f"{type(error).__name__}: {error}"
+    return error.message if isinstance(error, MgraphError) else f"{type(error).__name__}: {error}"
 
 
 def _failed(sequence: _Sequence, error: Exception) -> Delta:

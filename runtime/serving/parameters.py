@@ -207,9 +207,13 @@ def _texts(name: str, value: Any, most: int) -> tuple[str, ...]:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(_is_id(item) for item in value):
+    if (
+        isinstance(value, str)
+        or not isinstance(value, Sequence)
+        or not all(is_token(item) and item >= 0 for item in value)
+    ):
         raise RequestError(f"{name} must be a list of token ids, not {value!r}", name)
-    return tuple(value)
+    return tuple(int(item) for item in value)
 
 
 def _key(value: Any) -> int:
@@ -234,10 +238,6 @@ def check_ids(name: str, tokens: Iterable[int], vocab_size: int) -> None:
 def shown_id(token: int) -> str:
     """A token id in a message, however large: Python writes out no number of thousands of digits."""
     return str(token) if token.bit_length() < 64 else f"a number of {token.bit_length()} bits"
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _bias(value: Any) -> dict[int, float]:

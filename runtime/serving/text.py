@@ -160,6 +160,12 @@ class Starts:
         self._sure += len(self._text.add(token))
         return start
 
+    @property
+    def begun(self) -> int:
+        """Signs at the end of the text so far that stand for a character which may still become whole."""
+        held = "" if self._text is None else self._text.held
+        return len(held) - len(held.rstrip(REPLACEMENT))
+
 
 class StopStrings:
     """Finds the first of some strings to be complete in a text that comes in pieces."""

@@ -55,7 +55,7 @@ def running(served: Serving) -> Iterator[str]:
         served.background.stop()
         listening.close()
     pool = served.engine.scheduler.pool
-    assert pool.available == pool.usable and served.requests == 0 and not served.background._driver.takers
+    assert pool.available == pool.usable and served.requests == 0 and not served.background._driver._requests
 
 
 def idle(served: Serving, seconds: float = 5) -> None:

@@ -28,6 +28,16 @@ def test_results_and_errors() -> None:
     asyncio.run(asyncio.wait_for(main(), TIME))
 
 
+def test_a_generator_that_has_ended_is_an_error_too() -> None:
+    """The one exception that a future does not take."""
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await Apart(1)(lambda: next(iter([])))
+
+    asyncio.run(asyncio.wait_for(main(), TIME))
+
+
 def test_without_a_thread_the_place_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

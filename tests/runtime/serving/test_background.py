@@ -24,7 +24,7 @@ def served() -> Iterator[BackgroundEngine]:
     yield background
     background.stop()
     pool = background.engine.scheduler.pool
-    assert background.active == 0 and pool.available == pool.usable and not background._driver.takers
+    assert background.active == 0 and pool.available == pool.usable and not background._driver._requests
 
 
 async def begun(background: BackgroundEngine, prompt: list[int], params: SamplingParams = LONG) -> Exchange:
@@ -149,6 +149,48 @@ def test_all_are_told_where_the_engine_hangs() -> None:
     assert asyncio.run(main()) == "a rank died"
     go_on.set()
     background.stop()
+    assert background.active == 0 and not background.engine.unfinished
+
+
+def test_a_request_that_fails_while_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    background = BackgroundEngine(Engine(FakeStepper()))
+    submit = background.engine.submit
+
+    def slow(prompt: Sequence[int], params: SamplingParams) -> int:
+        group = submit(prompt, params)
+        background.fail("a rank died")
+        return group
+
+    monkeypatch.setattr(background.engine, "submit", slow)
+    background.start()
+
+    async def main() -> None:
+        for _ in range(2):
+            with pytest.raises(EngineDead, match="a rank died"):
+                await begun(background, [1])
+
+    asyncio.run(main())
+    background.stop()
+    assert background.active == 0 and not background.engine.unfinished
+
+
+def test_each_continuation_ends_once() -> None:
+    """Also where it is told in the middle of a step that goes on."""
+    background = BackgroundEngine(Engine(FakeStepper(seconds=0.002)))
+    background.start()
+
+    async def main() -> list[tuple[int, str | None]]:
+        arrived: asyncio.Queue[Delta] = asyncio.Queue()
+        await background.submit([1], SamplingParams(n=3, max_tokens=30, temperature=1.0), arrived)
+        await arrived.get()
+        background.end_all("the server stops")
+        await asyncio.to_thread(background.stop)
+        await asyncio.sleep(0)
+        deltas = [arrived.get_nowait() for _ in range(arrived.qsize())]
+        return sorted((delta.index, delta.error) for delta in deltas if delta.finish_reason is not None)
+
+    assert asyncio.run(main()) == [(index, "the server stops") for index in range(3)]
+    assert background.active == 0
 
 
 def test_a_loop_that_is_closed_keeps_nobody_else_waiting() -> None:
@@ -159,7 +201,9 @@ def test_a_loop_that_is_closed_keeps_nobody_else_waiting() -> None:
         await begun(background, [1])  # and nobody closes it
 
     async def reading() -> int:
-        return sum(len(delta.tokens) for delta in await read(await begun(background, [2])))
+        found = sum(len(delta.tokens) for delta in await read(await begun(background, [2])))
+        assert background.engine.generated < 90, "the one that nobody reads was ended"
+        return found
 
     asyncio.run(leaving())
     assert asyncio.run(reading()) == 60

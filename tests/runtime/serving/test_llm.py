@@ -67,7 +67,7 @@ def expected(llm: LLM, prompt: bytes, count: int = 8) -> tuple[int, ...]:
 def nothing_left(llm: LLM) -> None:
     pool = llm.engine.scheduler.pool
     llm._driver.ask(lambda: None)  # what was dropped before is ended now
-    assert not llm.engine.unfinished and pool.available == pool.usable and not llm._driver.takers
+    assert not llm.engine.unfinished and pool.available == pool.usable and not llm._driver._requests
 
 
 def test_results_are_in_the_order_of_the_prompts(llm: LLM) -> None:
@@ -615,6 +615,8 @@ def test_a_driver_that_never_began_can_be_stopped() -> None:
     driver.stop()
     with pytest.raises(EngineDead, match="was stopped"):
         driver.ask(lambda: driver.submit([1], SamplingParams(), print))
+    with pytest.raises(EngineDead, match="nothing makes steps any more"):
+        Driver(engine).ask(lambda: 1)
     Driver(engine).start()
 
 
@@ -634,13 +636,49 @@ def test_a_program_that_ends_amid_a_stream() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_where_even_the_end_goes_wrong_nobody_waits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
-        raise SystemExit
+        raise SystemExit("as no Exception is")
 
     monkeypatch.setattr(llm.engine, "step", broken)
-    with pytest.raises(EngineDead, match="nothing makes steps any more"):
-        llm.generate("one", GREEDY)
+    monkeypatch.setattr(llm.engine, "end_all", broken)
+    ended = llm.generate("one", {"n": 2})[0].outputs
+    assert [output.error for output in ended] == ["SystemExit: as no Exception is"] * 2
+    llm._driver._thread.join(10)
     with pytest.raises(EngineDead, match="was stopped"):
         llm.generate("two", GREEDY)
+
+
+@pytest.mark.parametrize("asked", ["generate", "stream", "reset"])
+def test_what_is_collected_in_a_step_cannot_ask(llm: LLM, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for the thread that collects it."""
+    told: list[EngineDead] = []
+
+    def session() -> Iterator[int]:
+        try:
+            yield 1
+        finally:
+            try:
+                if asked == "reset":
+                    llm.reset_prefix_cache()
+                else:
+                    llm.generate("bye") if asked == "generate" else next(llm.stream("bye"))
+            except EngineDead as error:
+                told.append(error)
+
+    cycle: list[Any] = [session()]
+    next(cycle[0])
+    cycle.append(cycle)
+    del cycle
+    run = llm.engine.stepper.run
+
+    def collecting(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        gc.collect()
+        return run(*arguments)
+
+    monkeypatch.setattr(llm.engine.stepper, "run", collecting)
+    assert llm.generate("two", GREEDY)[0].outputs[0].token_ids == expected(llm, b"two")
+    assert [error.message for error in told] == ["the thread that makes steps cannot wait for one"]
+    nothing_left(llm)
 
 
 @pytest.mark.parametrize("owner", ["engine", "scheduler"])
@@ -675,7 +713,7 @@ def test_one_that_cannot_be_ended_keeps_nobody_waiting(llm: LLM, monkeypatch: py
     assert outputs[0].token_ids == expected(llm, b"one") and outputs[2].error == "AssertionError: a mistake"
     with pytest.raises(EngineDead, match="a mistake"):
         llm.generate("five", GREEDY)
-    assert not llm.engine.unfinished and not llm._driver.takers
+    assert not llm.engine.unfinished and not llm._driver._requests
 
 
 def test_what_was_under_way_at_a_reset_is_not_found_later(llm: LLM) -> None:

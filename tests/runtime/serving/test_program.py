@@ -314,3 +314,22 @@ def test_the_key_that_clients_send(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "bad\nkey")
     with pytest.raises(OptionError, match=KEY):
         key()
+
+
+def test_what_is_cut_off_is_told_though_a_step_takes_long() -> None:
+    with program(4, 0.5) as (process, place):
+        ended: list[tuple[int, str]] = []
+
+        def whole() -> None:
+            connection = http.client.HTTPConnection(place, timeout=30)
+            connection.request("POST", "/v1/completions", json.dumps({"prompt": "x", "max_tokens": 80}))
+            answer = connection.getresponse()
+            ended.append((answer.status, answer.read().decode()))
+
+        thread = threading.Thread(target=whole, daemon=True)
+        thread.start()
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        thread.join(20)
+        assert process.wait(20) == 1
+    assert [code for code, _ in ended] == [503] and "did not end in time" in ended[0][1]

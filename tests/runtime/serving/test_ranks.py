@@ -107,10 +107,9 @@ def test_a_step_that_fails_on_rank_0_ends_all() -> None:
     assert deltas[-1].finish_reason == "error"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_all_end_once_even_where_nobody_can_be_told() -> None:
     """By the first thread that sees a reason."""
-    own, theirs = pairs(2)
+    own, _theirs = pairs(2)
     told: queue.Queue[str] = queue.Queue()
     leader = Leader(Noting(wrong=1), own, told.put)
     telling, go_on = threading.Event(), threading.Event()
@@ -120,16 +119,21 @@ def test_all_end_once_even_where_nobody_can_be_told() -> None:
         go_on.wait(10)
         raise ZeroDivisionError("nobody listens")
 
+    def ending() -> None:
+        with pytest.raises(ZeroDivisionError):
+            leader._end("rank 1 has died")
+
     leader.last_words = last_words
-    theirs[1].close()
+    first = threading.Thread(target=ending)
+    first.start()
     assert telling.wait(10)
     engine = Engine(leader)
     engine.submit(PROMPT, SamplingParams(temperature=0, max_tokens=4))
     assert engine.step()[-1].finish_reason == "error"
     assert told.empty()
     go_on.set()
-    assert told.get(timeout=10).startswith("rank 1 has died")
-    assert told.empty()
+    first.join(10)
+    assert told.get(timeout=10) == "rank 1 has died" and told.empty()
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
+from numpy.typing import NDArray
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models
 
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.server import Serving
+from mgraph.runtime.tokenizer import FileTokenizer
 from tests.runtime.serving.fake_server import running, serving
 from tests.runtime.serving.fake_stepper import FakeStepper, spoken_logits
 from tests.runtime.serving.test_text import metaspace_in
@@ -76,3 +83,53 @@ def test_a_completion_goes_on_where_its_prompt_ends(stream: bool, echo: bool, tm
             wanted, at = expected[index // 2]
             assert text == before + wanted
             assert places[len(places) - len(at) :] == [len(before) + place for place in at]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_character_that_a_prompt_begins_is_given_once(stream: bool, echo: bool) -> None:
+    raw = "a日".encode()
+
+    def logits(tokens: Sequence[int]) -> NDArray[np.float64]:
+        return np.where(np.arange(256) == raw[len(tokens) % len(raw)], 5.0, -5.0)
+
+    spoken = serving(FakeStepper(vocab_size=256, max_length=64, num_blocks=80, logits=logits))
+    asked: Any = {"prompt": list(raw[:2]), "model": "fake", "max_tokens": 2}
+    text, offsets = "", []
+    with running(spoken) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="any") as client:
+        made: Any = client.completions.create(echo=echo, stream=stream, logprobs=0, temperature=0, **asked)
+        for chunk in made if stream else [made]:
+            text += chunk.choices[0].text
+            if chunk.choices[0].logprobs is not None:
+                offsets += chunk.choices[0].logprobs.text_offset
+    assert (text, offsets) == (("a日", [0, 1, 1, 1]) if echo else ("日", [0, 0]))
+
+
+def test_a_library_that_panics_ends_one_request(tmp_path: Path) -> None:
+    """The text of a token that is empty, where the decoder strips it: tokenizers raises what is no Exception."""
+    vocab = {"" if at == 7 else chr(0x100 + at): at for at in range(64)}
+    library = Library(models.WordLevel(vocab, unk_token=chr(0x100)))
+    library.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path)
+    stepper = FakeStepper(vocab_size=64, num_blocks=400, max_length=256, max_requests=8, max_tokens=64)
+    ends: dict[str, str | None] = {}
+    with (
+        running(Serving(Engine(stepper, tokenizer), "fake", None)) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client,
+    ):
+
+        def asking(name: str, bias: int) -> None:
+            asked: Any = {"prompt": [1, 2], "model": "fake", "max_tokens": 20, "logit_bias": {"7": bias}}
+            try:
+                ends[name] = client.completions.create(**asked).choices[0].finish_reason
+            except openai.APIStatusError as error:
+                ends[name] = error.message
+
+        threads = [threading.Thread(target=asking, args=one) for one in (("innocent", -100), ("empty", 100))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert ends["innocent"] == "length"
+    assert "the tokenizer" in str(ends["empty"]) and "has failed" in str(ends["empty"])
