@@ -43,7 +43,7 @@ class Driver:
         self.engine = engine
         self._after = after
         self._requests: dict[int, _Open] = {}
-        self._handing = threading.Lock()  # for `end_all`, which another thread may do
+        self._handing = threading.Lock()  # of `_requests`, for `end_all`, which another thread may do
         self._works: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -72,7 +72,8 @@ class Driver:
         if self._stopped:
             raise EngineDead("the engine was stopped")
         group = self.engine.submit(prompt, params)
-        self._requests[group] = _Open(take, set(range(params.n)))
+        with self._handing:
+            self._requests[group] = _Open(take, set(range(params.n)))
         return group
 
     def abort(self, group: int) -> None:
