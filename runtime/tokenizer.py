@@ -209,9 +209,10 @@ def load_tokenizer(path: Path | None, model_vocab_size: int) -> Tokenizer:
     """The tokenizer at `path` (None: bytes); raises `DataError` if its ids exceed the model's vocabulary."""
     tokenizer: Tokenizer = ByteTokenizer() if path is None else FileTokenizer(path)
     if tokenizer.vocab_size > model_vocab_size:
+        whose = "texts are bytes, which are" if path is None else f"the tokenizer '{tokenizer.name}' has"
         raise DataError(
-            f"the tokenizer '{tokenizer.name}' has {tokenizer.vocab_size} tokens, the model knows {model_vocab_size}",
-            hint="compile the model with a larger vocabulary, or give a smaller --tokenizer",
+            f"{whose} {tokenizer.vocab_size} tokens, the model knows {model_vocab_size}",
+            hint=f"compile the model with a larger vocabulary, or give a {'smaller ' * (path is not None)}--tokenizer",
         )
     return tokenizer
 

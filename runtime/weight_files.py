@@ -132,7 +132,9 @@ def _read_index(file: Path) -> dict[str, str] | None:
         weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(value) for name, value in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"not an index of weights: {error!r}", where=str(file)) from error
+        reason = str(error) if isinstance(error, ValueError) else "it maps no names of tensors to files (weight_map)"
+        hint = "copy it again, or remove it: all files beside it are read then"
+        raise CheckpointError(f"not an index of weights: {reason}", where=str(file), hint=hint) from error
 
 
 def _files(path: Path, indexed: set[str] | None) -> list[Path]:
@@ -154,9 +156,11 @@ def _files(path: Path, indexed: set[str] | None) -> list[Path]:
     absent = [f.name for f in files if not f.is_file()]
     if not files or absent:
         problem = f", {listed(absent)} is absent" if absent and path.is_dir() else ""
-        raise CheckpointError(
-            f"no weights at {path}{problem}", hint=f"give a {SUFFIX} file or a directory that holds some"
-        )
+        hint = f"give a {SUFFIX} file or a directory that holds some"
+        if (path / "run.json").is_file():
+            run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+            hint = f"this is a checkpoint of a training run: give the run, {run}, whose newest one is served"
+        raise CheckpointError(f"no weights at {path}{problem}", hint=hint)
     return files
 
 

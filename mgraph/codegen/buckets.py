@@ -82,8 +82,9 @@ def plan(histogram: Histogram, graphs: int, max_tokens: int, max_requests: int, 
     tables = [_least(kind, graphs, bound, multiple) for kind, bound in zip((writing, mixed), bounds, strict=True)]
     shares = [(i, j) for i in range(len(tables[0])) for j in range(len(tables[1])) if 0 < i + j <= graphs]
     needed = [(i, j) for i, j in shares if (i or not writing) and (j or not mixed)]
-    # With a single graph for both kinds, writing steps have it: they are the ones that launches slow down.
-    i, j = min(needed or [(graphs, 0)], key=lambda ij: (tables[0][ij[0]][0] + tables[1][ij[1]][0], sum(ij)))
+    # With a single graph for both kinds, those have it that come oftener.
+    only = (1, 0) if sum(writing.values()) >= sum(mixed.values()) else (0, 1)
+    i, j = min(needed or [only], key=lambda ij: (tables[0][ij[0]][0] + tables[1][ij[1]][0], sum(ij)))
     return judged(_both(tables[0][i][1], tables[1][j][1], max_requests), histogram)
 
 
@@ -208,12 +209,12 @@ def read_histogram(path: Path) -> dict[tuple[int, int], float]:
         rows = json.loads(path.read_text(encoding="utf-8"))
         made: dict[tuple[int, int], float] = {}
         for tokens, requests, weight in rows:
-            if (
+            if not all(isinstance(number, int | float) for number in (tokens, requests, weight)) or (
                 not (1 <= requests <= tokens and 0 <= weight < math.inf)
                 or int(tokens) != tokens
                 or int(requests) != requests
             ):
-                raise ValueError(f"[{tokens}, {requests}, {weight}] is no step")
+                raise ValueError(f"[{tokens}, {requests}, {weight}] is no step")  # numbers alone can be compared
             made[int(tokens), int(requests)] = made.get((int(tokens), int(requests)), 0.0) + float(weight)
         if not any(made.values()):
             raise ValueError("it has no step")

@@ -12,7 +12,7 @@ from typing import Any
 from mgraph.runtime.serving.engine import Delta, Score
 from mgraph.runtime.serving.llm import RequestOutput
 from mgraph.runtime.serving.parameters import SamplingParams
-from mgraph.runtime.serving.text import Starts, token_bytes
+from mgraph.runtime.serving.text import Starts, id_text, token_bytes
 from mgraph.runtime.tokenizer import Tokenizer
 
 
@@ -128,7 +128,7 @@ class Completions:
 
     def first(self, token: int) -> Score:
         """The first token of a prompt: nothing comes before it that could make it likely."""
-        text = "" if self._tokenizer is None else self._tokenizer.decode([token], special=True)
+        text = id_text(token) if self._tokenizer is None else self._tokenizer.decode([token], special=True)
         return Score(token, text, float("nan"), ())
 
     def begin(self, index: int, prompt: Echo, scores: Sequence[Score | None]) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _by_text(score: Score) -> dict[str, float]:
     found = {score.text: score.logprob}
     for token, text, logprob in score.top:
         if token != score.token:
-            found[f"token_id:{token}" if text in found else text] = logprob
+            found[id_text(token) if text in found else text] = logprob
     return found
 
 

@@ -96,15 +96,16 @@ class BackgroundEngine:
         self._driver.do(lambda: self._driver.abort(group))
 
     def end_all(self, why: str) -> None:
-        """Tell all requests at once that nothing more comes of them, whatever the engine does."""
-        self._driver.end_all("error", why)
-
-    def fail(self, why: str) -> None:
-        """The same where nothing more can be served, also of requests that wait to be taken; no others are taken."""
-        self.engine.failure = EngineDead(why)
+        """Tell all requests at once that nothing more comes of them, those that wait to be taken among them: the engine
+        may be in a long step, or hang in one."""
         for answer in list(self._asked):
             with suppress(InvalidStateError):  # it was taken
                 answer.set_exception(EngineDead(why))
+        self._driver.end_all("error", why)
+
+    def fail(self, why: str) -> None:
+        """The same where nothing can be served any more: no others are taken."""
+        self.engine.failure = EngineDead(why)
         self.end_all(why)
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams, stream: Stream, answer: Future[int]) -> None:

@@ -17,7 +17,7 @@ from mgraph.runtime.checkpoint import Checkpoint
 from mgraph.runtime.export import CONFIG
 from mgraph.runtime.options import flag
 from mgraph.runtime.serving.package_stepper import run_checkpoint
-from mgraph.runtime.tokenizer import TEMPLATE, ByteTokenizer, Tokenizer, holds_tokenizer
+from mgraph.runtime.tokenizer import TEMPLATE, ByteTokenizer, Tokenizer, holds_tokenizer, load_tokenizer
 
 GENERATION = "generation_config.json"
 """Beside weights, the file that names the tokens that end a text."""
@@ -39,6 +39,19 @@ def find_tokenizer(weights: Path | None) -> Path | None:
     return _of_run(weights, "tokenizer")
 
 
+def open_tokenizer(given: Path | None, weights: Path | None, vocab_size: int) -> Tokenizer | None:
+    """The one that is given, else that of the weights, else bytes; None, of which is warned, for a model that has fewer
+    tokens than those. Raises DataError."""
+    path = given or find_tokenizer(weights)
+    if path is None and vocab_size < ByteTokenizer.vocab_size:
+        message = (
+            f"the model has {vocab_size} tokens, fewer than bytes: without --tokenizer FILE it is served by token ids"
+        )
+        warnings.warn(f"{message} alone", RuntimeWarning, stacklevel=3)
+        return None
+    return load_tokenizer(path, vocab_size)
+
+
 def find_template(weights: Path | None) -> Path | None:
     """The chat template that is not the tokenizer's own. Raises DataError where it is named and not there."""
     directory = _directory(weights)
@@ -47,17 +60,17 @@ def find_template(weights: Path | None) -> Path | None:
     return _of_run(weights, "chat_template")
 
 
-def ends_of_text(tokenizer: Tokenizer, weights: Path | None, vocab_size: int) -> tuple[int, ...]:
+def ends_of_text(tokenizer: Tokenizer | None, weights: Path | None, vocab_size: int) -> tuple[int, ...]:
     """Tokens that end a text: the tokenizer's `eos_token`, and those of a generation_config.json beside the weights.
 
     A token that the model does not have ends nothing, and is warned of. Raises DataError for what is no token.
     """
-    text = tokenizer.special_tokens.get("eos_token")
-    own = None if text is None else tokenizer.token_id(text)
+    text = None if tokenizer is None else tokenizer.special_tokens.get("eos_token")
+    own = None if tokenizer is None or text is None else tokenizer.token_id(text)
     return tuple(sorted({*_generation_ends(weights, vocab_size), *([] if own is None else [own])}))
 
 
-def is_padded(tokenizer: Tokenizer, weights: Path | None, vocab_size: int) -> bool:
+def is_padded(tokenizer: Tokenizer | None, weights: Path | None, vocab_size: int) -> bool:
     """Whether tokens that the tokenizer lacks are padding of the vocabulary. Of weights that have none beside them it
     is not known which texts they are for: all of their tokens may come, and those beyond bytes have no text."""
     if not isinstance(tokenizer, ByteTokenizer) or weights is None or run_checkpoint(weights) is not None:

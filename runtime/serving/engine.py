@@ -27,7 +27,7 @@ from mgraph.runtime.serving.parameters import ALL, SEEDS, RequestError, Sampling
 from mgraph.runtime.serving.request import Request
 from mgraph.runtime.serving.scheduler import Scheduler, Work
 from mgraph.runtime.serving.step import Pending, Sampled, Stepper
-from mgraph.runtime.serving.text import token_text
+from mgraph.runtime.serving.text import id_text, token_text
 from mgraph.runtime.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0
@@ -356,7 +356,7 @@ class Engine:
         return [int(token) for token in self.tokenizer.encode(text).tolist()]
 
     def _text(self, token: int) -> str:
-        return "" if self.tokenizer is None else token_text(self.tokenizer, token)
+        return id_text(token) if self.tokenizer is None else token_text(self.tokenizer, token)
 
 
 def _finite(logprob: float) -> float:

@@ -20,7 +20,6 @@ from mgraph.runtime.options import about
 from mgraph.runtime.package import Package, read_manifest
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.step import Stepper
-from mgraph.runtime.tokenizer import load_tokenizer
 
 OF_A_RANK = ("weights", "tokenizer", "chat_template")
 """Settings that the ranks of a package need not have alike: places of files, on machines of their own."""
@@ -103,6 +102,12 @@ class Settings(options.Settings):
             raise OptionError("there are no weights to serve", hint=hint)
         if self.weights is not None and self.random_init:
             raise OptionError(f"{weights} and {noise} exclude each other", hint="leave one of them out")
+        if 0 < self.step_tokens < self.max_requests:
+            tokens, requests = map(self.written, ("step_tokens", "max_requests"))
+            raise OptionError(
+                f"{tokens} {self.step_tokens} is less than {requests} {self.max_requests}",
+                hint="each sequence of a step has a token of it at least",
+            )
         if self.num_blocks and self.cache_memory:
             raise OptionError(f"{' and '.join(cache)} exclude each other", hint="leave one of them out")
 
@@ -126,9 +131,10 @@ def open_engine(
     stepper = open_stepper(Path(package), chosen)
     from mgraph.runtime.serving import beside  # loads torch's part of the runtime
 
-    tokenizer = load_tokenizer(chosen.tokenizer or beside.find_tokenizer(chosen.weights), stepper.vocab_size)
+    tokenizer = beside.open_tokenizer(chosen.tokenizer, chosen.weights, stepper.vocab_size)
     template_file = chosen.chat_template or beside.find_template(chosen.weights)
-    template = load_template(template_file, tokenizer.chat_template, tokenizer.special_tokens)
+    own = (None, {}) if tokenizer is None else (tokenizer.chat_template, tokenizer.special_tokens)
+    template = load_template(template_file, *own)
     beside.check_configuration(Path(package), chosen.weights)
     engine = Engine(
         stepper,

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from mgraph.errors import MgraphError, did_you_mean
@@ -29,8 +29,9 @@ BIAS_LIMIT = 100.0
 SEEDS = 2**63
 
 
-class RequestError(MgraphError):
-    """A request asks for what cannot be. `param` is the field that is wrong, where it is one."""
+class RequestError(MgraphError, ValueError):
+    """A request asks for what cannot be. `param` is the field that is wrong, where it is one. Programs that were
+    written for other engines expect a ValueError."""
 
     def __init__(self, message: str, param: str | None = None, hint: str | None = None) -> None:
         super().__init__(message, param, hint)
@@ -173,9 +174,11 @@ def _check_numbers(params: SamplingParams) -> None:
         value = getattr(params, name)
         if value is None and name in _OPTIONAL:
             continue
-        allowed = (int, float) if kind is float else (int,)
-        if isinstance(value, bool) or not isinstance(value, allowed):
+        if isinstance(value, bool) or not isinstance(value, Real if kind is float else Integral):
             raise RequestError(f"{name} must be {'a number' if kind is float else 'an integer'}, not {value!r}", name)
+        if not isinstance(value, int | float):  # as some of numpy's are
+            value = kind(value)
+            _set(params, name, value)
         if not low <= value <= high or (open_below and value == low) or not math.isfinite(value):
             least = f"greater than {low:g}" if open_below else f"at least {low:g}"
             most = "" if high == math.inf or high >= 2**31 - 1 else f" and at most {high:g}"

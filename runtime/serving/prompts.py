@@ -66,14 +66,14 @@ def read_chat(
 ) -> Input:
     """A conversation up to where the assistant's answer begins; `variables` are more of the template's. Raises
     RequestError for what is none, DataError where the template refuses it."""
+    if engine.tokenizer is None:
+        raise RequestError("there is no tokenizer for a text", "messages", "give token ids as a prompt")
     if template is None:
         raise RequestError(
             "the tokenizer has no chat template, so there is no way to write a conversation",
             "messages",
             "give --chat-template FILE (chat_template in Python), or a prompt instead of messages",
         )
-    if engine.tokenizer is None:
-        raise RequestError("there is no tokenizer for a text", "messages", "give token ids as a prompt")
     if tools is not None and not _listed(tools):
         raise RequestError(f"tools must be a list, not {_shown(tools)}", "tools")
     text = template.prompt(plain_messages(messages), tools, _variables(template, variables))

@@ -318,7 +318,8 @@ def _json(raw: bytes) -> Any:
             hint="join it with its other half, or leave it out",
         ) from error
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {str(error)[:_SHOWN]}") from error
+        reason = "it has a number of thousands of digits" if "int_max_str_digits" in str(error) else str(error)[:_SHOWN]
+        raise RequestError(f"the body is not valid JSON: {reason}") from error
     return value
 
 

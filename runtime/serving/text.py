@@ -19,6 +19,11 @@ _MOST_BEFORE, _MOST_LOOKED_AT = 16, 1024
 """Tokens with a text at the end of a prompt that may tell what its text ends with, and tokens that these are among."""
 
 
+def id_text(token: int) -> str:
+    """What stands for a token in place of a text."""
+    return f"token_id:{token}"
+
+
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """The text of one token amid others; none for an id that the tokenizer does not have."""
     return bytes(token_bytes(tokenizer, token)).decode("utf-8", errors="replace")

@@ -38,6 +38,23 @@ def padding(buckets: tuple[Bucket, ...], histogram: dict[tuple[int, int], float]
 
 
 @pytest.mark.parametrize("seed", range(12))
+def test_a_single_graph_is_of_the_steps_that_come_oftener(seed: int) -> None:
+    """And of those with the least padding."""
+    source = random.Random(seed)
+    histogram = {
+        (t, r): source.random()
+        for t in range(1, MAX_TOKENS + 1)
+        for r in range(1, min(t, MAX_REQUESTS) + 1)
+        if source.random() < 0.2
+    } | {(3, 3): 0.1}
+    possible = [Bucket(n, n, True) for n in range(1, MAX_REQUESTS + 1)]
+    possible += [Bucket(n, MAX_REQUESTS, False) for n in range(2, MAX_TOKENS + 1)]
+    found = plan(histogram, 1, MAX_TOKENS, MAX_REQUESTS)
+    best = min((judged([one], histogram) for one in possible), key=lambda made: (-made.captured, made.waste))
+    assert found.captured == pytest.approx(best.captured) and found.waste == pytest.approx(best.waste)
+
+
+@pytest.mark.parametrize("seed", range(12))
 def test_no_other_choice_of_buckets_pads_less(seed: int) -> None:
     source = random.Random(seed)
     histogram: dict[tuple[int, int], float] = {}

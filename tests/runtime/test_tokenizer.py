@@ -60,7 +60,7 @@ def test_other_threads_go_on_while_a_long_text_is_encoded(tokenizer_file: Path) 
 def test_errors(tokenizer_file: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has 4 tokens, the model knows 3"):
         load_tokenizer(tokenizer_file, 3)
-    with pytest.raises(DataError, match=r"'bytes' has 256 tokens, the model knows 100"):
+    with pytest.raises(DataError, match=r"texts are bytes, which are 256 tokens, the model knows 100"):
         load_tokenizer(None, 100)
     with pytest.raises(DataError, match=r"no such file"):
         load_tokenizer(tmp_path / "absent.json", 256)

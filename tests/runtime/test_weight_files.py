@@ -98,6 +98,15 @@ def _no_index(path: Path) -> None:
     (path / INDEX).write_text("[]")
 
 
+def _no_json(path: Path) -> None:
+    (path / INDEX).write_text("x")
+
+
+def _of_run(path: Path) -> None:
+    _emptied(path)
+    (path / "run.json").write_text("{}")
+
+
 def _emptied(path: Path) -> None:
     for file in path.iterdir():
         file.unlink()
@@ -115,7 +124,9 @@ def _pickled(path: Path) -> None:
         (_cut_header, "not a whole safetensors file"),
         (_absent, r"b\.safetensors is absent"),
         (_other_tensor, r"the index names tensors that the files do not have: b"),
-        (_no_index, "not an index of weights"),
+        (_no_index, r"(?s)not an index of weights: it maps no names.*remove it"),
+        (_no_json, r"(?s)not an index of weights: Expecting value"),
+        (_of_run, r"(?s)no weights at .*give the run, .*, whose newest one is served"),
         (_emptied, "no weights at"),
         (_pickled, r"(?s)pytorch_model\.bin at .* safetensors files alone.*convert them"),
     ],

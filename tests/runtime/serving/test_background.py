@@ -174,6 +174,26 @@ def test_a_request_that_fails_while_it_is_taken(monkeypatch: pytest.MonkeyPatch)
     assert background.active == 0 and not background.engine.unfinished
 
 
+def test_those_that_wait_to_be_taken_are_told_at_the_end_too() -> None:
+    background = BackgroundEngine(Engine(FakeStepper(seconds=1)))
+    background.start()
+
+    async def main() -> None:
+        exchange = await begun(background, [1])
+        await asyncio.sleep(0.2)
+        waiting = asyncio.create_task(begun(background, [2]))
+        await asyncio.sleep(0.2)
+        background.end_all("the server stops")
+        with pytest.raises(EngineDead, match="the server stops"):
+            await asyncio.wait_for(waiting, 0.3)
+        await read(exchange)
+        assert exchange.failure == "the server stops"
+
+    asyncio.run(main())
+    background.stop()
+    assert background.active == 0 and background.engine.failure is None
+
+
 def test_each_continuation_ends_once() -> None:
     """Also where it is told in the middle of a step that goes on."""
     background = BackgroundEngine(Engine(FakeStepper(seconds=0.002)))

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from mgraph.errors import DataError
-from mgraph.runtime.serving.beside import check_configuration, ends_of_text, find_template, find_tokenizer, is_padded
+from mgraph.runtime.serving.beside import (
+    check_configuration,
+    ends_of_text,
+    find_template,
+    find_tokenizer,
+    is_padded,
+    open_tokenizer,
+)
 from mgraph.runtime.tokenizer import ByteTokenizer, Tokenizer
 
 
@@ -52,6 +59,16 @@ def test_of_weights_without_a_tokenizer_all_tokens_may_come(tmp_path: Path) -> N
     with pytest.warns(RuntimeWarning, match="has no tokenizer: texts are bytes, and tokens from 256 on have no text"):
         assert not is_padded(tokenizer, tmp_path / "model.safetensors", 300)
     assert not is_padded(tokenizer, tmp_path / "model.safetensors", 256)
+
+
+def test_of_fewer_tokens_than_bytes_there_is_no_text(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="the model has 211 tokens, fewer than bytes: without --tokenizer FILE"):
+        assert open_tokenizer(None, None, 211) is None
+    assert open_tokenizer(None, None, 256) is not None
+    with pytest.raises(DataError, match="no such file"):
+        open_tokenizer(tmp_path / "absent", None, 211)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert ends_of_text(None, tmp_path, 211) == (5,) and is_padded(None, tmp_path, 211)
 
 
 def test_a_configuration_that_computes_something_else_is_warned_of(tmp_path: Path) -> None:

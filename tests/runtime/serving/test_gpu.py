@@ -1,5 +1,5 @@
 """A serve package on a GPU: its CUDA graphs give, bit for bit, what the same padded steps give launched op by op; both,
-and steps that are not padded, agree with the CPU."""
+and steps that are not padded, agree with the CPU. The graphs take the memory that was planned."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,10 +15,12 @@ from torch import Tensor
 from benchmarks.gpu.batch_invariance import check
 from mgraph.compiler import compile_package
 from mgraph.recipe import Recipe
+from mgraph.runtime.serving.dispatch import Bucket
 from mgraph.runtime.serving.engine import Engine
 from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.serving.package_stepper import PackageStepper
 from mgraph.runtime.serving.parameters import SamplingParams
+from mgraph.runtime.serving.step import Batch, Sampling
 
 MODELS = ("dense-tiny", "moe-tiny", "gpt-oss-tiny")
 LENGTHS = (1, 2, 7, 16, 17, 40, 3, 5)
@@ -93,3 +96,60 @@ def test_bits_do_not_depend_on_the_batch(model: str, precision: str, tmp_path: P
     recipe = Recipe(model=model, purpose="serve", precision=precision, max_length=256, output=str(tmp_path / "pkg"))
     package = compile_package(replace(recipe, batch_invariant=True)).package
     assert package is not None and check(str(package), rounds=2, requests=8)
+
+
+def step_of(stepper: PackageStepper, bucket: Bucket) -> tuple[Batch, Sampling]:
+    """One that fills a bucket: of one token each, or the first of many; its rows ask for the likeliest token."""
+    requests = bucket.requests if bucket.writing else min(bucket.requests, bucket.tokens - 1)
+    counts = np.ones(requests, np.int32)
+    counts[0] += bucket.tokens - requests
+    starts = np.cumsum([0, *counts]).astype(np.int32)
+    groups, width = len(stepper.windows), -(-stepper.max_length // stepper.block_size)
+    positions = np.concatenate([np.arange(count) for count in counts]) % stepper.max_length
+    zero, tables = np.zeros(bucket.tokens, np.int64), np.zeros((requests, width), np.int32)
+    lengths = np.minimum(counts, stepper.max_length)
+    rows = (starts[1:] - 1).astype(np.int64)
+    batch = Batch(zero, positions, (zero,) * groups, starts, lengths, (tables,) * groups, rows, tuple(range(requests)))
+    one, none, number = np.ones(requests, np.float32), np.zeros(requests, np.float32), np.zeros(requests, np.int64)
+    numbers = none, np.zeros(requests, np.int32), one, none, number, number, number - 1
+    return batch, Sampling(*numbers, one, none, none, None, None, None, 0)
+
+
+def taken() -> int:
+    """Bytes of the device that nobody else can have; of this process, if it has the device alone."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+LIBRARIES = 40 * 2**20
+"""What cuBLAS works in, which torch gives it anew where graphs are captured, and pages of 2 MiB that are not full."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_graphs_take_the_memory_that_was_planned(model: str, tmp_path: Path) -> None:
+    """And no more, however often they are replayed."""
+    recipe = Recipe(model=model, purpose="serve", precision="bf16", max_length=64, output=str(tmp_path / "pkg"))
+    package = compile_package(recipe).package
+    assert package is not None
+    stepper = PackageStepper(package, None, 40, "cuda", seed=3)
+    graphs, plan = stepper.graphs, stepper.package.manifest["graph_plan"]
+    assert graphs is not None and len(graphs.buckets) == plan["graphs"] > 10
+    steps = [step_of(stepper, bucket) for bucket in graphs.buckets]
+
+    def took() -> int:
+        """By running each step once more, the smallest last."""
+        before = taken()
+        for step in reversed(steps):
+            stepper.run(*step).get()
+        return taken() - before
+
+    took()  # op by op
+    captured, replayed = took(), took()
+    assert graphs.launches["graph"] == 2 * len(steps) and not graphs.failure
+    planned = plan["memory"]
+    budget = planned["pool"] + planned["logits"] + planned["graph"] * planned["graphs"]
+    assert 0 < captured <= budget + LIBRARIES, f"{captured} bytes, {budget} were planned"
+    assert replayed == 0

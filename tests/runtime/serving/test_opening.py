@@ -88,6 +88,8 @@ def test_what_excludes_what() -> None:
         read(ServeOptions, ["--weights", "w", "--num-blocks", "3", "--cache-memory", "1"], "serve", "")
     with pytest.raises(OptionError, match="no setting 'num_block'"):
         open_engine("nowhere", "weights", num_block=3)
+    with pytest.raises(OptionError, match="step_tokens 3 is less than max_requests 8"):
+        open_engine("nowhere", "weights", step_tokens=3, max_requests=8)
 
 
 def test_both_doors_give_the_same_settings() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mgraph.runtime.serving.parameters import RequestError, SamplingParams
@@ -76,6 +77,14 @@ def test_values_that_stand_for_others() -> None:
     assert SamplingParams(stop="a").stop == ("a",) and SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(logit_bias={"5": 1000, 6: -1000}).logit_bias == {5: 100.0, 6: -100.0}  # type: ignore[dict-item]
     assert SamplingParams(temperature=1).temperature == 1
+
+
+def test_numbers_of_numpy() -> None:
+    params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(5), stop_token_ids=[np.int32(7)])  # type: ignore[arg-type, list-item]
+    assert (params.temperature, params.top_k, params.stop_token_ids) == (0.5, 5, (7,))
+    assert type(params.temperature) is float and type(params.top_k) is type(params.stop_token_ids[0]) is int
+    with pytest.raises(ValueError, match="top_k must be an integer"):  # as other engines say it
+        SamplingParams(top_k=np.float32(5))  # type: ignore[arg-type]
 
 
 def test_values_that_do_not_go_together() -> None:

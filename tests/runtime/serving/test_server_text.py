@@ -15,10 +15,11 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models
 
 from mgraph.runtime.serving.engine import Engine
+from mgraph.runtime.serving.parameters import SamplingParams
 from mgraph.runtime.serving.server import Serving
 from mgraph.runtime.tokenizer import FileTokenizer
 from tests.runtime.serving.fake_server import running, serving
-from tests.runtime.serving.fake_stepper import FakeStepper, spoken_logits
+from tests.runtime.serving.fake_stepper import FakeStepper, alone, spoken_logits
 from tests.runtime.serving.test_text import metaspace_in
 
 
@@ -133,3 +134,19 @@ def test_a_library_that_panics_ends_one_request(tmp_path: Path) -> None:
             thread.join(30)
     assert ends["innocent"] == "length"
     assert "the tokenizer" in str(ends["empty"]) and "has failed" in str(ends["empty"])
+
+
+def test_without_a_tokenizer_tokens_are_ids() -> None:
+    served = Serving(Engine(FakeStepper(), None), "fake", None)
+    prompt = [1, 5]
+    (first, *_), _ = alone(FakeStepper().logits, prompt, SamplingParams(temperature=0), 4)
+    with running(served) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="any") as client:
+        asked: Any = {"model": "fake", "max_tokens": 4, "temperature": 0, "logprobs": 2, "echo": True}
+        scores = client.completions.create(prompt=prompt, **asked).choices[0].logprobs
+        with pytest.raises(openai.BadRequestError, match="no tokenizer"):
+            client.completions.create(prompt="text", model="fake")
+        with pytest.raises(openai.BadRequestError, match="no tokenizer"):
+            client.chat.completions.create(messages=[{"role": "user", "content": "hi"}], model="fake")
+    assert scores is not None and scores.tokens is not None and scores.top_logprobs is not None
+    assert scores.tokens[:3] == ["token_id:1", "token_id:5", f"token_id:{first}"] and len(scores.tokens) == 6
+    assert f"token_id:{first}" in scores.top_logprobs[2] and len(scores.top_logprobs[2]) == 2
