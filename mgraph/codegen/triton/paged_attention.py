@@ -98,6 +98,8 @@ class Tuning:
     per_sm: int = 4
     most_registers: int = 0
     """The bound of a thread's registers, 0 for none, by which more than one program has room on a multiprocessor."""
+    ahead: bool = False
+    """Whether a tile's entries in the block table are read a tile before, of the first before the wait."""
 
 
 def problem_of(node: Node) -> PagedAttention | str:
@@ -149,7 +151,8 @@ def tunings(problem: PagedAttention) -> dict[str, Tuning]:
         return {"single": single, "chunk": Tuning(max(64, least), 32, per_sm=2)}
     ways = {"single": single, "chunk": Tuning(max(128, least), 64, 8, 3, 2, 128)}
     if not problem.window and least == 16:  # 128 KB of keys and values are on the way
-        ways["long"] = Tuning(least, 128 if wide > 128 else 256, num_stages=5, per_sm=1)
+        ahead = Tuning(least, 128, num_stages=3, per_sm=1, ahead=True)
+        ways["long"] = ahead if wide > 128 else Tuning(least, 256, num_stages=5, per_sm=1)
     return ways
 
 
@@ -332,7 +335,8 @@ def _walk_lines(
     """A loop over keys from `low` to `high`; where it is not `masked`, the latter is whole tiles away.
 
     What is not seen of a tile is not read, or where `again` the nearest key that is seen is read again in its place:
-    loads without masks are copied while others are multiplied.
+    loads without masks are copied while others are multiplied. Where the tuning is `ahead`, `following` has a tile's
+    entries in the block table, and each step reads those of the next one.
     """
     language = f"tl.{TRITON_LANGUAGE_DTYPES[problem.dtype]}"
     precision = ', input_precision="ieee"' if problem.dtype == "f32" else ""
@@ -354,6 +358,15 @@ def _walk_lines(
         seen = "tl.minimum(key, high - 1)"
         nearest = [f"near = tl.maximum({seen}, lowest)" if problem.window else f"near = {seen}"]
         entry, offset = f"near // {problem.block_size}", f"near % {problem.block_size}"
+    table = "blocks_ptr + request * W"
+    blocks = [
+        f"entry = {table} + {entry}",
+        "block = tl.load(entry" + ", mask=inside, other=0" * partly + ").to(tl.int64)",
+    ]
+    if cut.ahead:
+        assert again and not problem.window, "every place of a tile has an entry that is read"
+        place = f"tl.minimum(key + {cut.keys}, high - 1) // {problem.block_size}"
+        blocks = ["block = following.to(tl.int64)", f"following = tl.load({table} + {place})"]
     rows = f"({offset} * {problem.groups} + group)"
     size = problem.block_size * problem.groups
     values = [
@@ -365,8 +378,7 @@ def _walk_lines(
         f"key = place + tl.arange(0, {cut.keys})",
         *[f"inside = {inside}"] * masked,
         *nearest,
-        f"entry = blocks_ptr + request * W + {entry}",
-        "block = tl.load(entry" + ", mask=inside, other=0" * partly + ").to(tl.int64)",
+        *blocks,
         f"k_block = keys_ptr + (block * {size * problem.width})[:, None]",
         f"k = tl.load(k_block + ({rows}[:, None] * {problem.width} + wide[None, :]){mask(k_masks)})",
         *(values if early else ()),
@@ -428,7 +440,12 @@ def _walk_source(name: str, problem: PagedAttention, cut: Tuning, args: tuple[st
         runs = f"""low = tl.maximum(split * {problem.run}, lowest // {cut.keys} * {cut.keys})
     high = tl.minimum(last, split * {problem.run} + {problem.run})"""
     early = ""
-    if cut.per_sm == 1:  # few requests: nothing else hides how far away their tables are
+    if cut.ahead:
+        early = f"""
+    begins = tl.minimum(low + tl.arange(0, {cut.keys}), high - 1)
+    there = (low < high) & (first < end)
+    following = tl.load(blocks_ptr + request * W + begins // {problem.block_size}, mask=there, other=0)"""
+    elif cut.per_sm == 1:  # few requests: nothing else hides how far away their tables are
         early = f"""
     near_by = low // {problem.block_size} + tl.arange(0, {TABLE_LINE})
     there = (near_by * {problem.block_size} < high) & (first < end)
