@@ -109,18 +109,19 @@ class BackgroundEngine:
         self.end_all(why)
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams, stream: Stream, answer: Future[int]) -> None:
-        if answer.done() or not answer.set_running_or_notify_cancel():
+        if answer.done():  # whoever asked has gone, or was told that nothing comes
             self._ended(params.n)
             return
         try:
             group = self._driver.submit(prompt, params, partial(self._take, stream))
         except BaseException as error:
             self._ended(params.n)
-            answer.set_exception(error)
+            with suppress(InvalidStateError):  # that happened just now
+                answer.set_exception(error)
             return
         try:
             answer.set_result(group)
-        except InvalidStateError:  # `fail` was faster
+        except InvalidStateError:
             self._driver.abort(group)
 
     def _abandon(self, answer: Future[int]) -> None:
@@ -138,14 +139,16 @@ class BackgroundEngine:
         self._watch(deltas)
 
     def _hand_over(self) -> None:
-        with self._lock:
-            arrived, self._arrived = self._arrived, {}
-        for loop, pairs in arrived.items():
-            try:
-                loop.call_soon_threadsafe(_put, pairs)
-            except RuntimeError:  # it was closed, and nobody waits there any more
-                for group in {delta.group for _, delta in pairs}:
-                    self.abort(group)
+        closed: set[int] = set()
+        with self._lock:  # also while they are given away: what another thread has comes after it
+            for loop, pairs in self._arrived.items():
+                try:
+                    loop.call_soon_threadsafe(_put, pairs)
+                except RuntimeError:  # it was closed, and nobody waits there any more
+                    closed.update(delta.group for _, delta in pairs)
+            self._arrived = {}
+        for group in closed:
+            self.abort(group)
 
     def _ended(self, count: int) -> None:
         with self._lock:

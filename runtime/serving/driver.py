@@ -24,7 +24,8 @@ _GLANCE = 0.2  # seconds; a signal that comes just before a thread falls asleep 
 T = TypeVar("T")
 
 Taker = Callable[[Delta], None]
-"""Where what comes of a request goes. It is called by the driver's thread, and neither waits nor raises."""
+"""Where what comes of a request goes. It is called by the thread that hands over, and neither waits for another nor
+raises."""
 
 
 @dataclass
@@ -81,10 +82,12 @@ class Driver:
         self._deliver(self.engine.abort(group))
 
     def end_all(self, reason: str, error: str | None = None) -> None:
-        """Tell all requests that nothing more comes of them, which the engine hears after its step. Any thread may, as
-        the driver's own may hang in one."""
-        self._tell_all(reason, error)
-        self.do(lambda: self.engine.end_all(reason, error))
+        """Tell all requests that nothing more comes of them, those too that are begun meanwhile; the engine hears of it
+        after its step. Any thread may, as the driver's own may hang in one, but no handler of a signal."""
+        try:
+            self._tell_all(reason, error)
+        finally:
+            self.do(lambda: self._deliver(self.engine.end_all(reason, error)))
 
     def do(self, work: Callable[[], object]) -> None:
         """Have something done with the engine, between two steps, in the order in which it is asked for. This never
@@ -132,7 +135,7 @@ class Driver:
                 except BaseException as error:  # a mistake of ours, whatever it is: nobody may wait for ever
                     self.engine.failure = self.engine.failure or error
                     self._tell_all("error", told(error))
-                    self.engine.end_all("error", told(error))
+                    self._deliver(self.engine.end_all("error", told(error)))
         finally:
             self._stopped, self.engine.driven = True, False
             self._work(wait=False)
@@ -172,6 +175,6 @@ class Driver:
     def _stop(self) -> None:
         try:
             self._tell_all("abort", None)
-            self.engine.end_all("abort")
+            self._deliver(self.engine.end_all("abort"))
         finally:
             self._stopped = True

@@ -174,6 +174,34 @@ def test_a_request_that_fails_while_it_is_taken(monkeypatch: pytest.MonkeyPatch)
     assert background.active == 0 and not background.engine.unfinished
 
 
+@pytest.mark.parametrize("moment", ["before", "after", "refused"])
+def test_all_end_while_one_is_taken(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the engine has it, after that, or where the engine refuses it: it is told, and others come after it."""
+    background = BackgroundEngine(Engine(FakeStepper()))
+    submit = background.engine.submit
+
+    def ending(prompt: Sequence[int], params: SamplingParams) -> int:
+        if moment == "after":
+            group = submit(prompt, params)
+        background.end_all("the server stops")
+        if moment == "refused":
+            raise RequestError("refused")
+        return group if moment == "after" else submit(prompt, params)
+
+    background.start()
+
+    async def main() -> int:
+        monkeypatch.setattr(background.engine, "submit", ending)
+        with pytest.raises(EngineDead, match="the server stops"):
+            await begun(background, [1])
+        monkeypatch.undo()
+        return len(await read(await begun(background, [1], SamplingParams(max_tokens=3))))
+
+    assert asyncio.run(main()) == 3
+    background.stop()
+    assert background.active == 0 and background.engine.failure is None and not background._driver._requests
+
+
 def test_those_that_wait_to_be_taken_are_told_at_the_end_too() -> None:
     background = BackgroundEngine(Engine(FakeStepper(seconds=1)))
     background.start()

@@ -18,7 +18,7 @@ import pytest
 
 from mgraph.errors import OptionError
 from mgraph.runtime.serving.driver import Driver
-from mgraph.runtime.serving.engine import Engine, EngineDead
+from mgraph.runtime.serving.engine import Delta, Engine, EngineDead
 from mgraph.runtime.serving.llm import LLM
 from mgraph.runtime.serving.parameters import SamplingParams
 from mgraph.runtime.serving.request import Request
@@ -398,6 +398,23 @@ def test_what_is_collected_in_a_step_cannot_ask(llm: LLM, asked: str, monkeypatc
     assert llm.generate("two", GREEDY)[0].outputs[0].token_ids == expected(llm, b"two")
     assert [error.message for error in told] == ["the thread that makes steps cannot wait for one"]
     nothing_left(llm)
+
+
+def test_what_begins_while_all_are_told_is_told_too(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, tell = llm._driver, llm._driver._tell_all
+    told: list[Delta] = []
+
+    def telling(reason: str, error: str | None) -> None:
+        tell(reason, error)
+        driver.ask(lambda: driver.submit([1], SamplingParams(n=2, max_tokens=100), told.append))
+
+    monkeypatch.setattr(driver, "_tell_all", telling)
+    driver.end_all("error", "all end")
+    nothing_left(llm)
+    assert sorted((delta.index, delta.error) for delta in told if delta.finish_reason) == [
+        (0, "all end"),
+        (1, "all end"),
+    ]
 
 
 @pytest.mark.parametrize("owner", ["engine", "scheduler"])
