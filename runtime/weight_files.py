@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mgraph.errors import CheckpointError
+from mgraph.runtime.checkpoint import RUN_FILE
 
 INDEX = "model.safetensors.index.json"
 """Which file has which tensor, where there are several."""
@@ -157,7 +158,7 @@ def _files(path: Path, indexed: set[str] | None) -> list[Path]:
     if not files or absent:
         problem = f", {listed(absent)} is absent" if absent and path.is_dir() else ""
         hint = f"give a {SUFFIX} file or a directory that holds some"
-        if (path / "run.json").is_file():
+        if (path / RUN_FILE).is_file():
             run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
             hint = f"this is a checkpoint of a training run: give the run, {run}, whose newest one is served"
         raise CheckpointError(f"no weights at {path}{problem}", hint=hint)

@@ -65,8 +65,8 @@ def match(buckets: Sequence[Bucket], tokens: int, requests: int) -> Bucket | Non
 def plan(histogram: Histogram, graphs: int, max_tokens: int, max_requests: int, multiple: int = 1) -> BucketPlan:
     """At most `graphs` buckets of at most `max_tokens` tokens with the least expected padding for a workload.
 
-    Sizes are multiples of `multiple`, or the bound. There are none where every step is
-    larger. Raises OptionError where there can be no bucket.
+    Sizes are multiples of `multiple`, or the bound. There are none where every step is larger. A single one, where
+    steps are of both kinds, is of those that come oftener. Raises OptionError where there can be no bucket.
     """
     if graphs < 1 or max_tokens < 1 or max_requests < 1:
         raise OptionError(f"{graphs} graphs of {max_tokens} tokens and {max_requests} requests", hint="at least 1 each")
@@ -82,7 +82,6 @@ def plan(histogram: Histogram, graphs: int, max_tokens: int, max_requests: int, 
     tables = [_least(kind, graphs, bound, multiple) for kind, bound in zip((writing, mixed), bounds, strict=True)]
     shares = [(i, j) for i in range(len(tables[0])) for j in range(len(tables[1])) if 0 < i + j <= graphs]
     needed = [(i, j) for i, j in shares if (i or not writing) and (j or not mixed)]
-    # With a single graph for both kinds, those have it that come oftener.
     only = (1, 0) if sum(writing.values()) >= sum(mixed.values()) else (0, 1)
     i, j = min(needed or [only], key=lambda ij: (tables[0][ij[0]][0] + tables[1][ij[1]][0], sum(ij)))
     return judged(_both(tables[0][i][1], tables[1][j][1], max_requests), histogram)
@@ -209,12 +208,13 @@ def read_histogram(path: Path) -> dict[tuple[int, int], float]:
         rows = json.loads(path.read_text(encoding="utf-8"))
         made: dict[tuple[int, int], float] = {}
         for tokens, requests, weight in rows:
-            if not all(isinstance(number, int | float) for number in (tokens, requests, weight)) or (
-                not (1 <= requests <= tokens and 0 <= weight < math.inf)
+            if (
+                not all(isinstance(number, int | float) for number in (tokens, requests, weight))
+                or not (1 <= requests <= tokens and 0 <= weight < math.inf)
                 or int(tokens) != tokens
                 or int(requests) != requests
             ):
-                raise ValueError(f"[{tokens}, {requests}, {weight}] is no step")  # numbers alone can be compared
+                raise ValueError(f"[{tokens}, {requests}, {weight}] is no step")
             made[int(tokens), int(requests)] = made.get((int(tokens), int(requests)), 0.0) + float(weight)
         if not any(made.values()):
             raise ValueError("it has no step")

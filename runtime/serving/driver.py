@@ -134,8 +134,7 @@ class Driver:
                     self._deliver(self.engine.step() if self.engine.unfinished else [])
                 except BaseException as error:  # a mistake of ours, whatever it is: nobody may wait for ever
                     self.engine.failure = self.engine.failure or error
-                    self._tell_all("error", told(error))
-                    self._deliver(self.engine.end_all("error", told(error)))
+                    self._end_all("error", told(error))
         finally:
             self._stopped, self.engine.driven = True, False
             self._work(wait=False)
@@ -172,9 +171,13 @@ class Driver:
             left = [(group, index) for group, request in self._requests.items() for index in request.left]
         self._deliver([Delta(group, index, finish_reason=reason, error=error) for group, index in left])
 
+    def _end_all(self, reason: str, error: str | None = None) -> None:
+        """As `end_all`, in the driver's thread: requests first, as the engine may fail in this, too."""
+        self._tell_all(reason, error)
+        self._deliver(self.engine.end_all(reason, error))
+
     def _stop(self) -> None:
         try:
-            self._tell_all("abort", None)
-            self._deliver(self.engine.end_all("abort"))
+            self._end_all("abort")
         finally:
             self._stopped = True

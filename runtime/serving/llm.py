@@ -70,7 +70,7 @@ class LLM:
 
     @classmethod
     def over(cls, engine: Engine, template: ChatTemplate | None = None) -> LLM:
-        """On an engine that is there already."""
+        """On an engine that is there already. Raises OptionError if another LLM or a server has it."""
         made = cls.__new__(cls)
         made._set_up(engine, template)
         return made

@@ -359,14 +359,13 @@ def _walk_lines(
         nearest = [f"near = tl.maximum({seen}, lowest)" if problem.window else f"near = {seen}"]
         entry, offset = f"near // {problem.block_size}", f"near % {problem.block_size}"
     table = "blocks_ptr + request * W"
-    blocks = [
-        f"entry = {table} + {entry}",
-        "block = tl.load(entry" + ", mask=inside, other=0" * partly + ").to(tl.int64)",
-    ]
     if cut.ahead:
         assert again and not problem.window, "every place of a tile has an entry that is read"
         place = f"tl.minimum(key + {cut.keys}, high - 1) // {problem.block_size}"
         blocks = ["block = following.to(tl.int64)", f"following = tl.load({table} + {place})"]
+    else:
+        loaded = "tl.load(entry" + ", mask=inside, other=0" * partly + ")"
+        blocks = [f"entry = {table} + {entry}", f"block = {loaded}.to(tl.int64)"]
     rows = f"({offset} * {problem.groups} + group)"
     size = problem.block_size * problem.groups
     values = [
